@@ -8,13 +8,12 @@ needs no copy of the whole sequence: kernels read received tokens where they lie
     compute    dq of i                      dk, dv of i
 
 With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles. Sizes of tiles differ, so the
-bits of the two halves differ, as the bits of two kernel backends do. Within one backend and GPU model, all these depend on the
-whole call alone:
+bits of the two halves differ, as the bits of two kernel backends do. `canon.runtime.rank_invariance` has the contract and its
+proof. Launches keep these rules:
 
-    tiles             cut at multiples of their sizes in the sequence; no rows of 192 in Gluon's forward
-    configuration     by widths, dtype and the whole mask; inputs with odd strides or addresses are copied first
-    packing of heads  by the whole mask
-    backward="auto"   "split" or "head_parallel", by the whole mask and all heads
+    tiles             cut at multiples of their sizes in the sequence, visited in the order of keys (`key_order`)
+    configuration     by widths and dtype; no rows of 192 in Gluon's forward; odd strides or addresses are copied first
+    backward="auto"   "split"
 
 Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g times the heads. A message of
 whole tiles carries up to 127 rows without tokens.

@@ -18,7 +18,8 @@ Two exchanges bring tokens to their positions:
 
 A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries that see it.
 
-Equal bits also need a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one thread.
+Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in another order. Equal bits need
+a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one thread.
 On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
 
 Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype), 4 bytes for lse and for delta:

@@ -34,8 +34,7 @@ from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
 arguments = json.loads(sys.argv[1])
-(arch, count, backend, dtype, heads, widths, method, reduce_dtype,
- least_ranks, functions, invariant) = arguments
+arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, invariant = arguments
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
@@ -60,8 +59,8 @@ def cases():
             yield replace(case, method=method, shape=replace(case.shape, scale=scale))
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
-    number = getattr(torch, dtype)
-    model = kernel_variants._checked_model(number, *widths, heads, functions, None, method, None, None, invariant)
+    options = functions, None, method, None, None, invariant
+    model = kernel_variants._checked_model(getattr(torch, dtype), *widths, heads, *options)
     reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
     kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
     warmed, seen, kinds = set(jobs), set(), set()

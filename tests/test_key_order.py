@@ -12,20 +12,20 @@ from canon.fast.kernels.work_tables import host_table, work_table
 
 def visits_of(tiles, spans, columns):
     """Return {row: [(first column, columns that it sees)]}, in order, of the visits in which a row sees some."""
-    found = {}
-    spans = spans.tolist()
+    found, spans = {}, spans.tolist()
     for start, stop, first, _, end in tiles.tolist():
         for row in range(start, stop):
             found[row] = []
             for column, count, *band in spans[first:end]:
                 bands = [x[2:] for x in spans[band[0] : band[0] - band[1]]] if band[1] < 0 else [band]
                 bands = bands if band[1] else [(0, 1 << 30, 0, 1 << 30, -(1 << 30), 1 << 30)]
-                seen = {
+                seen = [
                     j for b in bands if b[0] <= row < b[1] for j in range(*interval(row, b, column, count * columns))
-                }
-                visited = range(column, column + count * columns, columns)
-                per_tile = [(j, sorted(seen & set(range(j, j + columns)))) for j in visited]
-                found[row] += [x for x in per_tile if x[1]]
+                ]
+                assert seen == sorted(set(seen)), "the bands of a chained span come in the order of their keys"
+                tiles_of_span = range(column, column + count * columns, columns)
+                visits = [(at, [j for j in seen if at <= j < at + columns]) for at in tiles_of_span]
+                found[row] += [visit for visit in visits if visit[1]]
     return found
 
 

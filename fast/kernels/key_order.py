@@ -3,9 +3,9 @@
     bands of a tile of rows        a: keys 0:300        b: keys 260:600, a window        (tiles of 128 keys)
     spans                          a: 0:256 | a and b, chained: 256:384 | b: 384:640
 
-Where bands of a tile of rows meet in a tile of keys, one *chained* span has them all. Its fields 2 and 3 are the index of
-its first band among the spans and minus the number of its bands; the bands follow all visited spans. So neither bands nor
-other rows change what a row adds, or when.
+If several bands of a tile of rows share a tile of keys, one *chained* span has them all, in the order of their keys in each
+row. Its field 2 is the index of its first band among the spans, and field 3 is minus the number of its bands. The bands follow
+all visited spans. So neither bands nor other rows change what a row adds, or when.
 """
 
 from typing import NamedTuple
@@ -47,7 +47,7 @@ class Runs(NamedTuple):
 def ordered_table(cut: Cut, rows: int, columns: int, chained: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return tiles and spans, as in `WorkTable`, in key order. All spans of a tile count as partial; full ones have no band.
 
-    ``cut``: pieces begin at multiples of ``columns``. Without ``chained``, bands that meet in a tile visit it in turn.
+    ``cut``: pieces begin at multiples of ``columns``. Without ``chained``, a tile is visited once for each of its bands.
     """
     piece, begin, stop, shared = _segments(cut, columns)
     alone = _classified(cut, rows, columns, piece[~shared], begin[~shared], stop[~shared])
@@ -109,6 +109,29 @@ def _segments(cut: Cut, columns: int) -> tuple[np.ndarray, ...]:
     shared = np.bincount(edge, minlength=len(edges))[edge] > 1
     column = lambda edge: edges[edge] & (1 << COLUMN_BITS) - 1
     return some[piece], column(edge), column(edge + 1), shared
+
+
+def _before(cut: Cut, piece: np.ndarray, line: np.ndarray) -> np.ndarray:
+    """Return a number for each piece: of those in one ``line`` with a common row, the one with lower keys has the lower one.
+
+    Bands are disjoint, so all common rows see two pieces in one order; and no pieces follow each other in a circle.
+    """
+    _, start, size = np.unique(line, return_inverse=True, return_counts=True)
+    by_line = np.argsort(start, kind="stable")
+    one, place = counted(size[start])
+    other = by_line[(np.cumsum(size) - size)[start[one]] + place]
+    row = np.maximum(cut.first[piece[one]], cut.first[piece[other]])
+    common = row < np.minimum(cut.last[piece[one]], cut.last[piece[other]])
+    one, other, row = one[common], other[common], row[common]
+    left = lambda i: np.maximum(cut.bands[cut.band[piece[i]], 2], row + cut.bands[cut.band[piece[i]], 4])
+    lower = left(one) < left(other)
+    one, other = one[lower], other[lower]
+    depth, deeper = np.zeros(len(piece), np.int64), True
+    while deeper:
+        before = depth.copy()
+        np.maximum.at(depth, other, before[one] + 1)
+        deeper = bool((depth > before).any())
+    return depth
 
 
 def _classified(cut: Cut, rows: int, columns: int, piece: np.ndarray, begin: np.ndarray, stop: np.ndarray) -> Runs:

@@ -21,15 +21,16 @@ even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM: less 
     named 11 + w     128 threads           warpgroup w (STALE_MAXIMUM)              warpgroup w     a vote (`ptx.vote_ptx`)
 
 w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait for its V before it
-releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last). All warpgroups make
-equally many steps, so the named barriers match.
+releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of
+keys). All warpgroups make equally many steps, so the named barriers match.
 
 Read `forward_plain` first, a kernel without these refinements. Then read `forward_kernel`, `load_tiles`, `attend`, `step`,
 `write_result`; then `forward_pipeline` and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's
 first tile. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
-    STALE_MAXIMUM   if a query sees many tiles
+    STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant
+    KEY_ORDER       with rank_invariant: tiles in the order of keys, some with several bands (`key_order`)
     PACK            query heads that share a tile (`launch.packing`)
     P_AFTER_O       if ROWS = 192: exponentials wait for the MMA with V
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step

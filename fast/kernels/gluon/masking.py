@@ -18,20 +18,24 @@ def mask_hidden(x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.con
     KEY_ORDER: the span may be a chained one (`key_order`).
     """
     if KEY_ORDER:
-        bands = gl.load(work + span + ROW_STOP)
-        if bands < 0:
-            x = _hide_outside_chain(x, work, gl.load(work + span + ROW_START), -bands, first, column, HIDDEN, PACK)
-        else:
-            x = _hide_outside_band(x, work, span, first, column, HIDDEN, PACK)
+        return _hide_outside_bands(x, work, span, first, column, HIDDEN, PACK)
     else:
-        x = _hide_outside_band(x, work, span, first, column, HIDDEN, PACK)
-    return x
+        left, right = _visible_columns(x, work, span, first, column, PACK)
+        return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
 
 
 @gluon.jit
-def _hide_outside_band(x, work, band, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
-    left, right = _visible_columns(x, work, band, first, column, PACK)
-    return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
+def _hide_outside_bands(x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
+    """Hide the cells outside all bands of a span, which come in the order of their keys: gap after gap."""
+    number = gl.load(work + span + ROW_STOP)
+    band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
+    reach = gl.zeros([x.shape[0]], gl.int32, per_row_layout(x.shape[1]))
+    for at in range(band, band + SPAN * gl.maximum(-number, 1), SPAN):
+        left, right = _visible_columns(x, work, at, first, column, PACK)
+        sees = right > gl.maximum(left, 0)
+        x = _hide_between(x, reach, gl.where(sees, left, reach), gl.load(work + at + COLUMN_STOP), HIDDEN)
+        reach = gl.where(sees, right, reach)
+    return _hide_between(x, reach, gl.full_like(reach, x.shape[1]), gl.load(work + band + COLUMN_STOP), HIDDEN)
 
 
 @gluon.jit
@@ -47,21 +51,10 @@ def _visible_columns(x, work, band, first, column, PACK: gl.constexpr):
 
 
 @gluon.jit
-def _hide_outside_chain(x, work, band, bands, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
-    """Hide the cells that no band has of the ``bands`` from the offset ``band`` on. Two words hold a row's visible columns."""
-    low = gl.zeros([x.shape[0]], gl.int64, per_row_layout(x.shape[1]))
-    high = low
-    for at in range(band, band + bands * SPAN, SPAN):
-        left, right = _visible_columns(x, work, at, first, column, PACK)
-        low |= _bits_from(left) & ~_bits_from(gl.maximum(left, right))
-        high |= _bits_from(left - 64) & ~_bits_from(gl.maximum(left, right) - 64)
+def _hide_between(x, left, right, loaded, HIDDEN: gl.constexpr):
+    """Return x with HIDDEN in the columns left <= j < right of each row. ``loaded``: a number >= 0 that is loaded nearby."""
     j = gl.expand_dims(gl.arange(0, x.shape[1], per_column_layout(x.shape[1])), 0)
-    word = gl.where(j < 64, gl.expand_dims(low, 1), gl.expand_dims(high, 1))
-    return gl.where((word >> (j & 63).to(gl.int64)) & 1 != 0, x, HIDDEN)
-
-
-@gluon.jit
-def _bits_from(first):
-    """Return int64 words with the bits from ``first`` on. A shift by 64 is undefined."""
-    ones = gl.full_like(first, -1).to(gl.int64)
-    return gl.where(first >= 64, 0, ones << gl.minimum(gl.maximum(first, 0), 63).to(gl.int64))
+    # Only bits 1 and 2 of a column depend on the lane, so no register holds a column number.
+    lane = (j & 6) ^ opaque_zero(loaded)
+    left, right = gl.expand_dims(left, 1) - lane, gl.expand_dims(right, 1) - lane
+    return gl.where(((j & ~6) >= left) & ((j & ~6) < right), HIDDEN, x)

@@ -188,14 +188,32 @@ def chained_stop(span, COLUMNS: tl.constexpr):
 
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
-    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the columns that a band touches."""
-    columns = first + tl.arange(0, COLUMNS)
+    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the columns that a band touches.
+
+    Two words of a row, of which 64 bits are columns each, take few registers. COLUMNS is at most 128.
+    """
+    columns = tl.arange(0, COLUMNS)
     touched = columns < 0
-    visible = (rows < 0)[:, None] & touched[None, :]
+    low = tl.zeros_like(rows).to(tl.int64)
+    high = low
     band = spans + tl.load(span + 2) * 8
     for _ in range(-tl.load(span + 3)):
         left, right = visible_columns(band, rows)
-        visible = visible | visible_mask(left - first, right - first, COLUMNS)
-        touched = touched | ((columns >= tl.load(band + 4)) & (columns < tl.load(band + 5)))
+        left, right = left - first, tl.maximum(left, right) - first
+        low |= bits_from(left) & ~bits_from(right)
+        if COLUMNS > 64:
+            high |= bits_from(left - 64) & ~bits_from(right - 64)
+        touched = touched | ((columns + first >= tl.load(band + 4)) & (columns + first < tl.load(band + 5)))
         band += 8
-    return visible, touched
+    if COLUMNS > 64:
+        word = tl.where((columns < 64)[None, :], low[:, None], high[:, None])
+    else:
+        word = low[:, None]
+    return ((word >> (columns % 64).to(tl.int64)[None, :]) & 1) != 0, touched
+
+
+@triton.jit
+def bits_from(first):
+    """Return int64 words with the bits from ``first`` on. A shift by 64 is undefined."""
+    ones = tl.full(first.shape, -1, tl.int64)
+    return tl.where(first >= 64, 0, ones << tl.minimum(tl.maximum(first, 0), 63).to(tl.int64))

@@ -23,7 +23,7 @@ def attend_each(
 ) -> Any:
     """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence.
 
-    ``on_tiles``: each sequence must begin on a tile. Those of other lengths are not packed, but computed in turn.
+    ``on_tiles``: each sequence must begin on a tile. Sequences of other lengths are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)

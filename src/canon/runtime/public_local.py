@@ -62,8 +62,9 @@ def attention(algorithm: Algorithm, notes: str = ""):
             sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out
                 becomes out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone.
             backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
-            rank_invariant: return the bits that `strided_attention` and `magi_attention` return with this option on any
-                number of ranks. "fused" contradicts the option.
+            rank_invariant: let the bits of a query depend on the keys that it sees and their positions modulo 128 alone:
+                equal in training on any number of ranks, in prefill by chunks, in decoding, among other documents and in a
+                tree. `canon.runtime.rank_invariance` has the contract. "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
                 for float64). It is differentiable.
 

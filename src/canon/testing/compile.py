@@ -28,6 +28,7 @@ from triton.runtime import driver
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
+from canon.fast.kernels.placed_mask import AnyMask, in_place
 from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
 from canon.masks.mask import Mask
@@ -56,6 +57,11 @@ class Case:
     seen: int = 0  # a query sees more tiles than this: a key of `hopper_config.LONG_TABLE`
     ordered: bool = False  # dq is reduced in a fixed order
     plain: bool = False  # the forward of `forward_plain`
+    key_order: bool = False  # with rank_invariant=True
+
+    def placed(self, mask: Mask) -> AnyMask:
+        """Return the mask, of this kind of call."""
+        return in_place(mask) if self.key_order else mask
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,17 @@ class Compiled:
     def __str__(self) -> str:
         case, c = self.case, self.config
         if case.backend == "gluon":
-            flags = {"packed": case.short, f"sees {case.seen}": case.seen, "ordered": case.ordered, "plain": case.plain}
+            flags = {
+                "in order": case.key_order,
+                "packed": case.short,
+                f"sees {case.seen}": case.seen,
+                "ordered": case.ordered,
+                "plain": case.plain,
+            }
             how = next((text for text, flag in flags.items() if flag), "gluon")
             warps = 16 if c.rows == 192 else 12
         else:
-            how, warps = "descriptors" if c.tma else "pointers", c.warps
+            how, warps = "in order" if case.key_order else "descriptors" if c.tma else "pointers", c.warps
         text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
         text += f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
         text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
@@ -99,6 +111,7 @@ def main_cases(arch: int) -> list[Case]:
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
     cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
+    cases += [Case(kernel, arch, key_order=True) for kernel in ("forward", "dq", "dkdv")]
     cases += [Case(kernel, arch) for kernel in NO_MMA]
     return cases + _hopper_cases() if arch == 90 else cases
 
@@ -115,6 +128,8 @@ def _hopper_cases() -> list[Case]:
     ]
     cases += [Case("forward", 90, dtype, *pads, True, "gluon", plain=True)
               for pads in hopper_config.PLAIN for dtype in ("bfloat16", "float16")]  # fmt: skip
+    ordered = ("forward", 128), ("forward", 256), ("dq", 128), ("dkdv", 128), ("dkdv_hdim256", 256)
+    cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", key_order=True) for name, d in ordered]
     fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
     return cases + [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
 
@@ -127,7 +142,7 @@ def compile_case(case: Case) -> list[Compiled]:
 def _compile_hopper(case: Case) -> list[Compiled]:
     q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
     softmax_stats, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
-    mask = Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
+    mask = case.placed(Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1]))
 
     def keep(kernel, _work_tiles, _q, used, arguments, **options):
         binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
@@ -172,7 +187,7 @@ def _compile_portable(case: Case) -> list[Compiled]:
         mock.patch.object(hopper_stats, "launch", keep_stats),
         config.forced(**forced),
     ):
-        _launch(case.kernel, *tensors)
+        _launch(case, *tensors)
     return results
 
 
@@ -184,8 +199,8 @@ def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return q, k, v, dout, torch.empty(1, h, tokens, dtype=wide), torch.empty(q.shape, dtype=wide)
 
 
-def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
-    mask, indices = Mask.causal(q.shape[1]), torch.arange(q.shape[1])
+def _launch(case: Case, q, k, v, dout, lse, wide) -> None:
+    mask, indices = case.placed(Mask.causal(q.shape[1])), torch.arange(q.shape[1])
     calls = {
         "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
         "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
@@ -210,7 +225,7 @@ def _launch(kernel: str, q, k, v, dout, lse, wide) -> None:
         "softmax_stats": lambda: hopper_stats.row_statistics(lse, lse),
         "delta_stats": lambda: hopper_stats.make_row_statistics(dout, dout, lse, lse),
     }
-    calls[kernel]()
+    calls[case.kernel]()
 
 
 @contextmanager

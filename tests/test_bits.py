@@ -1,0 +1,246 @@
+"""The contract of bits: with rank_invariant=True, out and lse of a query depend on its keys and their places alone.
+
+Causes that would break it are planted, and change bits. The kernels have the tiles of GPUs.
+"""
+
+import copy
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hopper import HOPPER_ONLY, hopper
+from invariant_worlds import bits
+from sharded import DEVICE
+
+from canon import Band, Mask, fast, trees
+from canon.fast.kernels import work_tables
+from canon.fast.kernels.gluon import launch as hopper_launch
+from canon.fast.kernels.gluon import stale_maximum
+from canon.fast.kernels.placed_mask import in_place
+from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton.config import HOPPER, Config, forced
+from canon.masks.plan_cache import PARTS, PLANS
+
+N = 300
+CAUSAL = Mask.causal(N)
+IN_TWO_BANDS = Mask([Band(0, N, 0, 70, None, 0), Band(70, N, 70, N, None, 0)], N, N)
+KINDS = {
+    "triton-64-bfloat16": ("triton", 64, torch.bfloat16, HOPPER["forward", 64][0]),
+    "triton-128-float16": ("triton", 128, torch.float16, HOPPER["forward", 128][0]),
+    "triton-256-float32": ("triton", 256, torch.float32, Config(64, 32)),  # a GPU has 16 x 16: slow here
+    "gluon-64-float16": ("gluon", 64, torch.float16, None),
+    "gluon-128-bfloat16": ("gluon", 128, torch.bfloat16, None),
+    "gluon-256-bfloat16": ("gluon", 256, torch.bfloat16, None),
+}
+
+
+@contextmanager
+def kernels(kind):
+    """Compute with the kernels of a kind, in the tiles of a GPU."""
+    backend, _, _, config = KINDS[kind]
+    if backend == "gluon":
+        with hopper(order="early"):
+            yield
+    else:
+        config = replace(config, tma=False)  # the interpreter has no descriptors
+        with fast.backend("triton"), forced(forward=config, dq=config, dkdv=config):
+            yield
+
+
+def inputs(kind, n=N, b=1, h=2, g=1, seed=0):
+    _, d, dtype, _ = KINDS[kind]
+    draw = torch.Generator().manual_seed(seed)
+    return [2 * torch.randn(b, n, heads, d, generator=draw).to(dtype).to(DEVICE) for heads in (h, g, g)]
+
+
+def attended(q, k, v, mask, **options):
+    return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
+
+
+def rows(result, start, stop):
+    out, lse = result
+    return out[:, start:stop], lse[..., start:stop]
+
+
+def differ(one, other):
+    return not all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
+
+
+def chunk(tensors, start, stop):
+    """Return the result of prefill: queries start:stop over the keys up to stop."""
+    q, k, v = tensors
+    return attended(q[:, start:stop], k[:, :stop], v[:, :stop], Mask.causal(stop - start, stop))
+
+
+def surrounded(tensors, before, after):
+    """Return the sequence between two other documents, and their mask."""
+    n = tensors[0].shape[1]
+    mixed = [torch.randn(1, before + n + after, *x.shape[2:], dtype=x.dtype, device=x.device) for x in tensors]
+    for place, x in zip(mixed, tensors, strict=True):
+        place[:, before : before + n] = x
+    return mixed, Mask.documents([0, 37, before, before + n, before + n + after])
+
+
+# ---------------------------------------------------------------------- the contract
+ALL = [pytest.param(kind, marks=HOPPER_ONLY if kind.startswith("gluon") else []) for kind in KINDS]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_bits_of_a_query_depend_on_its_keys_alone(kind):
+    tensors = q, k, v = inputs(kind)
+    with kernels(kind):
+        whole = attended(*tensors, CAUSAL)
+        for start, stop in ((290, 291), (150, 250)):
+            assert not differ(rows(whole, start, stop), chunk(tensors, start, stop)), f"chunk {start}:{stop}"
+        mixed, mask = surrounded(tensors, 128, 40)
+        twice = [torch.cat([x, x]).repeat_interleave(2, 2) for x in mixed]
+        out, lse = attended(*twice, mask)
+        among = rows((out[1:, :, ::2], lse[1:, ::2]), 128, 128 + N)
+        assert not differ(whole, among), "among other documents, in another batch, with more heads"
+        assert not differ(whole, attended(q, k, v, IN_TWO_BANDS)), "the same keys in two bands"
+
+
+@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+def test_a_document_moved_by_part_of_a_tile_has_other_bits(kind):
+    tensors = inputs(kind)
+    mixed, mask = surrounded(tensors, 100, 0)
+    with kernels(kind):
+        assert differ(attended(*tensors, CAUSAL), rows(attended(*mixed, mask), 100, 100 + N))
+
+
+@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+def test_a_window_or_a_hole_in_the_keys_changes_no_bit_of_a_chunk(kind):
+    q, k, v = inputs(kind)
+    mask = Mask([Band(0, N, 0, 20), Band(0, N, 20, N, -60, 0)], N, N)  # attention to the first tokens and a window
+    with kernels(kind):
+        whole = attended(q, k, v, mask)
+        for rows_of in (range(290, 291), range(125, 225)):
+            part = attended(q[:, rows_of.start : rows_of.stop], k, v, mask.crop(queries=rows_of))
+            assert not differ(rows(whole, rows_of.start, rows_of.stop), part)
+
+
+# ---------------------------------------------------------------------- trees
+@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+def test_branches_of_a_tree_have_the_bits_and_query_gradients_of_their_sequences(kind):
+    """Gradients of keys of a leaf equal those of its sequence alone; those of the trunk add all branches, in a fixed order."""
+    trunk, leaves = [1] * 130, ([2] * 100, [3] * 20)
+    tree = trees.pack([trunk + leaf for leaf in leaves], multiple_of=128)
+    depth = tree.position_ids
+    lookup = inputs(kind, n=512, seed=3)  # a row for each token and depth: equal prefixes have equal rows
+    q, k, v = (x[:, (depth + 17 * tree.token_ids) % 512] for x in lookup)
+    with kernels(kind):
+        packed = gradients(q, k, v, tree.mask)
+        again = gradients(q, k, v, tree.mask)
+        assert not differ(packed, again)
+        for path, leaf in zip(tree.paths, leaves, strict=True):
+            held = torch.cat([torch.arange(tree.starts[x], tree.starts[x] + tree.lengths[x]) for x in path])
+            alone = gradients(*(x[:, held] for x in (q, k, v)), Mask.causal(len(held)))
+            own = len(held) - len(leaf)
+            for name, x, y in zip(("out", "lse", "dq"), packed, alone, strict=False):
+                at = x[..., held] if name == "lse" else x[:, held]
+                assert not differ([at], [y]), name
+            for x, y in zip(packed[3:], alone[3:], strict=True):
+                assert not differ([x[:, held][:, own:]], [y[:, own:]]), "dk and dv of the leaf"
+                assert differ([x[:, held][:, :128]], [y[:, :128]]), "the trunk has more gradients"
+
+
+def gradients(q, k, v, mask):
+    """Return out, lse, dq, dk and dv."""
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = attended(*leaves, mask)
+    dout = torch.cos(torch.arange(out[0, 0].numel(), device=DEVICE)).to(out.dtype).view(1, 1, *out.shape[2:])
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.expand(out.shape))
+
+
+# ---------------------------------------------------------------------- planted faults
+@pytest.fixture
+def planted(monkeypatch):
+    """Return a monkeypatch whose tables are not kept."""
+    forget()
+    yield monkeypatch
+    forget()
+
+
+def forget():
+    PLANS.clear()
+    PARTS.clear()
+
+
+def chunks_differ(kind):
+    tensors = inputs(kind)
+    with kernels(kind):
+        whole = attended(*tensors, CAUSAL)
+        return any(differ(rows(whole, *place), chunk(tensors, *place)) for place in ((290, 291), (150, 250)))
+
+
+@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+def test_partial_tiles_before_full_ones_change_bits(kind, planted):
+    ordered = work_tables.ordered_table
+
+    def partial_first(*arguments):
+        tiles, spans = ordered(*arguments)
+        for _, _, first, _, end in tiles:
+            spans[first:end] = spans[first:end][np.argsort(spans[first:end, 3] == 0, kind="stable")]
+        return tiles, spans
+
+    planted.setattr(work_tables, "ordered_table", partial_first)
+    assert chunks_differ(kind)
+
+
+@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+def test_a_tile_visited_once_for_each_band_changes_bits(kind, planted):
+    ordered = work_tables.ordered_table
+    planted.setattr(work_tables, "ordered_table", lambda *arguments: ordered(*arguments[:3], False))
+    with kernels(kind):
+        assert differ(*(attended(*inputs(kind), mask) for mask in (CAUSAL, IN_TWO_BANDS)))
+
+
+def test_partial_tiles_have_the_width_of_full_ones():
+    config = KINDS["triton-64-bfloat16"][3]
+    q, *_ = inputs("triton-64-bfloat16")
+    with forced(forward=replace(config, tma=False)):
+        used, _ = launch.plan("forward", q, q, in_place(CAUSAL))
+        other, _ = launch.plan("forward", q, q, CAUSAL)
+    assert (used.partial_columns, other.partial_columns) == (0, config.partial_columns)
+    assert config.partial_columns, "the configuration of a GPU has narrow partial tiles"
+
+
+@pytest.mark.parametrize("kind", [ALL[4]])
+def test_a_stale_maximum_by_the_size_of_the_call_changes_bits(kind, monkeypatch):
+    right = hopper_launch.forward_config
+
+    def by_size(q, v, mask):
+        config, *pads = right(q, v, mask)
+        return replace(config, stale_maximum=mask.queries == N), *pads
+
+    monkeypatch.setattr(hopper_launch, "forward_config", by_size)
+    assert chunks_differ(kind)
+
+
+@pytest.mark.parametrize("kind", [ALL[4]])
+def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypatch):
+    """A document that begins in a later tile of its work tile starts in `repeat_tile`, another one in `step`."""
+    tensors = [x[:, :200] for x in inputs(kind)]
+    mixed, mask = surrounded(tensors, 128, 0)
+    moved = mask.crop(queries=range(100, 328))
+    with kernels(kind):
+        expected = attended(*tensors, Mask.causal(200))
+        together = lambda: rows(attended(mixed[0][:, 100:], *mixed[1:], moved), 28, 228)
+        assert not differ(expected, together())
+        changed = copy.copy(stale_maximum.repeat_tile)
+        changed.raw_src = [line.replace("wg.KEY_ORDER", "False") for line in changed.raw_src]
+        monkeypatch.setattr(stale_maximum, "repeat_tile", changed)
+        assert differ(expected, together())
+
+
+@pytest.mark.parametrize("kind", [ALL[4]])
+def test_packed_heads_change_no_bit(kind, monkeypatch):
+    """The mask decides how many heads share a tile. Rows of a tile are independent, so it cannot matter."""
+    found = []
+    for pack in (1, 4):
+        monkeypatch.setattr(hopper_launch, "packing", lambda *_, pack=pack: pack)
+        with kernels(kind):
+            found.append(attended(*inputs(kind, h=4), CAUSAL))
+    assert not differ(*found)
