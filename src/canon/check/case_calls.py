@@ -124,7 +124,8 @@ def _latent(module, case, q, k, v, dout, dlse, x, layout) -> Any:
     leaves = [t.detach().requires_grad_(not forward) for t in (q, latent.squeeze(-2), k_rope.squeeze(-2), up_weight)]
     options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
     options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
-    results = module.latent_attention(*leaves, x.mask, layout, **options)
+    mask = None if case.variant == "plain" else x.mask  # causal
+    results = module.latent_attention(*leaves, mask, layout, **options)
     out, lse = results if case.returns_lse else (results, None)
     if forward:
         return AttendedLatent(out, lse)
