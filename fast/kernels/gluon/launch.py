@@ -89,7 +89,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
             arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
-            options |= {"PACK": pack, "PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
+            options |= {
+                "D": q.shape[-1],
+                "PACK": pack,
+                "PING_PONG": config.ping_pong,
+                "STALE_MAXIMUM": config.stale_maximum,
+            }
             run(forward_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(out, even_out)
     if even_lse is not lse:
