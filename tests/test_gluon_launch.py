@@ -160,3 +160,27 @@ def test_long_rows_have_their_own_tiles():
     assert of_64 == [(128, False), (128, False), (128, True), (192, True)]
     assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
     assert of_256 == [(128, False), (128, False), (128, True), (128, True)]
+
+
+@pytest.mark.skipif(ON_HOPPER, reason="counts MMAs in the simulator")
+@pytest.mark.parametrize(("padded", "dv", "needed"), [(256, 128, 192), (128, 128, 96)])
+def test_scores_contract_three_quarters_of_the_padded_width_if_that_suffices(padded, dv, needed):
+    mask, cells = Mask.full(128), 128 * 128
+
+    def operations(d, kernel):
+        """Return the FLOPs of the MMAs of a kernel for one head."""
+        x, y = torch.zeros(1, 128, 1, d, dtype=torch.bfloat16), torch.zeros(1, 128, 1, dv, dtype=torch.bfloat16)
+        stats, log = torch.zeros(1, 1, 2, 128), []
+        with simulated_kernels.simulated(log=log):
+            if kernel == "forward":
+                launch.forward(x, x, y, mask, 0.1, y.clone(), stats[:, :, 0].contiguous())
+            elif kernel == "dq":
+                launch.dq(x, x, y, y, stats, mask, 0.1, x.clone())
+            else:
+                launch.dkdv(x, x, y, y, stats, mask, 0.1, x.clone(), y.clone())
+        return sum(event.size for event in log if event.kind == "wgmma")
+
+    for kernel in ("forward", "dq", "dkdv"):
+        counts = [operations(d, kernel) for d in (padded, needed + 8, needed, needed - 8)]
+        assert counts[0] == counts[1] == counts[2] + 2 * cells * (padded - needed), kernel
+        assert counts[2] == counts[3]

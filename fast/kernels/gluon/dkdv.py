@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from canon.fast.kernels.gluon.dq_adder import add_dq, issue_dq, make_exchange, pass_dq, share_ds
 from canon.fast.kernels.gluon.epilogue import store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
-from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout
+from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
 from canon.fast.kernels.gluon.tile_queue import (
@@ -41,7 +41,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, load_box, make_barriers, tma_load
+from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction, load_box, make_barriers, tma_load
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
@@ -155,7 +155,7 @@ def early(columns):
 
 
 @gluon.jit
-def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, EARLY: gl.constexpr):
+def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, D: gl.constexpr, EARLY: gl.constexpr):
     """Issue S^T = K Q^T and dP^T = V dO^T - delta; wait for S^T only. Return S^T, dP^T and lse."""
     BN: gl.constexpr = q.shape[0]
     mbarrier.wait(buffers.dout.full.index(slot), parity)
@@ -165,7 +165,7 @@ def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, EARLY: gl.constexp
     mbarrier.wait(buffers.q.full.index(slot), parity)
     if EARLY:
         lse = buffers.lse.index(slot).load(per_column_layout(BN))
-    s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = issue_contraction(k, q, zeros, contracted_width(D, k.shape[1]))
     dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
     s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
     if not EARLY:
@@ -216,7 +216,7 @@ def differentiate(
                 all_k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
-                s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, EARLY)
+                s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, D, EARLY)
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
                 if partial:  # P, not S: lse of a query that sees no key here may be NaN
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers

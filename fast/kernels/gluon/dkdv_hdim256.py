@@ -19,16 +19,24 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.dkdv import load_tiles, make_buffers, store_gradient
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
-from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout, shared_operand_layout
+from canon.fast.kernels.gluon.layouts import (
+    contracted_width,
+    mma_layout,
+    operand_layout,
+    per_column_layout,
+    shared_operand_layout,
+)
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
 from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
-from canon.fast.kernels.gluon.tile_ring import make_barriers
+from canon.fast.kernels.gluon.tile_ring import issue_contraction, make_barriers
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @gluon.jit
-def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.constexpr, KEY_ORDER: gl.constexpr):
+def compute_dv(
+    buffers, shared_p, p_full, dv, strides, work, scale, D: gl.constexpr, DV: gl.constexpr, KEY_ORDER: gl.constexpr
+):
     """Compute P and dv of every work tile, and share P."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
@@ -55,7 +63,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, DV: gl.const
                 k = buffers.k.tiles.index(unhoisted_index(b, t)).reshape([ROWS, D_PAD])
                 mbarrier.wait(buffers.q.full.index(slot), t // STAGES & 1)
                 lse = buffers.lse.index(slot).load(per_column_layout(BN))
-                s = hopper.warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
+                s = issue_contraction(k, q, zeros, contracted_width(D, D_PAD))
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
                 p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
@@ -160,7 +168,7 @@ def dkdv_hdim256_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False)),
-            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, DV, KEY_ORDER)),
+            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER)),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, D)),
         ],
         [4, 4],

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.epilogue import store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
-from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
@@ -39,7 +39,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction, load_box, make_barriers
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
@@ -105,12 +105,12 @@ def load_statistics(stats, padded, batch_head, first, stop, M: gl.constexpr, BN:
 
 
 @gluon.jit
-def issue_scores(q, dout, k, v, zeros, buffers, t):
+def issue_scores(q, dout, k, v, zeros, buffers, t, D: gl.constexpr):
     """Issue S = Q K^T and dP = dO V^T of tile t; wait for S only. Return both."""
     STAGES: gl.constexpr = buffers.k.tiles.shape[0]
     V_STAGES: gl.constexpr = buffers.v.tiles.shape[0]
     mbarrier.wait(buffers.k.full.index(t % STAGES), t // STAGES & 1)
-    s = hopper.warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = issue_contraction(q, k, zeros, contracted_width(D, q.shape[1]))
     mbarrier.wait(buffers.v.full.index(t % V_STAGES), t // V_STAGES & 1)
     dp = hopper.warpgroup_mma(dout, v.permute((1, 0)), zeros, use_acc=False, is_async=True)
     return hopper.warpgroup_mma_wait(1, deps=[s, dp])
@@ -153,7 +153,7 @@ def differentiate(
                 dout = buffers.dout.tiles.index(now).reshape([M, DV_PAD])
                 k = buffers.k.tiles.index(slot).reshape([BN, D_PAD])
                 v = buffers.v.tiles.index(unhoisted_index(v_slot, t)).reshape([BN, DV_PAD])
-                s, dp = issue_scores(q, dout, k, v, zeros, buffers, t)
+                s, dp = issue_scores(q, dout, k, v, zeros, buffers, t, D)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
                 p = gl.exp2(s * scale_log2 - lse)

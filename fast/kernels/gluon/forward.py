@@ -279,6 +279,7 @@ def forward_kernel(
     stride_t,
     stride_h,
     GROUP: gl.constexpr,
+    D: gl.constexpr,
     DV: gl.constexpr,
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
@@ -308,8 +309,8 @@ def forward_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
-    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
+    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
+    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -321,7 +322,7 @@ def forward_kernel(
             [MATH_REGISTERS, MATH_REGISTERS],
         )
     else:
-        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV)
+        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),

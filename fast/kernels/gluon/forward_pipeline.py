@@ -5,10 +5,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from canon.fast.kernels.gluon.layouts import mma_layout
+from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout
 from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
 from canon.fast.kernels.gluon.tile_queue import SPAN
-from canon.fast.kernels.gluon.tile_ring import Ring, aggregate
+from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction
 
 
 @aggregate
@@ -36,8 +36,8 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; DV: width of out. M rows (TOKENS tokens of PACK heads),
-    BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; D, DV: widths of q and out. M rows (TOKENS tokens of PACK
+    heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
     """
 
     q: Ring
@@ -52,6 +52,7 @@ class Warpgroup:
     PING_PONG: gl.constexpr
     STALE_MAXIMUM: gl.constexpr
     KEY_ORDER: gl.constexpr
+    D: gl.constexpr
     DV: gl.constexpr
     TOKENS: gl.constexpr
     PACK: gl.constexpr
@@ -62,7 +63,7 @@ class Warpgroup:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV):
+    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV):
         self.q = buffers.q
         self.k = buffers.k
         self.v = buffers.v
@@ -75,6 +76,7 @@ class Warpgroup:
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.STALE_MAXIMUM = gl.constexpr(STALE_MAXIMUM)
         self.KEY_ORDER = gl.constexpr(KEY_ORDER)
+        self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
         self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
         self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
@@ -117,7 +119,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
     if PING_PONG:
         ping_pong_wait(wg.INDEX)
     nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
-    return hopper.warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    return issue_contraction(q, k, nothing, contracted_width(wg.D, wg.q.tiles.shape[4]))
 
 
 @gluon.jit

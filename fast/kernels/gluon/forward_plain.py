@@ -64,7 +64,7 @@ def load_tiles(q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP: gl.constexp
 
 
 @gluon.jit
-def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr, KEY_ORDER: gl.constexpr):
+def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.constexpr):
     """Compute out and lse of the 64 queries of warpgroup W."""
     ROWS: gl.constexpr = q.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
@@ -87,7 +87,7 @@ def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.co
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k.free.index(ring.slot), count=1)
     if is_partial(work, span):
-        s = mask_hidden(s, work, span, row, column, float("-inf"), 1, KEY_ORDER)
+        s = mask_hidden(s, work, span, row, column, float("-inf"), 1)
     span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
 
     # softmax j, then O j and S j + 1
@@ -103,7 +103,7 @@ def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.co
         mbarrier.arrive(v.free.index(ring.slot), count=1)
         mbarrier.arrive(k.free.index(following.slot), count=1)
         if partial:
-            s = mask_hidden(s, work, span, row, column, float("-inf"), 1, KEY_ORDER)
+            s = mask_hidden(s, work, span, row, column, float("-inf"), 1)
         ring = following
         span, column, left = next_tile(work, span, column, left, span_end, COLUMNS)
 
@@ -188,7 +188,6 @@ def forward_plain_kernel(
     D_PAD: gl.constexpr,
     DV_PAD: gl.constexpr,
     STAGES: gl.constexpr,
-    KEY_ORDER: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``, one for each CTA.
@@ -207,8 +206,8 @@ def forward_plain_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP)),
-            (attend, (q, q_full, k, v, result, work, scale_log2, 0, DV, KEY_ORDER)),
-            (attend, (q, q_full, k, v, result, work, scale_log2, 1, DV, KEY_ORDER)),
+            (attend, (q, q_full, k, v, result, work, scale_log2, 0, DV)),
+            (attend, (q, q_full, k, v, result, work, scale_log2, 1, DV)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -82,19 +82,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         )
         strides = even_out.stride(1), even_out.stride(2)
         work, counter = queue(plan, q)
-        options = {
-            "GROUP": group,
-            "DV": v.shape[-1],
-            "D_PAD": d,
-            "DV_PAD": dv,
-            "KEY_ORDER": isinstance(mask, PlacedMask),
-        }
+        options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
+        key_order = isinstance(mask, PlacedMask)
+        if config.plain and key_order:
+            raise ValueError("the plain forward has no chained spans: rank_invariant=True needs another configuration")
         if config.plain:
             arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
             arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
-            options |= {"PACK": pack, "PING_PONG": config.ping_pong, "STALE_MAXIMUM": config.stale_maximum}
+            options |= {
+                "KEY_ORDER": key_order,
+                "D": q.shape[-1],
+                "PACK": pack,
+                "PING_PONG": config.ping_pong,
+                "STALE_MAXIMUM": config.stale_maximum,
+            }
             run(forward_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(out, even_out)
     if even_lse is not lse:

@@ -57,3 +57,9 @@ def store_layout(columns):
 def scalar_layout(warps):
     """Return the layout of a number that every thread of a partition holds."""
     return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def contracted_width(d, padded):
+    """Return how many columns of operands with ``padded`` columns MMAs contract: 192 of 256 and 96 of 128 if d allows it."""
+    return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

@@ -12,7 +12,9 @@ from canon.fast.kernels.gluon.tile_queue import COLUMN_START, COLUMN_STOP, HI, L
 
 
 @gluon.jit
-def mask_hidden(x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr, KEY_ORDER: gl.constexpr):
+def mask_hidden(
+    x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr, KEY_ORDER: gl.constexpr = False
+):
     """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r // PACK; columns begin at ``column``.
 
     KEY_ORDER: the span may be a chained one (`key_order`).

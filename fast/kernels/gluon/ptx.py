@@ -122,13 +122,15 @@ def keep_where_nonzero(x, p):
 
 # ------------------------------------------------------------------ masks
 @gluon.constexpr_function
-def keep_between_ptx(number, hidden):
-    """Return PTX that replaces those of ``number`` elements of two rows whose column is outside the row's bounds.
+def keep_between_ptx(number, value):
+    """Return PTX that replaces, by ``value`` (0 or -inf), those of ``number`` elements of two rows whose column is outside
+    the row's bounds.
 
     A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4). A word has bit 2 i + e for each of them.
     With row after row, the assembler copies 7 bits to predicates at a time (R2P), and an element needs one instruction. But
     these predicates need another register, which narrow tiles of wide heads do not have. They alternate rows.
     """
+    hidden = "0fFF800000" if value < 0.0 else "0f00000000"
     lines = [
         "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
     ]
@@ -161,11 +163,15 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
     ``left``, ``right``: one column, a number for each row.
     """
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    BITS: gl.constexpr = "0fFF800000" if HIDDEN < 0.0 else "0f00000000"
     left, _ = gl.broadcast(left, x)
     right, _ = gl.broadcast(right, x)
     return gl.inline_asm_elementwise(
-        keep_between_ptx(N, BITS), keep_between_constraints(N), [x, left, right], dtype=gl.float32, is_pure=True, pack=N
+        keep_between_ptx(N, HIDDEN),
+        keep_between_constraints(N),
+        [x, left, right],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=N,
     )
 
 

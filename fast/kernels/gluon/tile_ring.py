@@ -15,6 +15,7 @@ r % PACK. What lies outside the tensor arrives as 0.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate
 
@@ -77,3 +78,15 @@ def load_box(descriptor, batch, row, head, full, buffer):
     """Start a TMA load of the box at (batch, row, head). Its last byte completes a phase of ``full``."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
     tma_load(descriptor, [batch, row, head, 0], full, buffer)
+
+
+@gluon.jit
+def issue_contraction(a, b, zeros, WIDTH: gl.constexpr):
+    """Issue a b^T over the first WIDTH columns: all, or three quarters, as shapes are powers of two. The others are 0."""
+    HALF: gl.constexpr = a.shape[1] // 2
+    if a.shape[1] == WIDTH:
+        return hopper.warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    left, right = a.slice(0, HALF, dim=1), b.slice(0, HALF, dim=1)
+    acc = hopper.warpgroup_mma(left, right.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    left, right = a.slice(HALF, WIDTH - HALF, dim=1), b.slice(HALF, WIDTH - HALF, dim=1)
+    return hopper.warpgroup_mma(left, right.permute((1, 0)), acc, is_async=True)

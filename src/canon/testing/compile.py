@@ -119,6 +119,7 @@ def main_cases(arch: int) -> list[Case]:
 def _hopper_cases() -> list[Case]:
     cases = [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
     cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
+    cases += [Case(name, 90, "bfloat16", 192, 128, True, "gluon") for name in ("forward", "dq", "dkdv_hdim256")]
     packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
     cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
     cases += [
