@@ -19,7 +19,7 @@ def mask_hidden(x, work, span, first, column, hidden, PACK: gl.constexpr, KEY_OR
     if KEY_ORDER:
         return _hide_outside_bands(x, work, span, first, column, hidden, PACK)
     else:
-        left, right, zero = _visible_columns(x, work, span, first, column, PACK)
+        left, right, zero = visible_columns(x, work, span, first, column, PACK)
         return _hide(x, left, right, zero, hidden, False)
 
 
@@ -30,7 +30,7 @@ def _hide_outside_bands(x, work, span, first, column, hidden, PACK: gl.constexpr
     band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
     reach = gl.zeros([x.shape[0]], gl.int32, per_row_layout(x.shape[1]))
     for at in range(band, band + SPAN * gl.maximum(-number, 1), SPAN):
-        left, right, zero = _visible_columns(x, work, at, first, column, PACK)
+        left, right, zero = visible_columns(x, work, at, first, column, PACK)
         sees = right > gl.maximum(left, 0)
         x = _hide(x, reach, gl.where(sees, left, reach), zero, hidden, True)
         reach = gl.where(sees, right, reach)
@@ -40,7 +40,7 @@ def _hide_outside_bands(x, work, span, first, column, hidden, PACK: gl.constexpr
 
 
 @gluon.jit
-def _visible_columns(x, work, band, first, column, PACK: gl.constexpr):
+def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
     """Return (left, right, opaque zero): in this band, each row of x sees the columns left <= j < right from ``column`` on."""
     row_start, row_stop = gl.load(work + band + ROW_START), gl.load(work + band + ROW_STOP)
     start, stop = gl.load(work + band + COLUMN_START), gl.load(work + band + COLUMN_STOP)
