@@ -7,7 +7,8 @@ from invariant_worlds import attended, different
 from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank
 
 from canon import Layout, Mask, fast
-from canon.runtime import packing
+from canon.runtime import attend, packing
+from canon.runtime.packing import attend_each
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 
@@ -120,3 +121,17 @@ def test_rank_invariant_keeps_the_bits_of_each_sequence_on_one_rank(half, functi
     for i, mask in enumerate(masks):
         one = attended(half, "attention", mask, Layout.contiguous(384, 1), [x[i : i + 1] for x in tensors])
         assert not different(one, Attended(*(x[i : i + 1] for x in got)))
+
+
+@pytest.mark.parametrize("on_tiles", [True, False], ids=["in turn", "packed"])
+def test_rank_invariant_keeps_the_bits_of_each_sequence_of_any_length(half, on_tiles, monkeypatch):
+    """In a pack, a sequence of 150 tokens would begin inside a tile."""
+    if not on_tiles:
+        monkeypatch.setattr(attend, "attend_each", lambda *given, on_tiles: attend_each(*given))
+    masks = [Mask.causal(150), Mask.full(150)]
+    q, k, v, *_ = batch(masks)
+    together = half.attention(q, k, v, masks, rank_invariant=True)
+    alone = [
+        half.attention(*(x[i : i + 1] for x in (q, k, v)), mask, rank_invariant=True) for i, mask in enumerate(masks)
+    ]
+    assert torch.equal(together, torch.cat(alone)) == on_tiles

@@ -10,7 +10,8 @@ loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights
 This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over the sequences' means.
 `linear_sequence_loss` takes the same weights. `Layout.shard` gives a rank its part of each tensor.
 
-Attention gives each token the output that it has in its sequence alone, up to rounding. The gradient of a token of one
+Attention gives each token the output that it has in its sequence alone, up to rounding; with ``multiple_of=128`` and
+``rank_invariant=True`` with equal bits (`canon.runtime.rank_invariance`). The gradient of a token of one
 sequence equals that of the sequence alone. The gradient of a shared token is the sum over the sequences that share it, in an
 order that mask and layout fix. So a weighted loss has the gradients of the separate sequences.
 

@@ -22,7 +22,7 @@ def mask_hidden(
     if KEY_ORDER:
         return _hide_outside_bands(x, work, span, first, column, HIDDEN, PACK)
     else:
-        left, right = _visible_columns(x, work, span, first, column, PACK)
+        left, right = visible_columns(x, work, span, first, column, PACK)
         return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
 
 
@@ -33,7 +33,7 @@ def _hide_outside_bands(x, work, span, first, column, HIDDEN: gl.constexpr, PACK
     band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
     reach = gl.zeros([x.shape[0]], gl.int32, per_row_layout(x.shape[1]))
     for at in range(band, band + SPAN * gl.maximum(-number, 1), SPAN):
-        left, right = _visible_columns(x, work, at, first, column, PACK)
+        left, right = visible_columns(x, work, at, first, column, PACK)
         sees = right > gl.maximum(left, 0)
         x = _hide_between(x, reach, gl.where(sees, left, reach), gl.load(work + at + COLUMN_STOP), HIDDEN)
         reach = gl.where(sees, right, reach)
@@ -41,7 +41,7 @@ def _hide_outside_bands(x, work, span, first, column, HIDDEN: gl.constexpr, PACK
 
 
 @gluon.jit
-def _visible_columns(x, work, band, first, column, PACK: gl.constexpr):
+def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
     """Return (left, right): in this band, each row of x sees the columns left <= j < right from ``column`` on."""
     row_start, row_stop = gl.load(work + band + ROW_START), gl.load(work + band + ROW_STOP)
     start, stop = gl.load(work + band + COLUMN_START), gl.load(work + band + COLUMN_STOP)

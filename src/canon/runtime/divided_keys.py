@@ -30,7 +30,7 @@ def keys_of_all_ranks(
     """
     if ranks == 1:
         return k, v, mask
-    masks = (mask,) if isinstance(mask, Mask) else mask
+    masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
     bands = torch.tensor([(place, *band) for place, one in enumerate(masks) for band in one.bands], dtype=torch.int64)
     bands = bands.reshape(-1, 7).to(k.device)
     sizes = torch.stack(_gathered(torch.tensor([k.shape[-3], len(bands)], device=k.device), group, ranks)).tolist()
