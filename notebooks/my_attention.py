@@ -33,7 +33,7 @@ from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
-from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, sinks, strided, tiles
+from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, strided, tiles
 from canon.runtime import public_local, public_plans, public_ranks
 from canon.runtime.call import Algorithm, Half
 
@@ -182,7 +182,7 @@ def _algorithm(function: str, schedule: str, **more: Any) -> Algorithm:
     return Algorithm(_MINE, function, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more)
 
 
-_MINE = Half("my_attention", sinks.under_sink)
+_MINE = Half("my_attention", local.under_sink)
 attention = public_local.attention(_algorithm("attention", "local"))
 attention_forward = public_local.attention_forward(_later("tiled_forward"))
 attention_backward = public_local.attention_backward(_later("gradients"))
