@@ -2,7 +2,8 @@
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
     "triton"    portable: any GPU that Triton supports, any dtype and width
-    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
+    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused", no soft-cap.
+                Needs the extra cuda
 
 Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere. A chosen backend that does not
 support the inputs raises: it is never replaced.

@@ -6,13 +6,15 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
     total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
     at the end: out / total, and lse = m + log total
 
+With a soft-cap, s becomes softcap * tanh(s / softcap) before hidden cells are masked.
+
 A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
 Few queries over many keys are computed in parts of the keys: `kernels/key_parts.py` has the rule and the memory.
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
 It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
-cells, cut by two diagonals (`canon.masks.band`). There is no dropout, bias or soft-cap.
+cells, cut by two diagonals (`canon.masks.band`). There is no dropout or bias.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -33,7 +35,7 @@ from canon.fast.sinks import FAST
 from canon.masks.mask import Mask
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -101,7 +103,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: Scale, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of the arguments."""
     out, lse = empty_result(q, v, out_dtype)
@@ -117,7 +119,7 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, *, whole: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor, *, whole: bool = False,
     kind: Hashable = None,
 ) -> None:  # fmt: skip
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
@@ -128,7 +130,7 @@ def forward_into(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float, whole: bool
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: Scale, whole: bool
 ) -> None:
     check_device(q)
     forward_for(q, v, mask, whole)(q, k, v, mask, scale, out, lse)
@@ -142,7 +144,7 @@ def forward_for(q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True) -> Call
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     out, lse = empty_result(q, v, out_dtype)
     forward_into(q, k, v, mask, scale, out, lse, whole=True)

@@ -17,7 +17,9 @@ Cost: nothing is sent. area counts the visible cells of the mask:
     FLOPs           2 b h area (d + dv), and b h area exponentials
     peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond inputs and outputs
 
-Limits: no dropout, bias or soft-cap.
+With a soft-cap, scores become softcap * tanh(scores / softcap) before they are masked.
+
+Limits: no dropout or bias.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -29,10 +31,10 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
 from canon.reference.sinks import REFERENCE
-from canon.reference.tiles import over_visible, read, read_keys, visible_tiles
+from canon.reference.tiles import over_visible, read, read_keys, scores_of, visible_tiles
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -43,7 +45,7 @@ def tiled_forward(
     v: Float[Tensor, "b s g dv"],
     mask: Mask,
     *,
-    scale: float,
+    scale: Scale,
     out_dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
     """Return out and lse as `attention_forward`, without checks: the step of every forward pass."""
@@ -56,7 +58,7 @@ def tiled_forward(
         total, weighted = torch.zeros_like(highest), out[:, :, queries].clone()
         for keys, visible in strip:
             q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
-            scores = (scale * q_tile @ k_tile.mT).masked_fill(~visible, -torch.inf)
+            scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
             new = torch.maximum(highest, scores.amax(-1))
             finite = new.masked_fill(new == -torch.inf, 0)  # exp(-inf - 0) = 0 for a query that has seen no key yet
             p = torch.exp(scores - finite[..., None])

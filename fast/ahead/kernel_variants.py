@@ -15,8 +15,8 @@
                                                                    few queries if no query sees some of the loaded keys
     addresses                       multiples of 16 bytes          -
 
-Every scale and rank_invariant=True need the same variants. These compile when first used: other strides and addresses, and
-several sequences of 2^31 elements each.
+Every scale and rank_invariant=True need the same variants; each soft-cap has its own, SOFTCAP. These compile when first used:
+other strides and addresses, and several sequences of 2^31 elements each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +51,7 @@ from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
 from canon.masks.band import Band
 from canon.masks.mask import Mask
-from canon.runtime.checks import DTYPES, accumulate_dtype, check_method
+from canon.runtime.checks import DTYPES, CappedScale, Scale, accumulate_dtype, check_method, checked_softcap
 
 TOKENS = 16  # another number needs the same variants
 NEEDED = (True, True, True), (True, False, False), (False, True, True)  # gradients of q, k and v
@@ -74,6 +74,12 @@ class Model:
     deterministic: bool = False  # torch.use_deterministic_algorithms
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
     has_sink: bool = True
+    softcap: float | None = None
+
+    @property
+    def scale(self) -> Scale:
+        """Any scale, with the soft-cap."""
+        return 1.0 if self.softcap is None else CappedScale(1.0, self.softcap)
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -101,6 +107,7 @@ def warm_up(
     backward: str = "auto",
     ranks: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    softcap: float | None = None,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
@@ -119,6 +126,7 @@ def warm_up(
         backward: the option of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
+        softcap: the option of the functions. Each soft-cap has kernels of its own.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
@@ -126,7 +134,8 @@ def warm_up(
         ValueError: an argument is not as described.
         RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives the cause.
     """
-    model = _checked_model(dtype, d, d if dv is None else dv, heads, functions, backend, backward, ranks, reduce_dtype)
+    dv = d if dv is None else dv
+    model = _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype, softcap)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -145,7 +154,7 @@ def warm_up(
     return outcome.compiled
 
 
-def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None) -> Model:
+def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None, softcap=None) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
@@ -169,7 +178,7 @@ def _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, red
         ranks = dist.get_world_size()
     return Model(
         dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (1, 2, 4, 8) if ranks is None else (ranks,),
-        reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype),
+        reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype), softcap=checked_softcap(softcap),
     )  # fmt: skip
 
 
@@ -239,7 +248,7 @@ def whole_passes(model: Model, device: str) -> None:
         lse = x.statistic()
         for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
             with method(), choice():
-                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.backward, needed)
+                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, model.scale, model.backward, needed)
 
 
 def whole_forward(model: Model, device: str) -> None:
@@ -256,7 +265,7 @@ def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
     for x in all_inputs(model, device):
         for choice in forward_choices(x):
             with choice():
-                forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
+                forward_into(x.q, x.k, x.v, x.mask, model.scale, x.out.to(dtype), x.statistic())
 
 
 def few_queries(model: Model, device: str) -> None:
@@ -264,7 +273,7 @@ def few_queries(model: Model, device: str) -> None:
     if model.backend in (None, "triton"):
         x = Inputs(model, device)
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
-            forward_in_parts(x.q, x.k, x.v, mask, 1.0, x.out.to(dtype), x.statistic())
+            forward_in_parts(x.q, x.k, x.v, mask, model.scale, x.out.to(dtype), x.statistic())
 
 
 def backward_parts(model: Model, device: str) -> None:
@@ -280,7 +289,7 @@ def backward_parts(model: Model, device: str) -> None:
             dtypes = dtype, own, own  # of dq, and of dk and dv
             grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
             with method(), choice():
-                backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.backward, *grads)()
+                backward.begin_backward(rows, x.k, x.v, x.mask, model.scale, model.backward, *grads)()
 
 
 def masked_rows(model: Model, device: str) -> None:

@@ -26,6 +26,7 @@ from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
+from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
     allocate_published,
@@ -184,6 +185,7 @@ def differentiate(
     D: gl.constexpr,
     DV: gl.constexpr,
     FUSED: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if FUSED."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
@@ -216,16 +218,17 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, EARLY)
-                p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
                 if partial:  # P, not S: lse of a query that sees no key here may be NaN
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers
                     p = mask_hidden(p, work, span, row, i, 0.0, 1)
+                    bent = p if SOFTCAP is None else mask_hidden(bent, work, span, row, i, 0.0, 1)
                 p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
                 if partial:
-                    dp = keep_where_nonzero(dp, p)
-                ds = (p * dp).to(q.dtype)
+                    dp = keep_where_nonzero(dp, bent)
+                ds = (bent * dp).to(q.dtype)
                 ds_operand = gl.convert_layout(ds, operand_layout(D_PAD))
                 if FUSED:
                     share_ds(ds, exchange, t, W)
@@ -302,6 +305,7 @@ def dkdv_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
@@ -317,8 +321,8 @@ def dkdv_kernel(
         fence_async_shared()
         gl.warp_specialize(  # loader and adder share a warpgroup: 240 registers are left for the others
             [
-                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED)),
-                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED)),
+                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, SOFTCAP)),
+                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, SOFTCAP)),
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
                 (add_dq, (dq_desc, buffers, exchange, work, counter + 1, dq_tiles, HEADS, ORDERED)),
             ],
@@ -330,8 +334,8 @@ def dkdv_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED)),
-                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED)),
+                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED, SOFTCAP)),
+                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED, SOFTCAP)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

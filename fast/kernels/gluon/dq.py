@@ -18,6 +18,7 @@ from canon.fast.kernels.gluon.epilogue import store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
     allocate_published,
@@ -110,7 +111,7 @@ def issue_scores(q, dout, k, v, zeros, buffers, slot, parity):
 
 
 @gluon.jit
-def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr):
+def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr, SOFTCAP: gl.constexpr):
     """Compute dq of the rows of warpgroup W for every work tile."""
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = buffers.q.tiles.shape[2]
@@ -147,13 +148,13 @@ def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, 
                 s, dp = issue_scores(q, dout, k, v, zeros, buffers, slot, parity)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
-                p = gl.exp2(s * scale_log2 - lse)
+                bent = weights(s, lse, scale_log2, SOFTCAP)[1]
                 mbarrier.wait(buffers.v.full.index(slot), parity)  # complete already: keeps the wait for dP behind P
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(buffers.v.free.index(slot), count=1)
                 if is_last:
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
-                ds = p * (dp + minus_delta)
+                ds = bent * (dp + minus_delta)
                 if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
                     ds = mask_hidden(ds, work, span, first, j, 0.0, PACK)
                 ds = gl.convert_layout(ds.to(q.dtype), operand_layout(D_PAD))
@@ -192,6 +193,7 @@ def dq_kernel(
     ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
@@ -212,8 +214,8 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, GROUP)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 0, D)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 1, D)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 0, D, SOFTCAP)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 1, D, SOFTCAP)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -36,8 +36,8 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM: switches of the kernel; DV: width of out. M rows (TOKENS tokens of PACK heads), BN columns of a
-    tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    PING_PONG, STALE_MAXIMUM: switches of the kernel; SOFTCAP: None or the limit of the scores; DV: width of out. M rows
+    (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
     """
 
     q: Ring
@@ -52,6 +52,7 @@ class Warpgroup:
     PING_PONG: gl.constexpr
     STALE_MAXIMUM: gl.constexpr
     DV: gl.constexpr
+    SOFTCAP: gl.constexpr
     TOKENS: gl.constexpr
     PACK: gl.constexpr
     M: gl.constexpr
@@ -61,7 +62,7 @@ class Warpgroup:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, DV):
+    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, DV, SOFTCAP):
         self.q = buffers.q
         self.k = buffers.k
         self.v = buffers.v
@@ -74,6 +75,7 @@ class Warpgroup:
         self.PING_PONG = gl.constexpr(PING_PONG)
         self.STALE_MAXIMUM = gl.constexpr(STALE_MAXIMUM)
         self.DV = gl.constexpr(DV)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
         self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
         self.M = gl.constexpr(buffers.q.tiles.shape[2] * buffers.q.tiles.shape[3])

@@ -12,6 +12,7 @@ import triton.language as tl
 from canon.fast.kernels.triton.blocks import (
     LN2,
     TILE_NUMBERS,
+    capped,
     cta_work_tile,
     full_tile_source,
     kernel,
@@ -32,9 +33,12 @@ def largest_maximum(accumulate):
 
 
 @triton.jit
-def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
+def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):
     """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three. ``visible``: None is all."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
+    if SOFTCAP is not None:
+        s, _ = capped(s, scale, SOFTCAP)
+        scale = tl.full((), 1.0, acc.dtype)
     if visible is not None:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
@@ -77,6 +81,7 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
@@ -112,14 +117,14 @@ def forward_kernel(
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP)
 
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))

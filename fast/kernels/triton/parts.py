@@ -30,7 +30,7 @@ from canon.fast.kernels.triton.blocks import (
 from canon.fast.kernels.triton.config import Config, choose
 from canon.fast.kernels.triton.forward import largest_maximum, softmax_step
 from canon.masks.mask import Mask
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 
 MERGE, INTERPRETED_MERGE = Config(1, 1, 1, 1), Config(128, 1, 1, 1)  # rows of a CTA
 AT_ONCE = 8  # parts that a CTA of the merge loads at a time
@@ -64,6 +64,7 @@ def parts_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -107,7 +108,7 @@ def parts_kernel(
             kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
             k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
-        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
 
     fully_masked = (l == 0.0) & (m == float("-inf"))
     # Below the range, a part has no weight beside one in the range. `merge_parts_kernel` decides.
@@ -181,12 +182,12 @@ def merge_parts_kernel(
     tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
 
 
-def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t), as `launch.forward` does."""
     merge_parts(*sum_parts(q, k, v, mask, scale), out, lse, k.shape[2])
 
 
-def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale) -> tuple[Tensor, Tensor]:
     """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible cell, in order.
 
     Rows are batches x key heads x queries x heads of a group.
@@ -201,9 +202,10 @@ def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     config = replace(config, tma=config.tma and describable and table.loads_all)
     outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
+    scale, softcap = split_scale(scale)
     scale, sign = launch.base2_scale(scale, q.dtype)
     q = q if sign == 1 else q * sign  # NaN stays NaN
-    options = {"GROUP": h // g, **launch.mma_options(config, q, v, k)}
+    options = {"GROUP": h // g, "SOFTCAP": softcap, **launch.mma_options(config, q, v, k)}
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
     arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], t * (h // g), b * g)

@@ -1,7 +1,7 @@
 """Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share both."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from random import Random
@@ -13,6 +13,7 @@ from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
 from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
+from canon.runtime.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
 from canon.testing.roundings import sink_roundings
 
@@ -57,6 +58,12 @@ class Inputs:
     mask: Masks
     scale: float | None
     sink: Tensor
+    softcap: float | None = None
+
+    @property
+    def scaling(self) -> Scale:
+        """The scale and the soft-cap, with their defaults."""
+        return default_scale(self.q, self.scale, self.softcap)
 
 
 @lru_cache(maxsize=12)
@@ -132,12 +139,12 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 @lru_cache(maxsize=12)
-def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Expected":
-    x = _inputs(*given)
+def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap: float | None) -> "Expected":
+    x = replace(_inputs(*given), softcap=softcap)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
     sink = x.sink if with_sink else None
-    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
-    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scale, sink))
+    arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
+    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
     exact = oracle(*arguments)
     *_, planted = given
     reach = spread(planted, exact, x.q.shape[-2] // x.k.shape[-2]) if planted else None
@@ -164,11 +171,11 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return _inputs(*self._given(case, device))
+        return replace(_inputs(*self._given(case, device)), softcap=case.softcap)
 
     def _given(self, case: Case, device: str) -> tuple:
         return case.mask, case.dtype, case.shape, self.documents, device, case.planted
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink)
+        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink, case.softcap)

@@ -27,6 +27,7 @@ from canon.masks.plan_cache import PLANS
 from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
     DTYPES,
+    Scale,
     accumulate_dtype,
     any_device,
     cached,
@@ -35,6 +36,7 @@ from canon.runtime.checks import (
     check_tensors,
     default_mask,
     default_scale,
+    split_scale,
     transpose_hint,
 )
 from canon.runtime.digests import Fields, digest_of
@@ -114,10 +116,10 @@ class Algorithm:
         return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options)
 
 
-_RING = {"scale": None, "reduce_dtype": None, "backward": "auto"}
+_RING = {"scale": None, "softcap": None, "reduce_dtype": None, "backward": "auto"}
 # By function: a test compares them with the public signature.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "attention": {"scale": None, "backward": "auto", "rank_invariant": False},
+    "attention": {"scale": None, "softcap": None, "backward": "auto", "rank_invariant": False},
     "ring_attention": _RING,
     "zigzag_attention": _RING,
     "striped_attention": _RING,
@@ -151,7 +153,7 @@ class Call:
     group_reference: Any  # weak: the cache of calls must not keep a group alive
     mask: Mask
     layout: Layout | None
-    scale: float
+    scale: Scale
     reduce_dtype: torch.dtype
     backward: str
     options: dict[str, Any]
@@ -200,7 +202,7 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        q, k, v = self.shapes
+        (q, k, v), (scale, softcap) = self.shapes, split_scale(self.scale)
         return (
             ("function", self.function),
             ("mask", self.mask),
@@ -208,7 +210,8 @@ class Call:
             ("dtype", self.dtype),
             ("device", self.device.type),
             *((f"batch, heads and width of {name}", (x[0], *x[2:])) for name, x in zip("qkv", (q, k, v), strict=True)),
-            ("scale", self.scale),
+            ("scale", scale),
+            ("softcap", softcap),
             ("reduce_dtype", self.reduce_dtype),
             ("backward", self.backward),
             ("sink", self.sink),
@@ -250,7 +253,9 @@ def call_of(
         call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, key)
     algorithm.half.compile_for(call)
     # Calls with equal arguments share one object, however the arguments were passed.
-    filled = call.options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    scale, softcap = split_scale(call.scale)
+    filled = {"scale": scale, "softcap": softcap, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    filled |= call.options
     resolved = {name: filled.get(name) for name in options}
     same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink)
     if same is not None:
@@ -294,7 +299,8 @@ def _checked(
     """Check the arguments on this rank, and fill in their defaults."""
     check_tensors(q, k, v)
     algorithm.half.check_device(q)
-    own = {name: value for name, value in options.items() if name not in ("scale", "reduce_dtype", "backward")}
+    checked = "scale", "softcap", "reduce_dtype", "backward"
+    own = {name: value for name, value in options.items() if name not in checked}
     check_method("backward", options["backward"])
     if "stages" in own:
         pair = own.pop("casts"), own.pop("own_keys_first")
@@ -317,7 +323,8 @@ def _checked(
         (b, _, g, d), dv = shapes[1], v.shape[-1]
         own["head_stride"] = default_stride(g, gathered_bytes(layout, b * (d + dv) * k.element_size()))
     return Call(
-        algorithm, rank, ranks, None if group is None else ref(group), mask, layout, default_scale(q, options["scale"]),
+        algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
+        default_scale(q, options["scale"], options["softcap"]),
         _reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
         algorithm.half.settings(None) if key is None else key[-1], shapes, q.dtype, q.device, sink,
     )  # fmt: skip

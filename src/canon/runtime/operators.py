@@ -37,10 +37,10 @@ from canon.runtime.group import group_named, name_of
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
-RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
+RANKS = "float? scale, float? softcap, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
-    "attention": "float? scale, str backward, bool rank_invariant",
+    "attention": "float? scale, float? softcap, str backward, bool rank_invariant",
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,

@@ -7,6 +7,7 @@ These arguments are common to all of them:
     mask              over the whole sequence; None is causal. A tuple or a list of b Masks holds one for each sequence
     layout            the tokens of each rank, for all sequences; None is contiguous (zigzag and striped have their own)
     scale             factor of the scores; None is 1 / sqrt(d)
+    softcap           limit of the scores, as in `attention`; None is none
     sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the
                       sum over its own tokens: add the gradients of all ranks, as for every replicated parameter
     group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
@@ -49,6 +50,7 @@ def ring_attention(algorithm: Algorithm):
         layout: Layout | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
@@ -61,7 +63,7 @@ def ring_attention(algorithm: Algorithm):
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
         return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
 
     return bound(ring_attention, algorithm.forward)
@@ -77,6 +79,7 @@ def zigzag_attention(algorithm: Algorithm):
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
@@ -88,7 +91,7 @@ def zigzag_attention(algorithm: Algorithm):
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(zigzag_attention, algorithm.forward)
@@ -104,6 +107,7 @@ def striped_attention(algorithm: Algorithm):
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
@@ -115,7 +119,7 @@ def striped_attention(algorithm: Algorithm):
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Brandon et al., Striped Attention (2023).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(striped_attention, algorithm.forward)
@@ -137,6 +141,7 @@ def strided_attention(algorithm: Algorithm):
         backward_last_stride: int | None = None,
         backward_schedule: str = "scatter",
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
@@ -165,6 +170,7 @@ def strided_attention(algorithm: Algorithm):
         """
         options = {
             "scale": scale,
+            "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
             "rank_invariant": rank_invariant,
@@ -194,6 +200,7 @@ def magi_attention(algorithm: Algorithm):
         keep_kv: bool = False,
         stages: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
@@ -219,6 +226,7 @@ def magi_attention(algorithm: Algorithm):
         """
         options = {
             "scale": scale,
+            "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
             "rank_invariant": rank_invariant,
