@@ -47,8 +47,12 @@ def tiled_forward(
     *,
     scale: Scale,
     out_dtype: torch.dtype,
+    max_logits: Float[Tensor, " h"] | None = None,
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
-    """Return out and lse as `attention_forward`, without checks: the step of every forward pass."""
+    """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
+
+    ``max_logits`` is raised in place to the largest visible score of each head.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first: (b, heads, tokens, width)
     share, accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=accumulate)
@@ -66,6 +70,8 @@ def tiled_forward(
             total = shrink * total + p.sum(-1)
             weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
             highest = new
+        if max_logits is not None:
+            max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))
         some = total != 0  # False for queries that see no key
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
         lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
@@ -73,9 +79,11 @@ def tiled_forward(
     return out, lse
 
 
-def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def local_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
-    return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
+    return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits)
 
 
 def local_backward(

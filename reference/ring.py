@@ -58,7 +58,9 @@ from canon.runtime.profiling import named_steps
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
-def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
@@ -68,7 +70,8 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, T
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
         hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
-        part = tiled_forward(q, *held, call.local_mask(owner), scale=call.scale, out_dtype=accumulate)
+        mask = call.local_mask(owner)
+        part = tiled_forward(q, *held, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse

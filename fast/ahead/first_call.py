@@ -51,7 +51,7 @@ def model_of(call: Call) -> Model:
     return Model(
         call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
-        split_scale(call.scale)[1],
+        split_scale(call.scale)[1], call.options["return_max_logits"],
     )  # fmt: skip
 
 

@@ -75,6 +75,7 @@ class Model:
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
     has_sink: bool = True
     softcap: float | None = None
+    max_logits: bool = False  # of return_max_logits
 
     @property
     def scale(self) -> Scale:
@@ -108,6 +109,7 @@ def warm_up(
     ranks: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     softcap: float | None = None,
+    return_max_logits: bool = False,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
@@ -126,7 +128,7 @@ def warm_up(
         backward: the option of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
-        softcap: the option of the functions. Each soft-cap has kernels of its own.
+        softcap, return_max_logits: the options of the functions. Each value has kernels of its own.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
@@ -136,6 +138,7 @@ def warm_up(
     """
     dv = d if dv is None else dv
     model = _checked_model(dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype, softcap)
+    model = replace(model, max_logits=return_max_logits)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -235,6 +238,9 @@ class Inputs:
         _, t, h, _ = self.q.shape
         return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
 
+    def max_logits(self) -> Tensor | None:
+        return self.q.new_zeros(self.q.shape[2], dtype=torch.float32) if self.model.max_logits else None
+
 
 def all_inputs(model: Model, device: str) -> list[Inputs]:
     """Return usual inputs, and inputs without queries or without keys: TMA cannot describe empty tensors."""
@@ -265,7 +271,8 @@ def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
     for x in all_inputs(model, device):
         for choice in forward_choices(x):
             with choice():
-                forward_into(x.q, x.k, x.v, x.mask, model.scale, x.out.to(dtype), x.statistic())
+                results = x.out.to(dtype), x.statistic()
+                forward_into(x.q, x.k, x.v, x.mask, model.scale, *results, max_logits=x.max_logits())
 
 
 def few_queries(model: Model, device: str) -> None:
@@ -273,7 +280,8 @@ def few_queries(model: Model, device: str) -> None:
     if model.backend in (None, "triton"):
         x = Inputs(model, device)
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
-            forward_in_parts(x.q, x.k, x.v, mask, model.scale, x.out.to(dtype), x.statistic())
+            results = x.out.to(dtype), x.statistic()
+            forward_in_parts(x.q, x.k, x.v, mask, model.scale, *results, x.max_logits())
 
 
 def backward_parts(model: Model, device: str) -> None:

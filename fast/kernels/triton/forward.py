@@ -52,7 +52,14 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SO
     return m_new, l, acc
 
 
-@kernel(*TILE_NUMBERS, statistics=("lse",))
+@triton.jit
+def raise_maximum(pointer, m, mask=None):
+    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics: their order changes nothing."""
+    x = (m * LN2).to(tl.float32)
+    tl.atomic_max(pointer, tl.where(x == 0.0, 0.0, x), mask=mask, sem="relaxed")  # -0 would count as the lowest number
+
+
+@kernel(*TILE_NUMBERS, statistics=("lse",), pointers=("max_logits",))
 def forward_kernel(
     q,
     k,
@@ -61,6 +68,7 @@ def forward_kernel(
     v_tiles,
     out,
     lse,
+    max_logits,
     tiles,
     spans,
     scale_log2: "fp64",  # > 0
@@ -82,6 +90,7 @@ def forward_kernel(
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    MAX_LOGITS: tl.constexpr,
     TMA: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
     BM: tl.constexpr,
@@ -90,6 +99,7 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
+    MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores.
     TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors.
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
@@ -126,6 +136,8 @@ def forward_kernel(
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
             m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP)
 
+    if MAX_LOGITS:
+        raise_maximum(max_logits + head, tl.max(tl.where(valid, m, float("-inf")), 0))
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))

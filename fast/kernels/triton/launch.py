@@ -62,8 +62,11 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessor
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor,
+    max_logits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest scores, by atomics."""
     scale, softcap = split_scale(scale)
     scale, sign = base2_scale(scale, q.dtype)
     q = q if sign == 1 else q * sign  # NaN stays NaN
@@ -71,8 +74,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
+    tensors += (lse if max_logits is None else max_logits,)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "SOFTCAP": softcap, **mma_options(config, q, v, k, out)}
+    options = {"GROUP": group, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
+    options |= mma_options(config, q, v, k, out)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 

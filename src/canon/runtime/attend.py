@@ -27,8 +27,8 @@ from canon.runtime.sink_weights import weighted
 def attend(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k, v and the sink.
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """Return out, or a tuple of out, lse and the largest scores, as a differentiable function of q, k, v and the sink.
 
     Args: q, k, v with a batch axis, or packed without it; ``mask``, one for all or a sequence of them; ``options``, the
     other arguments of the public function by name.
@@ -43,7 +43,7 @@ def attend(
         return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
     if is_traced():
         check_sink(q, sink)
-        out, lse = call_operator(algorithm, q, k, v, mask, layout, group, options)
+        out, lse, max_logits = call_operator(algorithm, q, k, v, mask, layout, group, options)
     else:
         call = call_of(algorithm, q, k, v, mask, layout, group, options, None if sink is None else kind_of_sink(sink))
         if call.ranks > 1:
@@ -53,19 +53,22 @@ def attend(
             check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
         check_differentiation(q, k, v)
         if q.ndim == 3:
-            out, lse = (x.squeeze(0) for x in Attention.apply(*batched(q, k, v), call))
+            out, lse, max_logits = Attention.apply(*batched(q, k, v), call)
+            out, lse = out.squeeze(0), lse.squeeze(0)
         else:
-            out, lse = Attention.apply(q, k, v, call)
+            out, lse, max_logits = Attention.apply(q, k, v, call)
     if sink is not None:
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.half.under_sink
         out = under_sink(out, lse, sink)
+    if options["return_max_logits"]:
+        return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
 
 
 def _attend_each(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
     attend_one = lambda q, k, v, mask: attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
     if algorithm.is_local:

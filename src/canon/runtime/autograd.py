@@ -33,19 +33,21 @@ def check_differentiation(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (q, k, v, call) -> (out, lse), with a batch axis."""
+    """Both passes of a `Call`: (q, k, v, call) -> (out, lse, max_logits or None), with a batch axis."""
 
     @staticmethod
     def forward(ctx, q, k, v, call):
         with surroundings(q, call, "forward"):
-            out, lse, *others = call.algorithm.forward(call, q, k, v)
+            (out, lse, *others), max_logits = call.forward(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        if max_logits is not None:
+            ctx.mark_non_differentiable(max_logits)
+        return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _):
         needs_grad = ctx.needs_input_grad[:3]
         if (dout is None and dlse is None) or True not in needs_grad:
             return None, None, None, None

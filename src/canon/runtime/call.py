@@ -77,11 +77,12 @@ class Half:
 class Algorithm:
     """A public attention function of one half, as two functions of tensors with a batch axis:
 
-        forward(call, q, k, v)                                                  returns out, lse, *others
+        forward(call, q, k, v, max_logits)                                      returns out, lse, *others
         backward(call, needs_grad, dout, dlse, q, k, v, out, lse, *others)      returns dq, dk, dv
 
     ``others`` are tensors that are saved for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse
-    is None if nothing depends on lse; dout is never None. Both run without autocast: inputs are cast before.
+    is None if nothing depends on lse; dout is never None. ``max_logits`` is not passed, or a tensor (h,) that the forward pass
+    raises to the largest score of each head. Both run without autocast: inputs are cast before.
 
     ``plan(call)`` returns the state that all calls of one kind share, such as the steps of a schedule. It is made once, as
     `Call.plan`. ``layout``: the constructor of the function's own layout. ``kept_rows(call)``: the first sizes of ``others``.
@@ -116,10 +117,16 @@ class Algorithm:
         return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options)
 
 
-_RING = {"scale": None, "softcap": None, "reduce_dtype": None, "backward": "auto"}
+_RING = {"scale": None, "softcap": None, "reduce_dtype": None, "backward": "auto", "return_max_logits": False}
 # By function: a test compares them with the public signature.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "attention": {"scale": None, "softcap": None, "backward": "auto", "rank_invariant": False},
+    "attention": {
+        "scale": None,
+        "softcap": None,
+        "backward": "auto",
+        "rank_invariant": False,
+        "return_max_logits": False,
+    },
     "ring_attention": _RING,
     "zigzag_attention": _RING,
     "striped_attention": _RING,
@@ -167,6 +174,16 @@ class Call:
     def function(self) -> str:
         """The name of the public function."""
         return self.algorithm.function
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the results of the forward pass, and the largest score of each head (h,) over all ranks if requested."""
+        if not self.options["return_max_logits"]:
+            return self.algorithm.forward(self, q, k, v), None
+        max_logits = torch.full((q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device)
+        results = self.algorithm.forward(self, q, k, v, max_logits)
+        if self.ranks > 1:
+            dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
+        return results, max_logits
 
     @property
     def nbytes(self) -> int:
@@ -317,6 +334,8 @@ def _checked(
         mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
         if invariant:
             check_tiled(algorithm.function, layout)
+    if not isinstance(own["return_max_logits"], bool):
+        raise TypeError(f"return_max_logits must be True or False, got {own['return_max_logits']!r}")
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in (q, k, v))
     if own.get("head_stride", 1) is None:

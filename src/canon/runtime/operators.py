@@ -1,6 +1,6 @@
 """The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective checkpointing.
 
-    canon::ring_attention             q, k, v, mask, layout, options -> out, lse
+    canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores (h,) or an empty tensor
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
 
 There is a pair for each differentiable function, for both halves. Eager calls do not use them, because an operator costs
@@ -37,10 +37,11 @@ from canon.runtime.group import group_named, name_of
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
-RANKS = "float? scale, float? softcap, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
+SCALE = "float? scale, float? softcap"
+RANKS = f"{SCALE}, str group, ScalarType? reduce_dtype, str backward, bool return_max_logits, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
-    "attention": "float? scale, float? softcap, str backward, bool rank_invariant",
+    "attention": f"{SCALE}, str backward, bool rank_invariant, bool return_max_logits",
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
@@ -58,8 +59,8 @@ def is_traced() -> bool:
 def call_operator(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, group: Any,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) from the operator of a public function. Its body checks the arguments."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (out, lse, largest scores) from the operator of a public function. Its body checks the arguments."""
     if not EXPORTS and torch.compiler._is_exporting_flag:  # in torch.compile, `is_exporting` of old versions is True
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
     compiling, half = torch.compiler.is_compiling(), algorithm.half
@@ -75,8 +76,8 @@ def call_operator(
     operator = getattr(torch.ops.canon, algorithm.function).default
     mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
     layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
-    out, lse, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half.name, settings, **options)
-    return out, lse
+    out, lse, max_logits, *_ = operator(q, k, v, mask, has_mask, layout, has_layout, half.name, settings, **options)
+    return out, lse, max_logits
 
 
 def _settings_at_compilation(half: str) -> str | None:
@@ -125,8 +126,9 @@ def _options_by_name(function: str, values: tuple, keywords: dict[str, Any]) -> 
 
 def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, ...]:
     with _call(function, "forward", (q, k, v), options) as call:
-        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v))
+        (out, lse, *kept), max_logits = call.forward(*batched(q, k, v))
     results = [out.squeeze(0), lse.squeeze(0)] if q.ndim == 3 else [out, lse]
+    results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
     if function == "magi_attention":
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(k, v, 0), *kept]))
     return tuple(map(_alone, results))
@@ -166,11 +168,13 @@ def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *options: Any)
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     *batch, t, h, _ = q.shape
-    results = q.new_empty(*batch, t, h, v.shape[-1]), q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
+    named = _options_by_name(function, options, {})
+    max_logits = q.new_empty(h if named["return_max_logits"] else 0, dtype=torch.float32)
+    lse = q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
+    results = q.new_empty(*batch, t, h, v.shape[-1]), lse, max_logits
     if function != "magi_attention":
         return results
-    keep_kv = options[-1]
-    return *results, _rows(k, v, torch.library.get_ctx().new_dynamic_size() if keep_kv else 0)
+    return *results, _rows(k, v, torch.library.get_ctx().new_dynamic_size() if named["keep_kv"] else 0)
 
 
 def _fake_backward(
@@ -180,7 +184,9 @@ def _fake_backward(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
+    out, lse, max_logits, *kept = output
+    ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(*inputs[:3], out, lse, *kept)
     ctx.options = inputs[3:]
     ctx.set_materialize_grads(False)
 
@@ -203,7 +209,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 def _define(function: str, options: str) -> None:
     """Register the operators of a function, their fake implementations and their autograd formulas."""
     options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? settings, {options}"
-    tensors, results = "Tensor q, Tensor k, Tensor v", ["Tensor out", "Tensor lse"]
+    tensors, results = "Tensor q, Tensor k, Tensor v", ["Tensor out", "Tensor lse", "Tensor max_logits"]
     if function == "magi_attention":
         results.append("Tensor kept")
     forward = _operator(function, f"({tensors}, {options}) -> ({', '.join(results)})", partial(_forward, function))

@@ -19,7 +19,7 @@ from canon.runtime.checks import check_gradients, check_mask, check_tensors
 
 
 def attend_each(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence."""
+    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for each sequence."""
     refuse_compilation()
     check_masks(q, k, v, masks)
     return attend_packed(attend, q, k, v, masks, **options)
@@ -33,8 +33,9 @@ def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequ
     result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)), **options)
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
-    out, lse = result
-    return _unpacked(out, b, t), lse.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
+    statistic = lambda x: x.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
+    unpacked = {4: lambda x: _unpacked(x, b, t), 3: statistic, 1: lambda x: x}  # by axes: out, lse, the largest scores
+    return tuple(unpacked[x.ndim](x) for x in result)
 
 
 def differentiate_each(

@@ -48,7 +48,8 @@ def attention(algorithm: Algorithm, notes: str = ""):
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
 
         A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
@@ -69,6 +70,8 @@ def attention(algorithm: Algorithm, notes: str = ""):
                 number of ranks. "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
                 for float64). It is differentiable.
+            return_max_logits: also return, as the last result, the largest visible score of each query head (h,), scaled and
+                capped, over batch, tokens and ranks: float32, not differentiable, -inf for a head that sees no key.
 
         Raises:
             ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
@@ -76,7 +79,13 @@ def attention(algorithm: Algorithm, notes: str = ""):
 
         Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
         """
-        options = {"scale": scale, "softcap": softcap, "backward": backward, "rank_invariant": rank_invariant}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "backward": backward,
+            "rank_invariant": rank_invariant,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options)
 
     return bound(attention, algorithm.forward, notes)

@@ -19,6 +19,7 @@ These arguments are common to all of them:
                       rank's shard. layout=None is then contiguous with such pieces
     return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator without the
                       sink, in float32 (float64 for float64). It is differentiable
+    return_max_logits also return, as the last result, the largest scores (h,), as in `attention`
 
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches, heads, widths, scales,
 options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
@@ -56,14 +57,21 @@ def ring_attention(algorithm: Algorithm):
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
 
         Args: `canon.runtime.public_ranks` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
-        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
 
     return bound(ring_attention, algorithm.forward)
@@ -85,13 +93,20 @@ def zigzag_attention(algorithm: Algorithm):
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
 
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
-        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(zigzag_attention, algorithm.forward)
@@ -113,13 +128,20 @@ def striped_attention(algorithm: Algorithm):
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
 
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Brandon et al., Striped Attention (2023).
         """
-        options = {"scale": scale, "softcap": softcap, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(striped_attention, algorithm.forward)
@@ -148,7 +170,8 @@ def strided_attention(algorithm: Algorithm):
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys of all ranks, some key heads at a time. A collective.
 
         Args:
@@ -173,6 +196,7 @@ def strided_attention(algorithm: Algorithm):
             "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
+            "return_max_logits": return_max_logits,
             "rank_invariant": rank_invariant,
             "head_stride": head_stride,
             "forward_first_stride": forward_first_stride,
@@ -207,7 +231,8 @@ def magi_attention(algorithm: Algorithm):
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
 
         Args:
@@ -229,6 +254,7 @@ def magi_attention(algorithm: Algorithm):
             "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
+            "return_max_logits": return_max_logits,
             "rank_invariant": rank_invariant,
             "casts": casts,
             "own_keys_first": own_keys_first,
