@@ -124,6 +124,7 @@ SHAPES |= {  # masks of some functions only
     "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
     "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
     "tree": (Shape((4, 2), (32, 16), batch=1), Shape((8, 2), (128, 128), batch=1)),
+    "wide": (Shape((2, 1), (512, 512), batch=1), Shape((4, 1), (512, 512), batch=1)),
 }
 
 
@@ -171,8 +172,12 @@ class Case:
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend does not support a case, "" if it does. Only the CUDA backend declines cases."""
-    if backend != "cuda" or not case.dtype or case.function in EXCHANGES | {"merge"}:
+    """Return why a kernel backend does not support a case, "" if it does."""
+    if backend not in ("gluon", "cuda") or not case.dtype or case.function in EXCHANGES | {"merge"}:
+        return ""
+    if max(case.shape.widths) > 256:
+        return f"the {backend} kernels support heads up to 256 wide"
+    if backend == "gluon":
         return ""
     if case.softcap is not None:
         return "the CUDA kernels have no soft-cap"
@@ -216,6 +221,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 def _add_local(add: Callable[..., None]) -> None:
     for mask in MASKS:
         add("attention", mask)
+    add("attention", "wide")
     add("attention", "causal", variant="plain")
     add("attention", "documents", variant="sink", sink=True)
     add("attention", "sequences", variant="sink", sink=True)

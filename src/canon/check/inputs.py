@@ -133,6 +133,7 @@ def _mask(name: str, documents: Documents) -> Masks:
     return {
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
+        "wide": lambda: Mask.causal(tokens),
         "window": lambda: Mask.window(tokens, tokens // 5, 16),
         "full": lambda: Mask.documents(cu_seqlens, causal=False),
     }[name]()
