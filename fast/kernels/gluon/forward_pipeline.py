@@ -36,8 +36,8 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; DV: width of out. M rows (TOKENS tokens of PACK heads),
-    BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; SOFTCAP: None or the limit of the scores; DV: width of out.
+    M rows (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
     """
 
     q: Ring
@@ -53,6 +53,7 @@ class Warpgroup:
     STALE_MAXIMUM: gl.constexpr
     KEY_ORDER: gl.constexpr
     DV: gl.constexpr
+    SOFTCAP: gl.constexpr
     TOKENS: gl.constexpr
     PACK: gl.constexpr
     M: gl.constexpr
@@ -62,7 +63,9 @@ class Warpgroup:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV):
+    def __init__(
+        self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, DV, SOFTCAP
+    ):
         self.q = buffers.q
         self.k = buffers.k
         self.v = buffers.v
@@ -76,6 +79,7 @@ class Warpgroup:
         self.STALE_MAXIMUM = gl.constexpr(STALE_MAXIMUM)
         self.KEY_ORDER = gl.constexpr(KEY_ORDER)
         self.DV = gl.constexpr(DV)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
         self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
         self.M = gl.constexpr(buffers.q.tiles.shape[2] * buffers.q.tiles.shape[3])
