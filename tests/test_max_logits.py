@@ -55,6 +55,8 @@ def test_packed_tensors_masks_of_sequences_and_heads_that_see_nothing(half):
     _, largest = half.attention(q, k, v, (MASK, other), **OPTIONS)
     each = [half.attention(q[i], k[i], v[i], mask, **OPTIONS)[1] for i, mask in enumerate((MASK, other))]
     assert torch.equal(largest, torch.maximum(*each))
+    _, one_by_one = half.attention(q, k, v, (MASK, other), rank_invariant=True, **OPTIONS)
+    torch.testing.assert_close(one_by_one, largest, rtol=1e-6, atol=0)
     _, _, nothing = half.attention(q, k, v, Mask([], N, N), return_lse=True, **OPTIONS)
     assert torch.equal(nothing, torch.full((4,), -torch.inf))
 

@@ -163,7 +163,7 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
     ``left``, ``right``: one column, a number for each row.
     """
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
-    BITS: gl.constexpr = "0fFF800000" if HIDDEN < 0.0 else "0f00000000"
+    BITS: gl.constexpr = "0fFF800000" if HIDDEN < 0.0 else "0f00000000"  # pyright: ignore[reportAssignmentType]
     left, _ = gl.broadcast(left, x)
     right, _ = gl.broadcast(right, x)
     return gl.inline_asm_elementwise(
