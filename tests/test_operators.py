@@ -21,7 +21,7 @@ OPTIONS = {
     "ring_attention": [SUMS],
     "zigzag_attention": [SUMS],
     "striped_attention": [SUMS],
-    "latent_attention": [(None, "", None, "auto", [True] * 4)],
+    "latent_attention": [(*SUMS[:-1], [True] * 4)],
     "strided_attention": [
         (*SUMS, False, 2, 1, None, None, "scatter"),
         (*SUMS, False, None, None, None, None, "scatter"),
