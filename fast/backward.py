@@ -45,7 +45,7 @@ from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
 from canon.masks.plan_cache import cached_plan
 from canon.runtime import public_local
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
 
@@ -70,7 +70,7 @@ class QueryInputs(NamedTuple):
 
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: AnyMask,
-    scale: float, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None, kind: Hashable = None,
+    scale: Scale, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None, kind: Hashable = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass.
 
@@ -82,7 +82,7 @@ def gradients(
     return grads
 
 
-def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: float, method: str) -> None:
+def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: Scale, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
         delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -119,7 +119,7 @@ def begin_backward(
     k: Tensor,
     v: Tensor,
     mask: AnyMask,
-    scale: float,
+    scale: Scale,
     method: str,
     dq: Tensor | None,
     dk: Tensor | None,
@@ -137,13 +137,13 @@ def begin_backward(
     return lambda: replayed(_dq, (*given, dq, dk), *options)
 
 
-def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: float, method: str) -> None:
+def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: Scale, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
 
 
-def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: float, method: str) -> None:
+def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Scale, method: str) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if dq is None or chosen == "fused":
         return
@@ -228,7 +228,7 @@ def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Te
 
 def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    mask: AnyMask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+    mask: AnyMask, *, scale: Scale, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     check_device(q)
     dout = dout.to(q.dtype)

@@ -16,14 +16,14 @@ from canon.fast.local import attention, attention_forward, forward_into, merge_i
 from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
 from canon.runtime import public_local
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 from canon.runtime.sink_weights import weighted
 
 __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: float, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
@@ -32,7 +32,8 @@ def decode(
     """
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
-        result = attention_forward(q, k, v, mask, scale=scale, out_dtype=buffer.dtype)
+        number, softcap = split_scale(scale)
+        result = attention_forward(q, k, v, mask, scale=number, softcap=softcap, out_dtype=buffer.dtype)
         for target, source in zip(parts[rank], result, strict=True):
             target.copy_(source)
     else:

@@ -1,8 +1,9 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that supports the inputs.
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
-    "triton"    portable: any GPU that Triton supports, any dtype and width
-    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused". Needs the extra cuda
+    "triton"    portable: any GPU that Triton supports, any dtype, heads up to 512 wide; return_max_logits=True
+    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused", no soft-cap.
+                Needs the extra cuda
 
 Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere. A chosen backend that does not
 support the inputs raises: it is never replaced.

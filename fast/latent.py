@@ -52,10 +52,12 @@ class _Step(RingStep):
         return list(grads.split([self.call.shapes[0][-1], grads.shape[-1] - self.call.shapes[0][-1]], -1))
 
 
-def latent_forward(call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+def latent_forward(
+    call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
-    return run_forward(ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q))
+    return run_forward(ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits)
 
 
 def latent_backward(

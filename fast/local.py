@@ -6,13 +6,15 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
     total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
     at the end: out / total, and lse = m + log total
 
+With a soft-cap, s becomes softcap * tanh(s / softcap) before hidden cells are masked.
+
 A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
 Few queries over many keys are computed in parts of the keys: `kernels/key_parts.py` has the rule and the memory.
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
 It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
-cells, cut by two diagonals (`canon.masks.band`). There is no dropout, bias or soft-cap.
+cells, cut by two diagonals (`canon.masks.band`). There is no dropout or bias.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -33,7 +35,7 @@ from canon.fast.sinks import FAST
 from canon.masks.mask import Mask
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
@@ -60,11 +62,14 @@ class LocalPlan:
         return tuple(map(aligned, tensors)) if isinstance(self.mask, PlacedMask) else tensors
 
 
-def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def local_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
-    forward_into(*plan.aligned(q, k, v), plan.mask, call.scale, out, lse, kind=call, whole=True)
+    q, k, v = plan.aligned(q, k, v)
+    forward_into(q, k, v, plan.mask, call.scale, out, lse, kind=call, whole=True, max_logits=max_logits)
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
@@ -100,11 +105,12 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: Scale, out_dtype: torch.dtype,
+    max_logits: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of the arguments."""
     out, lse = empty_result(q, v, out_dtype)
-    forward_into(q, k, v, mask, scale, out, lse)
+    forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits)
     return out, lse
 
 
@@ -116,32 +122,44 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor, *, whole: bool = False,
-    kind: Hashable = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor, *, whole: bool = False,
+    kind: Hashable = None, max_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
 
-    ``whole``: as in `forward_for`. ``kind``: as in `replayed`.
+    ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``: as in `replayed`.
     """
-    replayed(_forward, (q, k, v, out, lse), mask, scale, whole, kind=kind)
+    replayed(_forward, (q, k, v, out, lse, max_logits), mask, scale, whole, kind=kind)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, scale: float, whole: bool
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, max_logits: Tensor | None, mask: AnyMask, scale: Scale,
+    whole: bool,
+) -> None:  # fmt: skip
     check_device(q)
-    forward_for(q, v, mask, whole)(q, k, v, mask, scale, out, lse)
+    forward = forward_for(q, v, mask, whole, max_logits is not None)
+    forward(q, k, v, mask, scale, out, lse, *(() if max_logits is None else (max_logits,)))
 
 
-def forward_for(q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True) -> Callable[..., None]:
-    """Return the launch function. In ``whole`` calls, few queries over many keys are computed in parts (`key_parts`)."""
-    if whole and has_parts(mask) and chosen_backend() in (None, "triton"):
+def forward_for(
+    q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True, with_max_logits: bool = False
+) -> Callable[..., None]:
+    """Return the launch function. In ``whole`` calls, few queries over many keys are computed in parts (`key_parts`).
+
+    Only the Triton kernels take ``max_logits``. Raises ValueError if another backend is chosen.
+    """
+    chosen = chosen_backend()
+    if whole and has_parts(mask) and chosen in (None, "triton"):
         return forward_in_parts
+    if with_max_logits:
+        if chosen not in (None, "triton"):
+            raise ValueError(f'the {chosen} kernels do not support return_max_logits=True: use backend("triton")')
+        return launch.forward
     return kernels_for(q, v).forward
 
 
 def _attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float, out_dtype: torch.dtype
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     out, lse = empty_result(q, v, out_dtype)
     forward_into(q, k, v, mask, scale, out, lse, whole=True)
@@ -182,6 +200,8 @@ def _merge_in_place(
 NOTES = """
     1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.kernels.key_parts`). The option
     ``rank_invariant`` and a forced backend other than "triton" exclude parts.
+
+    With ``return_max_logits`` the forward pass runs on the Triton kernels; with another chosen backend it raises ValueError.
 
     Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21.
 

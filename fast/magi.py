@@ -154,16 +154,16 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that casts have brought."""
     keep = call.options["keep_kv"]
     if call.options["rank_invariant"]:
         exchange = TileCast(call, keep=keep) if call.ranks > 1 else OwnTokens(call)
-        out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v)
+        out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
         return out, lse, *exchange.rows
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=keep)
-    return *run_forward(steps, receiving(len(steps), keys.fetch), q, v), *keys.kept
+    return *run_forward(steps, receiving(len(steps), keys.fetch), q, v, max_logits), *keys.kept
 
 
 def magi_backward(

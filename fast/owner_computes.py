@@ -58,7 +58,13 @@ class Exchange(Protocol):
 
 
 def owner_forward(
-    call: Call, steps: Sequence[range], exchange: Exchange, q: Tensor, k: Tensor, v: Tensor
+    call: Call,
+    steps: Sequence[range],
+    exchange: Exchange,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
@@ -66,7 +72,9 @@ def owner_forward(
     legs = [_key_leg(heads, k, v) for heads in steps]
     for number, keys in receiving(len(legs), exchange.fetches(legs)):
         own = query_heads(legs[number].heads, q, k)
-        forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, out[:, :, own], lse[:, own])
+        results = out[:, :, own], lse[:, own]
+        largest = None if max_logits is None else max_logits[own]
+        forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, *results, max_logits=largest)
         keys = None
     return out, lse
 

@@ -70,7 +70,8 @@ def _launch(part: _Part, given: Preparation) -> None:
     q, k, v = new(mask.queries, heads, d), new(mask.keys, part.key_heads, d), new(mask.keys, part.key_heads, dv)
     out, lse = empty_result(q, v, q.dtype)
     if part.forward:
-        forward_for(q, v, mask, whole=given.layout is None)(q, k, v, mask, 1.0, out, lse)
+        forward = forward_for(q, v, mask, given.layout is None, given.options["return_max_logits"])
+        forward(q, k, v, mask, 1.0, out, lse)
     if part.backward and given.requires_grad:
         plan_gradients(q, k, v, out, lse, mask, given.backward)
 

@@ -113,13 +113,16 @@ def ring_of(call: Call, k: Tensor, v: Tensor, step: type[RingStep] = RingStep) -
     return PLANS.find((Ring, call), lambda: Ring(call, k, v, step))
 
 
-def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
-        return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
+        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": max_logits}
+        return forward_part(q, k, v, call.local_mask(0), **options)
     ring = ring_of(call, k, v)
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
-    return run_forward(ring.steps, keys, q, v)
+    return run_forward(ring.steps, keys, q, v, max_logits)
 
 
 def ring_backward(

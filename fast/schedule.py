@@ -62,7 +62,7 @@ def _received(steps: int, fetch: Callable[[int], Any], fetching: Any) -> Iterato
 
 
 def run_forward(
-    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor
+    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
 
@@ -77,7 +77,7 @@ def run_forward(
         if merges[-1:] == [number] and accumulate is not q.dtype:
             result = torch.empty_like(out, dtype=q.dtype)
         if step.has_work:
-            replayed(step.forward, (q, out, lse, result, *held), kind=step)
+            replayed(step.forward, (q, out, lse, result, max_logits, *held), kind=step)
         held = None
     return out if result is None else result, lse
 
@@ -133,13 +133,23 @@ class Step:
         """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other keys to 0."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, out: Tensor, lse: Tensor, result: Tensor | None, *held: Tensor | None) -> None:
+    def forward(
+        self,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        result: Tensor | None,
+        max_logits: Tensor | None,
+        *held: Tensor | None,
+    ) -> None:
         """Compute the part of the step, into ``out`` and ``lse`` of all queries. ``result``: as in `ActiveQueries.merge`."""
         mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
         if self.writes:
-            forward_into(q[:, :, heads], *keys, mask, scale, out[:, :, heads], lse[:, heads])
+            largest = None if max_logits is None else max_logits[heads]
+            forward_into(q[:, :, heads], *keys, mask, scale, out[:, :, heads], lse[:, heads], max_logits=largest)
         else:
-            part = forward_part(self.active.take(q), *keys, mask, scale=scale, out_dtype=out.dtype)
+            options = {"scale": scale, "out_dtype": out.dtype, "max_logits": max_logits}
+            part = forward_part(self.active.take(q), *keys, mask, **options)
             self.active.merge([out, lse], part, result)
 
 

@@ -50,7 +50,9 @@ __all__ = ["strided_attention"]
 
 def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
     """Return the steps of both passes. Raise ValueError if the strides do not fit the heads."""
-    strides = {name: value for name, value in call.options.items() if name != "rank_invariant"}
+    strides = {
+        name: value for name, value in call.options.items() if name not in ("rank_invariant", "return_max_logits")
+    }
     steps = strided_steps(call.shapes[1][2], **strides)
     return _OwnerSchedule(call, steps) if call.options["rank_invariant"] else _Schedule(call, steps)
 
@@ -100,15 +102,18 @@ class _Step(Step):
         return self.group.zero_outside(grads, self.visible)
 
 
-def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def strided_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.options["rank_invariant"]:
-        return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v)
+        return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
     steps = call.plan.forward
     if call.ranks == 1:
-        return forward_part(q, k, v, call.local_mask(0), scale=call.scale, out_dtype=q.dtype)
+        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": max_logits}
+        return forward_part(q, k, v, call.local_mask(0), **options)
     keys = receiving(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch)
-    return run_forward(steps, keys, q, v)
+    return run_forward(steps, keys, q, v, max_logits)
 
 
 def strided_backward(

@@ -4,6 +4,8 @@
     delta = rowsum(dout * out) - dlse    dp = dout v^T                ds = p * (dp - delta)
     dv = p^T dout                        dk = scale * ds^T q          dq = scale * ds k
 
+With a soft-cap, the factor of ds is the slope of each score, scale * (1 - (score / softcap)^2).
+
 lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight of a key. Parts of dq,
 dk and dv from disjoint keys or queries add up. delta belongs to a query: a call computes it once for all steps.
 
@@ -39,16 +41,25 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.reference.tiles import in_whole_tiles, mask_in_whole_tiles, over_visible, read, read_keys, visible_tiles
+from canon.reference.tiles import (
+    in_whole_tiles,
+    mask_in_whole_tiles,
+    over_visible,
+    read,
+    read_keys,
+    scores_of,
+    slope_of,
+    visible_tiles,
+)
 from canon.runtime import public_local
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
 
 
 def gradients(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    mask: Mask, *, scale: float, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+    mask: Mask, *, scale: Scale, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
     whole_tiles: bool = False,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk and dv as `attention_backward`, for a batch and without checks. ``whole_tiles``: as `tiled_backward`."""
@@ -77,7 +88,7 @@ def tiled_backward(
     delta: Float[Tensor, "b h t"],
     mask: Mask,
     *,
-    scale: float,
+    scale: Scale,
     method: str,
     grad_dtype: torch.dtype,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
@@ -164,14 +175,15 @@ class _Backward:
         return dq
 
     def _scores(self, queries, keys, visible):
-        """Return p, scale * ds and the visible cells of one tile, and its q, k and dout in the accumulation dtype."""
+        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout in the accumulation dtype."""
         q, dout = (read(x, queries) for x in (self.q, self.dout))
         k, v = read_keys(self.k, self.v, keys, self.share)
         lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))
         visible = visible & (lse != -torch.inf)
-        p = torch.exp(self.scale * q @ k.mT - lse).masked_fill(~visible, 0)
+        scores = scores_of(q, k, self.scale)
+        p = torch.exp(scores - lse).masked_fill(~visible, 0)
         ds = (p * (dout @ v.mT - delta)).masked_fill(~visible, 0)
-        return p, self.scale * ds, visible, q, k, dout
+        return p, slope_of(scores.masked_fill(~visible, 0), self.scale) * ds, visible, q, k, dout
 
     def _over_share(self, x):
         """Return the sum over the query heads of each key head, in head order."""

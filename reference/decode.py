@@ -14,7 +14,8 @@ Cost of a rank with s_r keys, n ranks:
     elements received (n - 1) b t h (dv + 1) in the accumulation dtype
     FLOPs             those of `attention_forward` for t queries x s_r keys, and n - 1 merges
 
-Limits: the result is not differentiable. Ranks compare shapes, dtypes and scales in each call, but not the number of keys.
+Limits: the result is not differentiable. Ranks compare shapes, dtypes, scales and soft-caps in each call, but not the number of
+keys.
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
 """
@@ -28,21 +29,22 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.reference.local import attention, attention_forward, merged
 from canon.runtime import public_local
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 from canon.runtime.sink_weights import weighted
 
 __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: float, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
 
     ``mask``: of this rank's keys, or one for each sequence.
     """
-    part = attention_forward(q, k, v, mask, scale=scale, out_dtype=accumulate_dtype(q.dtype))
+    number, softcap = split_scale(scale)
+    part = attention_forward(q, k, v, mask, scale=number, softcap=softcap, out_dtype=accumulate_dtype(q.dtype))
     (out, lse), *others = _parts_of_ranks(*part, ranks, group)
     for other in others:
         out, lse = merged(out, lse, *other)

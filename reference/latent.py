@@ -57,9 +57,11 @@ from canon.runtime.latent_arguments import NAMES, check_latent, sizes_of, visibl
 __all__ = ["latent_attention"]
 
 
-def latent_forward(call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+def latent_forward(
+    call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). latent (b, t, 1, rank), k_rope (b, t, 1, rope)."""
-    return ring_forward(call, q, latent, k_rope, ProjectedKeys(call, up_weight))
+    return ring_forward(call, q, latent, k_rope, max_logits, keys=ProjectedKeys(call, up_weight))
 
 
 def latent_backward(

@@ -35,7 +35,9 @@ Cost: nothing is sent. area counts the visible cells of the mask:
     peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond inputs and outputs;
                     with a sink a second (b, t, h, dv), because the backward pass reads out_keys
 
-Limits: no dropout, bias or soft-cap.
+With a soft-cap, scores become softcap * tanh(scores / softcap) before they are masked.
+
+Limits: no dropout or bias.
 
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1; sinks: Xiao et al., Efficient Streaming Language Models with Attention
 Sinks (2023); learned logits: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (2025).
@@ -50,10 +52,18 @@ from torch.autograd.function import once_differentiable
 
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
-from canon.reference.tiles import in_whole_tiles, mask_in_whole_tiles, over_visible, read, read_keys, visible_tiles
+from canon.reference.tiles import (
+    in_whole_tiles,
+    mask_in_whole_tiles,
+    over_visible,
+    read,
+    read_keys,
+    scores_of,
+    visible_tiles,
+)
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call, Half
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype
 from canon.runtime.sink_weights import over_width, sink_weight
 from canon.runtime.sink_weights import weighted as with_sink
 
@@ -66,13 +76,15 @@ def tiled_forward(
     v: Float[Tensor, "b s g dv"],
     mask: Mask,
     *,
-    scale: float,
+    scale: Scale,
     out_dtype: torch.dtype,
     whole_tiles: bool = False,
+    max_logits: Float[Tensor, " h"] | None = None,
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
     """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
 
     ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not depend on other tokens.
+    ``max_logits``: raise it in place to the largest visible score of each head.
     """
     tokens = q.shape[1]
     if whole_tiles:
@@ -86,7 +98,7 @@ def tiled_forward(
         total, weighted = torch.zeros_like(highest), out[:, :, queries].clone()
         for keys, visible in strip:
             q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
-            scores = (scale * q_tile @ k_tile.mT).masked_fill(~visible, -torch.inf)
+            scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
             new = torch.maximum(highest, scores.amax(-1))
             finite = new.masked_fill(new == -torch.inf, 0)  # exp(-inf - 0) = 0 for a query that has seen no key yet
             p = torch.exp(scores - finite[..., None])
@@ -94,6 +106,8 @@ def tiled_forward(
             total = shrink * total + p.sum(-1)
             weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
             highest = new
+        if max_logits is not None:
+            max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))
         some = total != 0  # False for queries that see no key
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
         lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
@@ -101,9 +115,11 @@ def tiled_forward(
     return out[:, :tokens], lse[:, :, :tokens]
 
 
-def local_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def local_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
-    options = {"out_dtype": q.dtype, "whole_tiles": call.options["rank_invariant"]}
+    options = {"out_dtype": q.dtype, "whole_tiles": call.options["rank_invariant"], "max_logits": max_logits}
     return tiled_forward(q, k, v, call.mask, scale=call.scale, **options)
 
 

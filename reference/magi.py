@@ -74,11 +74,11 @@ def magi_plan(call: Call) -> CastPlan:
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 
-def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys received in each step."""
     if call.options["rank_invariant"]:
         keys = SequenceCast(call, call.plan, k, v)
-        out, lse = owner_forward(call, [range(k.shape[2])], lambda *_: keys, q, k, v)
+        out, lse = owner_forward(call, [range(k.shape[2])], lambda *_: keys, q, k, v, max_logits)
         return out, lse, *([keys.received] if call.options["keep_kv"] else [])
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape
@@ -87,7 +87,8 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, .
     kept: list[Tensor] = []
     for step, keys, received in named_steps(key_steps(call, join_kv(k, v))):
         mask = call.plan.local_mask(step, call.rank)
-        part = tiled_forward(q, *split_kv(keys, d), mask, scale=call.scale, out_dtype=accumulate)
+        options = {"scale": call.scale, "out_dtype": accumulate, "max_logits": max_logits}
+        part = tiled_forward(q, *split_kv(keys, d), mask, **options)
         out, lse = merged(out, lse, *part)
         kept += [received] if call.options["keep_kv"] else []
     return out.to(q.dtype), lse, *kept

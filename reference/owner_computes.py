@@ -66,7 +66,7 @@ Fetch = Callable[[Tensor, Tensor, range | slice], InFlight]
 
 
 def owner_forward(
-    call: Call, steps: Sequence[range], fetch: Fetch, q: Tensor, k: Tensor, v: Tensor
+    call: Call, steps: Sequence[range], fetch: Fetch, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of each step."""
     outs, lses = [], []
@@ -79,7 +79,7 @@ def owner_forward(
         parts = [
             tiled_forward(
                 q[:, rows, own], k_full, v_full, call.mask.crop(queries=tokens),
-                scale=call.scale, out_dtype=q.dtype, whole_tiles=True,
+                scale=call.scale, out_dtype=q.dtype, whole_tiles=True, max_logits=of_heads(max_logits, own),
             )
             for rows, tokens in _own_pieces(call)
         ]  # fmt: skip
@@ -122,6 +122,11 @@ def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
     """Return the query heads that share the key heads ``heads``."""
     share = q.shape[2] // k.shape[2]
     return slice(share * heads.start, share * heads.stop)
+
+
+def of_heads(max_logits: Tensor | None, heads: slice) -> Tensor | None:
+    """Return the largest scores of these query heads, as a view."""
+    return None if max_logits is None else max_logits[heads]
 
 
 def _query_gradient(

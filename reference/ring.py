@@ -77,7 +77,9 @@ class HeldKeys:
 HELD = HeldKeys()
 
 
-def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, keys: HeldKeys = HELD) -> tuple[Tensor, Tensor]:
+def ring_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None, keys: HeldKeys = HELD
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
@@ -87,7 +89,8 @@ def ring_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, keys: HeldKeys = H
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
         hop, mask = Hop(held, step + 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
-        part = tiled_forward(q, *keys.read(mask, *held), mask, scale=call.scale, out_dtype=accumulate)
+        options = {"scale": call.scale, "out_dtype": accumulate, "max_logits": max_logits}
+        part = tiled_forward(q, *keys.read(mask, *held), mask, **options)
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse

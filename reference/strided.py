@@ -52,7 +52,7 @@ from canon.masks.head_groups import Steps, strided_steps
 from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, tiled_forward
-from canon.reference.owner_computes import owner_backward, owner_forward, query_heads
+from canon.reference.owner_computes import of_heads, owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call
@@ -64,14 +64,18 @@ __all__ = ["strided_attention"]
 
 def strided_plan(call: Call) -> Steps:
     """Return the key heads of each step. Raise ValueError if the strides do not fit the heads."""
-    strides = {name: value for name, value in call.options.items() if name != "rank_invariant"}
+    strides = {
+        name: value for name, value in call.options.items() if name not in ("rank_invariant", "return_max_logits")
+    }
     return strided_steps(call.shapes[1][2], **strides)
 
 
-def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def strided_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     if call.options["rank_invariant"]:
-        return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v)
+        return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits)
     mask, steps = gathered_mask(call), call.plan.forward
     outs, lses = [], []
     gather = AllGather(k, v, steps[0], call)
@@ -80,7 +84,8 @@ def strided_forward(call: Call, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor
         if next_heads:
             gather = AllGather(k, v, next_heads, call)
         sharing = query_heads(heads, q, k)
-        out, lse = tiled_forward(q[:, :, sharing], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype)
+        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": of_heads(max_logits, sharing)}
+        out, lse = tiled_forward(q[:, :, sharing], k_full, v_full, mask, **options)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from canon.masks.layout import TILE
 from canon.masks.mask import Mask
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 
 
 def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> Iterator[tuple[slice, list]]:
@@ -62,6 +62,19 @@ def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Te
     """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that use it."""
     k, v = (read(x, keys).repeat_interleave(share, dim=1) for x in (k, v))
     return k, v
+
+
+def scores_of(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
+    """Return s = scale * q k^T, or softcap * tanh(s / softcap). Hidden cells are masked afterwards, and stay hidden."""
+    number, softcap = split_scale(scale)
+    scores = number * q @ k.mT
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def slope_of(scores: Tensor, scale: Scale) -> Tensor | float:
+    """Return the derivative of the scores with respect to q k^T: scale, times 1 - (scores / softcap)^2."""
+    number, softcap = split_scale(scale)
+    return number if softcap is None else number * (1 - (scores / softcap) ** 2)
 
 
 def over_visible(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ OWN_LAYOUTS = ("zigzag_attention", "striped_attention")
 CALLS = [
     ("ring_attention", {}),
     ("zigzag_attention", {"reduce_dtype": torch.bfloat16}),
-    ("striped_attention", {"backward": "head_parallel", "scale": 0.3}),
+    ("striped_attention", {"backward": "head_parallel", "scale": 0.3, "softcap": 2.0}),
     ("strided_attention", {"head_stride": 2, "backward_first_stride": 1}),
     ("strided_attention", {"backward_schedule": "ring"}),
     ("magi_attention", {"stages": 2}),

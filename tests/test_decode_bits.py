@@ -38,11 +38,11 @@ def decoded(half, ends, q, k, v, mask=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_decoded_one_by_one_have_the_bits_of_the_whole_forward(half, dtype):
     q, k, v = inputs(dtype)
-    sink = torch.randn(4, device=DEVICE)
-    out, lse = half.attention(q, k, v, sink=sink, rank_invariant=True, return_lse=True)
+    options = dict(sink=torch.randn(4, device=DEVICE), softcap=1.0, rank_invariant=True, return_lse=True)
+    out, lse = half.attention(q, k, v, **options)
     for i in (0, 127, 128, 254, 299):
         keys = (q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])
-        got = half.decode_attention(*keys, sink=sink, rank_invariant=True, return_lse=True)
+        got = half.decode_attention(*keys, **options)
         assert same(got, (out[:, i : i + 1], lse[:, :, i : i + 1])), i
 
 

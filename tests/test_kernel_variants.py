@@ -34,7 +34,7 @@ from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
 arguments = json.loads(sys.argv[1])
-arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, invariant = arguments
+arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, softcap, invariant = arguments
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
@@ -56,11 +56,14 @@ def cases():
         usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
         if case.function in functions and usual and (case.variant != "plain" or method == "auto"):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
-            yield replace(case, method=method, shape=replace(case.shape, scale=scale))
+            options = tuple(option for option in case.options if option[0] != "softcap")
+            if softcap is not None and case.function not in ("merge", "prepare") and case.variant != "plain":
+                options += (("softcap", softcap),)
+            yield replace(case, method=method, shape=replace(case.shape, scale=scale), options=options)
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
-    options = functions, None, method, None, None, invariant
-    model = kernel_variants._checked_model(getattr(torch, dtype), *widths, heads, *options)
+    shape = getattr(torch, dtype), *widths, heads, functions
+    model = kernel_variants._checked_model(*shape, None, method, None, None, invariant, softcap)
     reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
     kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
     warmed, seen, kinds = set(jobs), set(), set()
@@ -120,25 +123,25 @@ def ran(program, *arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    ("arch", "backend", "dtype", "heads", "widths", "method", "reduce_dtype", "least_ranks", "functions"),
+    ("arch", "backend", "dtype", "heads", "widths", "method", "reduce_dtype", "least_ranks", "functions", "softcap"),
     [
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL),
-        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL),
-        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
-        (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL),
-        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3]),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4]),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:]),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL, None),
+        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL, 5.0),
+        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
+        (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
+        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT, 5.0),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
+        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
     ],
 )
 def test_200_random_calls_need_no_other_variant(
-    arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions
+    arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, softcap
 ):
     model = backend, dtype, heads, widths, method, reduce_dtype, least_ranks
     invariant = functions == INVARIANT
-    found = ran(RANDOM_CALLS, arch, 25 if invariant else 200, *model, functions, invariant)
+    found = ran(RANDOM_CALLS, arch, 25 if invariant else 200, *model, functions, softcap, invariant)
     assert found["kinds"] == sorted(functions), "the draws reach all functions"
     assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 
@@ -188,6 +191,7 @@ def outcome(monkeypatch):
         ((), {"functions": ()}, "functions must be some of attention"),
         ((), {"backend": "cpu"}, "backend must be one of 'triton', 'gluon', 'cuda' or None"),
         ((), {"backward": "none"}, "backward='none': expected one of"),
+        ((), {"softcap": 0.0}, "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
         ((), {"ranks": 0}, "ranks must be a positive number"),
         ((), {"processes": 0}, "processes must be at least 1"),
     ],

@@ -15,7 +15,7 @@ from canon.masks.plan_cache import PLANS
 from canon.runtime.latent_arguments import hidden_keys
 from canon.testing import process_groups
 from canon.testing.judge import agreement
-from canon.testing.latent_judge import AttendedLatent, latent_oracle, latent_orders
+from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
 
 H, NOPE, ROPE, DV, RANK = 4, 6, 3, 5, 7
 N = 23
@@ -173,6 +173,22 @@ def test_packed_tensors_autocast_a_sink_and_a_mask_for_each_sequence(half):
         assert half.latent_attention(*narrow).dtype == torch.bfloat16
 
 
+def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(half):
+    tokens, layout, options = 9, Layout.striped(9, 2), dict(softcap=0.7, return_lse=True, return_max_logits=True)
+    q, latent, k_rope, weight, *_ = whole(tokens)
+    k, v = keys_of(latent.unsqueeze(2), k_rope.unsqueeze(2), weight, H, NOPE + ROPE)
+    out, lse, largest = reference.attention(q, k, v, Mask.causal(tokens), **options)
+
+    def program():
+        rank = dist.get_rank()
+        mine = (layout.shard(x, rank) for x in (q, latent, k_rope))
+        return half.latent_attention(*mine, weight, Mask.causal(tokens), layout, **options)
+
+    for rank, found in enumerate(process_groups.threads(program, 2)):
+        expected = layout.shard(out, rank), layout.shard(lse, rank, 2), largest
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_equal_calls_give_equal_bits(half):
     program = partial(shards, half, Mask.causal(9), Layout.striped(9, 2), whole(9, 1, dtype=torch.float32))
     first, second = (process_groups.threads(program, 2)[0] for _ in range(2))
@@ -216,7 +232,7 @@ class Keys(page.ProjectedKeys):
     {fault}
 
 def forward(call, q, latent, k_rope, weight):
-    return ring_forward(call, q, latent, k_rope, Keys(call, weight))
+    return ring_forward(call, q, latent, k_rope, keys=Keys(call, weight))
 
 def backward(call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, weight):
     keys = Keys(call, weight)

@@ -15,13 +15,13 @@ from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
 MASK = Mask.documents([0, 5, 24])
-SUMS = (None, "", None, "auto", [True] * 3)  # scale, group, reduce_dtype, backward, needs_grad
+SUMS = (None, 2.0, "", None, "auto", True, [True] * 3)  # scale to needs_grad, with softcap and return_max_logits
 OPTIONS = {
-    "attention": [(0.3, "split", False), (0.3, "split", True)],
+    "attention": [(0.3, None, "split", False, True), (0.3, 2.0, "split", True, False)],
     "ring_attention": [SUMS],
     "zigzag_attention": [SUMS],
     "striped_attention": [SUMS],
-    "latent_attention": [(None, "", None, "auto", [True] * 4)],
+    "latent_attention": [(*SUMS[:-1], [True] * 4)],
     "strided_attention": [
         (*SUMS, False, 2, 1, None, None, "scatter"),
         (*SUMS, False, None, None, None, None, "scatter"),

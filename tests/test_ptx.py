@@ -12,11 +12,13 @@ from triton.experimental.gluon import language as gl
 
 from canon.fast.kernels.gluon.ptx import (
     add_rounding_excess_ptx,
+    capped_weights_ptx,
     compare_ptx,
     declare_registers_ptx,
     keep_between_ptx,
     rescale_rows_ptx,
     round_and_keep_ptx,
+    tanh_ptx,
     transpose_words_ptx,
     vote_ptx,
     zero_rows_ptx,
@@ -117,8 +119,20 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 registers[target] = x[0][LANES ^ int(names[1])]
             case ["vote", "sync", "any", _]:
                 registers[target] = np.full(32, x[0].any())
+            case ["setp", "lt", _]:
+                registers[target] = x[0] < x[1]
             case ["mul", _]:
                 registers[target] = x[0] * x[1]
+            case ["fma", "rn", "f32"]:
+                registers[target] = x[0] * x[1] + x[2]
+            case ["abs" | "neg" as sign, _]:
+                registers[target] = abs(x[0]) if sign == "abs" else -x[0]
+            case ["ex2", "approx", "ftz", "f32"]:
+                registers[target] = np.exp2(x[0])
+            case ["rcp", "approx", "ftz", "f32"]:
+                registers[target] = 1 / x[0]
+            case ["copysign", "f32"]:
+                registers[target] = np.copysign(x[1], x[0])
             case _:
                 raise NotImplementedError(line)
     return registers
@@ -223,3 +237,15 @@ def test_rounding_excess_is_added_where_sums_are_above_their_limit(above, dtype)
         assert (abs(more[flagged]) > 1e-3).all() or dtype == gl.float16, "rounding changes the sums"
     touched = any(after[f"${r}"] is not operands[f"${r}"] for r in (0, 1))
     assert touched == bool(above), "a warp without such rows skips the work"
+
+
+def test_tanh_and_the_weights_of_capped_scores():
+    values = 0.0, 1e-30, 1e-6, 0.01, 0.3, 0.5499, 0.5501, 1.0, 3.0, 9.0, 40.0, 1e6, np.inf, 1e-3, 0.1, 0.7
+    x, lse = np.array([*values, *(-x for x in values)]), np.linspace(-3, 5, 32)
+    t = run(f"{{ {tanh_ptx('$1')} mov.f32 $0, t; }}", {"$1": x})["$0"]
+    np.testing.assert_allclose(t, np.tanh(x), rtol=1e-7)
+    found = run(capped_weights_ptx(7.25), {"$2": x, "$3": lse})
+    p = np.exp2(7.25 * np.tanh(x) - lse)
+    np.testing.assert_allclose(found["$0"], p, rtol=1e-6)
+    slope = 1 / np.cosh(np.clip(x, -300, 300)) ** 2
+    np.testing.assert_allclose(found["$1"], p * slope, rtol=1e-6, atol=1e-250)

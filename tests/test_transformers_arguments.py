@@ -96,7 +96,6 @@ def test_a_layer_without_a_mask_is_full_causal_or_windowed():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"softcap": 30.0}, "softcap=30.0 .*is not supported: set attn_logit_softcapping=None"),
         ({"dropout": 0.1}, "dropout=0.1 .*is not supported: set attention_dropout=0"),
         ({"position_bias": torch.zeros(1)}, "position_bias=.* is not supported"),
         ({"cache": object()}, "cache=.* is not supported"),

@@ -10,7 +10,7 @@ from canon import Layout
 from canon.integrations.transformers import register, sharded
 from canon.training import sequence_loss
 
-MODELS = ("Llama", "Qwen3", "Gemma3", "GptOss")
+MODELS = ("Llama", "Qwen3", "Gemma2", "Gemma3", "GptOss")
 WINDOW = 7  # keys that a query of a sliding layer sees, itself included
 SIZES = dict(
     vocab_size=64,
@@ -27,6 +27,10 @@ EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, rope_parameters={"rop
 CONFIGS = {
     "Llama": (transformers.LlamaConfig, SIZES),
     "Qwen3": (transformers.Qwen3Config, SIZES),
+    "Gemma2": (
+        transformers.Gemma2Config,
+        SIZES | WINDOWED | {"attn_logit_softcapping": 3.0, "query_pre_attn_scalar": 16},
+    ),
     "Gemma3": (transformers.Gemma3TextConfig, SIZES | WINDOWED),
     "GptOss": (transformers.GptOssConfig, SIZES | WINDOWED | EXPERTS),
 }

@@ -26,6 +26,7 @@ from canon.fast.ahead.compilation import Outcome, are_stamped, compile_ahead
 from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
 from canon.fast.kernels.triton.launch import INTERPRETED
 from canon.runtime.call import Call
+from canon.runtime.checks import split_scale
 from canon.runtime.latent_arguments import sizes_of
 
 _lock = threading.Lock()  # ranks may be threads
@@ -54,7 +55,7 @@ def model_of(call: Call) -> Model:
     return Model(
         call.dtype, d, dv, (h, g), (function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
-        call.options.get("rank_invariant", False),
+        call.options.get("rank_invariant", False), split_scale(call.scale)[1], call.options["return_max_logits"],
     )  # fmt: skip
 
 

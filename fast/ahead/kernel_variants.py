@@ -15,8 +15,8 @@
                                                                    few queries if no query sees some of the loaded keys
     addresses                       multiples of 16 bytes          -
 
-Every scale needs the same variants. Calls with rank_invariant=True need others (KEY_ORDER). These compile when first used:
-other strides and addresses, and several sequences of 2^31 elements each.
+Every scale needs the same variants. Each soft-cap (SOFTCAP) and calls with rank_invariant=True (KEY_ORDER) need others. These
+compile when first used: other strides and addresses, and several sequences of 2^31 elements each.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -53,7 +53,7 @@ from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
 from canon.masks.band import Band
 from canon.masks.mask import Mask
-from canon.runtime.checks import DTYPES, accumulate_dtype, check_method
+from canon.runtime.checks import DTYPES, CappedScale, Scale, accumulate_dtype, check_method, checked_softcap
 
 TOKENS = 16  # another number needs the same variants
 NEEDED = (True, True, True), (True, False, False), (False, True, True)  # gradients of q, k and v
@@ -77,11 +77,18 @@ class Model:
     precision: str = "none"  # torch.backends.cuda.matmul.fp32_precision
     has_sink: bool = True
     rank_invariant: bool = False
+    softcap: float | None = None
+    max_logits: bool = False  # of return_max_logits
 
     @property
     def method(self) -> str:
         """The backward method, for the masks of `Inputs`."""
         return backward.rank_invariant_method(self.backward) if self.rank_invariant else self.backward
+
+    @property
+    def scale(self) -> Scale:
+        """Any scale, with the soft-cap."""
+        return 1.0 if self.softcap is None else CappedScale(1.0, self.softcap)
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -110,6 +117,8 @@ def warm_up(
     ranks: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     rank_invariant: bool = False,
+    softcap: float | None = None,
+    return_max_logits: bool = False,
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
@@ -129,6 +138,7 @@ def warm_up(
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
         rank_invariant: compile for calls with this option, not for those without it.
+        softcap, return_max_logits: the options of the functions. Each value has kernels of its own.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
@@ -137,7 +147,9 @@ def warm_up(
         RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives the cause.
     """
     widths = d, d if dv is None else dv
-    model = _checked_model(dtype, *widths, heads, functions, backend, backward, ranks, reduce_dtype, rank_invariant)
+    options = {"rank_invariant": rank_invariant, "softcap": softcap}
+    model = _checked_model(dtype, *widths, heads, functions, backend, backward, ranks, reduce_dtype, **options)
+    model = replace(model, max_logits=return_max_logits)
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -157,7 +169,7 @@ def warm_up(
 
 
 def _checked_model(
-    dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None, rank_invariant=False
+    dtype, d, dv, heads, functions, backend, backward, ranks, reduce_dtype=None, rank_invariant=False, softcap=None
 ) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     if dtype not in DTYPES:
@@ -183,6 +195,7 @@ def _checked_model(
     return Model(
         dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, (1, 2, 4, 8) if ranks is None else (ranks,),
         reduce_dtype, torch.are_deterministic_algorithms_enabled(), precision_of(dtype), rank_invariant=rank_invariant,
+        softcap=checked_softcap(softcap),
     )  # fmt: skip
 
 
@@ -242,6 +255,9 @@ class Inputs:
         _, t, h, _ = self.q.shape
         return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
 
+    def max_logits(self) -> Tensor | None:
+        return self.q.new_zeros(self.q.shape[2], dtype=torch.float32) if self.model.max_logits else None
+
 
 def all_inputs(model: Model, device: str) -> list[Inputs]:
     """Return usual inputs, and inputs without queries or without keys: TMA cannot describe empty tensors."""
@@ -255,7 +271,7 @@ def whole_passes(model: Model, device: str) -> None:
         lse = x.statistic()
         for dlse, method, choice, needed in product((None, lse), methods(x), dq_choices(x), NEEDED):
             with method(), choice():
-                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, 1.0, model.method, needed)
+                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, model.scale, model.method, needed)
 
 
 def whole_forward(model: Model, device: str) -> None:
@@ -274,7 +290,8 @@ def _forward(model: Model, device: str, dtype: torch.dtype) -> None:
             signed(x.q, -1.0)
         for choice in forward_choices(x):
             with choice():
-                forward_into(x.q, x.k, x.v, x.mask, 1.0, x.out.to(dtype), x.statistic())
+                results = x.out.to(dtype), x.statistic()
+                forward_into(x.q, x.k, x.v, x.mask, model.scale, *results, max_logits=x.max_logits())
 
 
 def few_queries(model: Model, device: str) -> None:
@@ -282,7 +299,8 @@ def few_queries(model: Model, device: str) -> None:
     if model.backend in (None, "triton"):
         x = Inputs(model, device)
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), model.result_dtypes):
-            forward_in_parts(x.q, x.k, x.v, mask, 1.0, x.out.to(dtype), x.statistic())
+            results = x.out.to(dtype), x.statistic()
+            forward_in_parts(x.q, x.k, x.v, mask, model.scale, *results, x.max_logits())
 
 
 def backward_parts(model: Model, device: str) -> None:
@@ -298,7 +316,7 @@ def backward_parts(model: Model, device: str) -> None:
             dtypes = dtype, own, own  # of dq, and of dk and dv
             grads = (y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True))
             with method(), choice():
-                backward.begin_backward(rows, x.k, x.v, x.mask, 1.0, model.method, *grads)()
+                backward.begin_backward(rows, x.k, x.v, x.mask, model.scale, model.method, *grads)()
 
 
 def masked_rows(model: Model, device: str) -> None:

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--functions", nargs="+", default=DEFAULT, choices=FUNCTIONS, metavar="NAME", help=", ".join(FUNCTIONS))
     add("--backend", choices=AVAILABLE, help="default: the automatic choice")
     add("--backward", default="auto", choices=METHODS, help="the option of the functions (default: auto)")
+    add("--softcap", type=float, help="the option of the functions (default: none)")
     add("--ranks", type=int, help="ranks of strided_attention (default: 2, 4 and 8)")
     add("--rank-invariant", action="store_true", help="compile for calls with rank_invariant=True")
     add("--processes", type=int, help="compiling processes (default: one per core)")
@@ -44,7 +45,7 @@ def _pair(text: str) -> tuple[int, int]:
 def run(arguments: argparse.Namespace) -> int:
     """Compile, print a summary and return the exit status: 0, 1 if a kernel does not compile, 2 for invalid arguments."""
     a, start = arguments, time.monotonic()
-    names = "heads", "functions", "backend", "backward", "ranks", "rank_invariant", "processes"
+    names = "heads", "functions", "backend", "backward", "softcap", "ranks", "rank_invariant", "processes"
     options = {name: getattr(a, name) for name in names}
     try:
         compiled = warm_up(getattr(torch, a.dtype), *a.widths, **options)

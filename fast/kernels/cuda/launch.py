@@ -23,6 +23,7 @@ from canon.fast.kernels.triton.launch import (
     kernel_strides,
 )
 from canon.fast.kernels.work_tables import WorkTable, work_table
+from canon.runtime.checks import Scale, split_scale
 
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16
@@ -36,7 +37,7 @@ make_row_statistics, empty_statistics = portable.make_row_statistics, portable.e
 choose_method = portable.choose_method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     q, k, v = map(loadable, (q, k, v))
@@ -44,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
     own_lse = lse if contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
     config, table = plan("forward", q, v, mask)
     group = q.shape[2] // k.shape[2]
-    scale, sign = base2_scale(scale, q.dtype)
+    scale, sign = base2_scale(uncapped(scale), q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     numbers = scale, sign, len(table.tiles), q.shape[2], group, l2_heads
     tensors = (q, k, v, own_out, own_lse)
@@ -62,7 +63,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     check(q)
@@ -71,7 +72,7 @@ def dq(
     config, table = plan("dq", q, v, mask)
     group = q.shape[2] // k.shape[2]
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    numbers = scale, len(table.tiles), q.shape[2], group, l2_heads
+    numbers = uncapped(scale), len(table.tiles), q.shape[2], group, l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
     run(DQ, config, len(table.tiles) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
     copy_back(dq, own_dq)
@@ -84,7 +85,7 @@ def dkdv(
     dout: Tensor,
     statistics: RowStatistics,
     mask: AnyMask,
-    scale: float,
+    scale: Scale,
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
@@ -99,7 +100,7 @@ def dkdv(
     config, table = plan("dkdv", q, v, mask)
     owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
-    numbers = scale, len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
+    numbers = uncapped(scale), len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dk, own_dv, table.tiles, table.spans)
     strided = (q, k, v, dout, own_dk, own_dv, lse)
     run(DKDV, config, len(table.tiles) * batch_heads(dk), pointers, strided, numbers, own_dk)
@@ -116,6 +117,14 @@ def check(q: Tensor) -> None:
         raise ValueError(f"the CUDA kernels need tensors on a GPU, got {q.device}: {remedy}")
     if (found := capability(q.device)) < CAPABILITY:
         raise ValueError(f"the CUDA kernels need an sm_80 or later, this device is {found}: {remedy}")
+
+
+def uncapped(scale: Scale) -> float:
+    """Return the scale as a number. Raises ValueError if it has a soft-cap."""
+    number, softcap = split_scale(scale)
+    if softcap is not None:
+        raise ValueError(f'the CUDA kernels have no soft-cap, got softcap={softcap}: use backend("triton")')
+    return number
 
 
 def loadable(x: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
+from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
     allocate_published,
@@ -185,6 +186,7 @@ def differentiate(
     DV: gl.constexpr,
     FUSED: gl.constexpr,
     KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if FUSED."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
@@ -217,16 +219,17 @@ def differentiate(
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
                 s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, D, EARLY)
-                p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
                 if partial:  # P, not S: lse of a query that sees no key here may be NaN
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers
                     p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    bent = p if SOFTCAP is None else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
                 p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
                 if partial:
-                    dp = keep_where_nonzero(dp, p)
-                ds = (p * dp).to(q.dtype)
+                    dp = keep_where_nonzero(dp, bent)
+                ds = (bent * dp).to(q.dtype)
                 ds_operand = gl.convert_layout(ds, operand_layout(D_PAD))
                 if FUSED:
                     share_ds(ds, exchange, t, W)
@@ -304,6 +307,7 @@ def dkdv_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
@@ -319,8 +323,8 @@ def dkdv_kernel(
         fence_async_shared()
         gl.warp_specialize(  # loader and adder share a warpgroup: 240 registers are left for the others
             [
-                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER)),
-                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER)),
+                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
                 (add_dq, (dq_desc, buffers, exchange, work, counter + 1, dq_tiles, HEADS, ORDERED)),
             ],
@@ -332,8 +336,8 @@ def dkdv_kernel(
         gl.warp_specialize(
             [
                 (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER)),
-                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER)),
+                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

@@ -28,6 +28,7 @@ from canon.fast.kernels.gluon.layouts import (
 )
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
+from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
 from canon.fast.kernels.gluon.tile_ring import issue_contraction, make_barriers
 from canon.fast.kernels.triton.blocks import LOG2E
@@ -35,9 +36,19 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @gluon.jit
 def compute_dv(
-    buffers, shared_p, p_full, dv, strides, work, scale, D: gl.constexpr, DV: gl.constexpr, KEY_ORDER: gl.constexpr
+    buffers,
+    shared_p,
+    p_full,
+    dv,
+    strides,
+    work,
+    scale,
+    D: gl.constexpr,
+    DV: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
-    """Compute P and dv of every work tile, and share P."""
+    """Compute P and dv of every work tile, and share P, under a soft-cap times the slope of the scores."""
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
@@ -66,11 +77,12 @@ def compute_dv(
                 s = issue_contraction(k, q, zeros, contracted_width(D, D_PAD))
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
-                p = gl.exp2(s * scale_log2 - gl.expand_dims(lse, 0))
+                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
                 if partial:
                     p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    bent = p if SOFTCAP is None else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
                 p = p.to(q.dtype)
-                shared_p.index(slot).store(p)
+                shared_p.index(slot).store(p if SOFTCAP is None else bent.to(q.dtype))
                 mbarrier.arrive(p_full.index(slot), count=1)
                 mbarrier.wait(buffers.dout.full.index(slot), t // STAGES & 1)
                 acc = hopper.warpgroup_mma(gl.convert_layout(p, operand_layout(DV_PAD)), dout, acc, is_async=True)
@@ -157,6 +169,7 @@ def dkdv_hdim256_kernel(
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
@@ -168,7 +181,7 @@ def dkdv_hdim256_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False)),
-            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER)),
+            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER, SOFTCAP)),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, D)),
         ],
         [4, 4],

@@ -23,6 +23,7 @@ from canon.fast.kernels.gluon.epilogue import store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
+from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import (
     SPAN,
     allocate_published,
@@ -118,7 +119,16 @@ def issue_scores(q, dout, k, v, zeros, buffers, t, D: gl.constexpr):
 
 @gluon.jit
 def differentiate(
-    buffers, stats, padded, result, work, scale, W: gl.constexpr, D: gl.constexpr, KEY_ORDER: gl.constexpr
+    buffers,
+    stats,
+    padded,
+    result,
+    work,
+    scale,
+    W: gl.constexpr,
+    D: gl.constexpr,
+    KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
 ):
     """Compute dq of the rows of warpgroup W for every work tile."""
     dq, tokens, stride_t, stride_h = result
@@ -156,14 +166,14 @@ def differentiate(
                 s, dp = issue_scores(q, dout, k, v, zeros, buffers, t, D)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
-                p = gl.exp2(s * scale_log2 - lse)
+                bent = weights(s, lse, scale_log2, SOFTCAP)[1]
                 # Complete already: keeps the wait for dP behind P.
                 mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1)
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(buffers.v.free.index(v_slot), count=1)
                 if is_last:
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
-                ds = p * (dp + minus_delta)
+                ds = bent * (dp + minus_delta)
                 if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
                     ds = mask_hidden(ds, work, span, first, j, 0.0, PACK, KEY_ORDER)
                 ds = gl.convert_layout(ds.to(q.dtype), operand_layout(D_PAD))
@@ -204,6 +214,7 @@ def dq_kernel(
     STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
@@ -224,8 +235,8 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, GROUP)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER, SOFTCAP)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER, SOFTCAP)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -57,6 +57,7 @@ from canon.fast.kernels.gluon.forward_pipeline import (
 from canon.fast.kernels.gluon.layouts import mma_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import declare_registers, ping_pong_arrive, ping_pong_wait, zero_rows
+from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     empty_state,
@@ -203,9 +204,10 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     release_operands(wg, ring, tile, is_last)
 
+    s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:
         s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
-    m = row_maximum(s) * wg.scale_log2
+    m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
     m_finite = finite_or_zero(m)
@@ -291,6 +293,7 @@ def forward_kernel(
     PING_PONG: gl.constexpr,
     STALE_MAXIMUM: gl.constexpr,
     KEY_ORDER: gl.constexpr,
+    SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``.
@@ -309,8 +312,12 @@ def forward_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
-    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
+    wg0 = Warpgroup(
+        buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+    )
+    wg1 = Warpgroup(
+        buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+    )
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
@@ -322,7 +329,9 @@ def forward_kernel(
             [MATH_REGISTERS, MATH_REGISTERS],
         )
     else:
-        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV)
+        wg2 = Warpgroup(
+            buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+        )
         gl.warp_specialize(
             [
                 (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),

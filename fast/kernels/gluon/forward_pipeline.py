@@ -36,8 +36,8 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; D, DV: widths of q and out. M rows (TOKENS tokens of PACK
-    heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
+    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; SOFTCAP: None or the limit of the scores; D, DV: widths of q
+    and out. M rows (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
     """
 
     q: Ring
@@ -54,6 +54,7 @@ class Warpgroup:
     KEY_ORDER: gl.constexpr
     D: gl.constexpr
     DV: gl.constexpr
+    SOFTCAP: gl.constexpr
     TOKENS: gl.constexpr
     PACK: gl.constexpr
     M: gl.constexpr
@@ -63,7 +64,9 @@ class Warpgroup:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV):
+    def __init__(
+        self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+    ):
         self.q = buffers.q
         self.k = buffers.k
         self.v = buffers.v
@@ -78,6 +81,7 @@ class Warpgroup:
         self.KEY_ORDER = gl.constexpr(KEY_ORDER)
         self.D = gl.constexpr(D)
         self.DV = gl.constexpr(DV)
+        self.SOFTCAP = gl.constexpr(SOFTCAP)
         self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
         self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
         self.M = gl.constexpr(buffers.q.tiles.shape[2] * buffers.q.tiles.shape[3])

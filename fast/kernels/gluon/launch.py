@@ -5,6 +5,7 @@ but the mask does not touch may hold NaN, so they are copied as 0. Results that 
 ValueError unless elements have two bytes, heads at most 256 columns, and the device is sm_90.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -40,6 +41,7 @@ from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
+from canon.runtime.checks import Scale, split_scale
 from canon.runtime.rank_invariance import TILE
 
 SIMULATED_SMS = 3
@@ -63,7 +65,7 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessor
     return "fused" if pays else method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = forward_config(q, v, mask)
@@ -74,6 +76,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         zero_rows(even_out[:, rows])
         mask_statistic(even_lse[..., rows])
     if plan.work_tiles:
+        scale, softcap = split_scale(scale)
         q, scale = signed(q, scale)
         tiles = (
             box(q, 64 // pack, pack, d),
@@ -87,12 +90,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         if config.plain and key_order:
             raise ValueError("the plain forward has no chained spans: rank_invariant=True needs another configuration")
         if config.plain:
+            if softcap is not None:
+                raise ValueError("the plain forward kernel has no soft-cap: use another configuration")
             arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
             arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
             options |= {
                 "KEY_ORDER": key_order,
+                "SOFTCAP": softcap,
                 "D": q.shape[-1],
                 "PACK": pack,
                 "PING_PONG": config.ping_pong,
@@ -104,7 +110,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: T
         copy_statistic(even_lse, lse)
 
 
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: float, dq: Tensor) -> None:
+def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: Scale, dq: Tensor) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
@@ -116,10 +122,10 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMa
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
         k = zero_masked(k, mask, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
-        strides = even.stride(1), even.stride(2)
+        strides, (scale, softcap) = (even.stride(1), even.stride(2)), split_scale(scale)
         arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
         options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
-        options["KEY_ORDER"] = isinstance(mask, PlacedMask)
+        options |= {"KEY_ORDER": isinstance(mask, PlacedMask), "SOFTCAP": softcap}
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(dq, even)
 
@@ -131,7 +137,7 @@ def dkdv(
     dout: Tensor,
     stats: Tensor,
     mask: AnyMask,
-    scale: float,
+    scale: Scale,
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
@@ -142,9 +148,12 @@ def dkdv(
     Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
     check(q)
+    scale, softcap = split_scale(scale)
     d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
     kernel = "fused" if dq is not None else "dkdv" if max(d, dv_width) <= 128 else "dkdv_hdim256"
     config, d_pad, dv_pad = choose(kernel, d, dv_width)
+    if softcap is not None:  # P and P times the slope of the scores are both in registers
+        config = replace(config, columns=min(config.columns, 64))
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
     # "fused": what even ends gain, reads of distant tiles lose
@@ -165,7 +174,7 @@ def dkdv(
         semaphores = q.shape[0] * q.shape[2] * dq_tiles
         strides = portable.kernel_strides(own_dk)[:3], portable.kernel_strides(own_dv)[:3]
         written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, stats.shape[3], q.shape[2])
-        options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2]}
+        options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2], "SOFTCAP": softcap}
         options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad, "KEY_ORDER": isinstance(mask, PlacedMask)}
         if kernel == "dkdv_hdim256":
             run(dkdv_hdim256_kernel, plan.work_tiles, q, config, (*queries, *keys, stats_box, *written), **options)

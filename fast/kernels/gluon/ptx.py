@@ -9,6 +9,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
+from canon.fast.kernels.triton.blocks import TANH
+
 
 # ------------------------------------------------------------------ TMA reductions
 @builtin
@@ -172,6 +174,44 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
         dtype=gl.float32,
         is_pure=True,
         pack=N,
+    )
+
+
+# ------------------------------------------------------------------ soft-caps
+@gluon.constexpr_function
+def tanh_ptx(x):
+    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2: `canon.fast.kernels.triton.blocks.tanh`.
+
+    One element after another: the compiler would compute each step for all elements of a tile first, and spill registers.
+    """
+    polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
+    small = f"mul.f32 y, {x}, {x}; mov.f32 t, {TANH[-1]};{polynomial} mul.f32 y, y, {x}; fma.rn.f32 t, t, y, {x};"
+    e = f"abs.f32 z, {x}; setp.lt.f32 near, z, 0.55; mul.f32 e, z, -2.8853900817779268; ex2.approx.ftz.f32 e, e;"
+    large = f"add.f32 y, e, 1.0; rcp.approx.ftz.f32 y, y; sub.f32 z, 1.0, e; mul.f32 z, z, y; copysign.f32 z, {x}, z;"
+    return f".reg .f32 y, z, t, e; .reg .pred near; {small} {e} {large} selp.f32 t, t, z, near;"
+
+
+@gluon.jit
+def tanh(x):
+    """Return tanh(x), float32, with a relative error below 4e-7."""
+    return gl.inline_asm_elementwise(
+        f"{{ {tanh_ptx('$1')} mov.f32 $0, t; }}", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.constexpr_function
+def capped_weights_ptx(limit):
+    """Return PTX that sets $0 to p = 2^(limit tanh($2) - $3) and $1 to p times the derivative of tanh."""
+    p = f"neg.f32 z, $3; fma.rn.f32 z, t, {limit:.9e}, z; ex2.approx.ftz.f32 $0, z;"
+    return f"{{ {tanh_ptx('$2')} {p} mul.f32 y, y, y; mul.f32 e, e, y; mul.f32 e, e, 4.0; mul.f32 $1, e, $0; }}"
+
+
+@gluon.jit
+def capped_weights(x, lse, LIMIT: gl.constexpr):
+    """Return p = 2^(LIMIT tanh(x) - lse), and p times the derivative of tanh. ``lse`` (base 2) is a row or a column."""
+    lse, _ = gl.broadcast(lse, x)
+    return gl.inline_asm_elementwise(
+        capped_weights_ptx(LIMIT), "=&f,=&f,f,f", [x, lse], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
     )
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 
 from canon.fast.kernels.gluon.layouts import lane_sum_layout, mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.ptx import rescale_rows, round_and_keep
+from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.tile_ring import aggregate
 
 
@@ -91,8 +92,11 @@ def lane_sum(x):
 
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
-    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`."""
-    p = gl.exp2(s * wg.scale_log2 - gl.expand_dims(m, 1))
+    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`.
+
+    Capped scores have no factor scale_log2.
+    """
+    p = gl.exp2(s * factor_of_capped(wg.scale_log2, wg.SOFTCAP) - gl.expand_dims(m, 1))
     sums = lane_sum(p)
     if KEEP:
         p = round_and_keep(p, wg.q.tiles, wg.INDEX)

@@ -29,6 +29,7 @@ from canon.fast.kernels.gluon.forward_pipeline import issue_output, issue_scores
 from canon.fast.kernels.gluon.layouts import lane_sum_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, any_above
+from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
     exponentials,
@@ -92,6 +93,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
+        s = capped(s, wg.scale_log2, wg.SOFTCAP)
         if PARTIAL:
             s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER)
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
@@ -116,10 +118,11 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 def repeat_tile(state, wg, ring, tile, sums, partial):
     """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
+    s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:
         s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
     raised = gl.convert_layout(gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN))
-    m = gl.where(raised, gl.maximum(state.m, row_maximum(s) * wg.scale_log2), state.m)
+    m = gl.where(raised, gl.maximum(state.m, row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)), state.m)
     m_finite = finite_or_zero(m)
     shrink = gl.exp2(state.m - m_finite)
     p, sums = exponentials(s, m_finite, wg, True)

@@ -34,40 +34,49 @@ Table = dict[tuple[str, int], tuple[Config, ...]]  # (kernel, larger padded widt
 
 # Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small tiles is faster than two with
 # large ones (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and dv at width 128 is faster still, but spills 64 bytes. dq
-# at width 256 spills 20 bytes and is still 1.3 times as fast as without spills.
+# at width 256 spills 20 bytes and is still 1.3 times as fast as without spills. At width 512 the tiles are the largest that
+# spill nothing; no GPU has timed them.
 HOPPER: Table = {
     ("forward", 64): (Config(64, 128, 4, 2, tma=True, partial_columns=64), Config(128, 64, 8, 3, partial_columns=32)),
     ("forward", 128): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
     ("forward", 256): (Config(128, 64, 8, 2, tma=True, partial_columns=32), Config(128, 32, 8, 2)),
+    ("forward", 512): (Config(64, 16, 8, 2, tma=True), Config(32, 32, 8, 2)),
     ("dq", 64): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
     ("dq", 128): (Config(64, 64, 4, 2, tma=True, partial_columns=32), Config(128, 64, 8, 2, partial_columns=32)),
     ("dq", 256): (Config(128, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
+    ("dq", 512): (Config(32, 16, 8, 2),),
     ("dkdv", 64): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
     ("dkdv", 128): (Config(64, 32, 4, 3, tma=True, partial_columns=16), Config(128, 32, 8, 3, partial_columns=16)),
     ("dkdv", 256): (Config(128, 32, 8, 2, apart=True, partial_columns=16), Config(64, 16, 8, 2, apart=True)),
+    ("dkdv", 512): (Config(32, 16, 8, 2, apart=True),),
     ("fused", 64): (Config(128, 64, 8, 3, tma=True, partial_columns=32), Config(128, 64, 8, 2, partial_columns=32)),
     ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("fused", 256): (Config(32, 16, 8, 2),),
     ("parts", 64): (Config(64, 64, 4, 4, tma=True), Config(64, 64, 4, 4)),
     ("parts", 128): (Config(64, 64, 4, 3, tma=True), Config(64, 64, 4, 3)),
     ("parts", 256): (Config(64, 32, 4, 3, tma=True), Config(64, 32, 4, 3)),
+    ("parts", 512): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
 }
 AMPERE: Table = {  # two-byte elements, sm_80 to sm_89
     ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 8, 2)),
     ("forward", 128): (Config(128, 64, 8, 3, partial_columns=32), Config(64, 64, 4, 2)),
     ("forward", 256): (Config(64, 64, 8, 2), Config(64, 32, 8, 2)),
+    ("forward", 512): (Config(32, 32, 8, 2), Config(32, 16, 8, 1)),
     ("dq", 64): (Config(128, 64, 8, 2),),
     ("dq", 128): (Config(128, 32, 8, 2), Config(64, 64, 8, 2)),
     ("dq", 256): (Config(64, 32, 8, 2), Config(32, 32, 8, 1)),
+    ("dq", 512): (Config(32, 16, 8, 2),),
     ("dkdv", 64): (Config(128, 32, 8, 2),),
     ("dkdv", 128): (Config(64, 64, 8, 2, partial_columns=32), Config(64, 32, 8, 2)),
     ("dkdv", 256): (Config(64, 32, 8, 2, apart=True), Config(32, 16, 8, 2)),
+    ("dkdv", 512): (Config(32, 16, 8, 2, apart=True),),
     ("fused", 64): (Config(64, 32, 8, 2),),
     ("fused", 128): (Config(64, 32, 8, 2),),
     ("fused", 256): (Config(32, 16, 8, 2),),
     ("parts", 64): (Config(64, 64, 4, 3),),
     ("parts", 128): (Config(64, 64, 4, 3), Config(64, 64, 4, 2)),
     ("parts", 256): (Config(64, 32, 8, 3), Config(64, 32, 8, 2)),
+    ("parts", 512): (Config(64, 16, 8, 2),),
 }
 LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by the larger width
     4: {64: Config(32, 32, 8, 1, 1), 128: Config(32, 16, 8, 1, 1), 256: Config(16, 16, 8, 1, 1)},
@@ -76,6 +85,7 @@ LARGE_ELEMENTS: dict[int, dict[int, Config]] = {  # by bytes an element, then by
 # Without tensor cores, more rows than a few queries have cost time.
 FLOAT32_PARTS = {64: Config(16, 32, 4, 3), 128: Config(16, 32, 4, 3), 256: Config(16, 16, 4, 3)}
 SMALLEST = Config(16, 16, 8, 1)
+WIDEST = 512
 INTERPRETED = Config(128, 128)  # NumPy likes large tiles
 INTERPRETED_PARTS = Config(64, 64)
 
@@ -103,6 +113,11 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
 
 def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool) -> Config:
     """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises ValueError if none fits."""
+    if max(d, dv) > WIDEST:
+        raise ValueError(
+            f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to {d} and {dv}: "
+            "use canon.reference"
+        )
     if kernel in FORCED:
         return FORCED[kernel]
     if is_cpu(device):

@@ -21,6 +21,7 @@ from canon.fast.kernels.triton.blocks import (
     TILE_NUMBERS,
     accumulate_mma,
     base2,
+    capped,
     chained_stop,
     cta_rows,
     cta_work_tile,
@@ -43,11 +44,24 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def dkdv_step(
-    visited, k, v, dk, dv, scale, visible, MAKE_DK: tl.constexpr, MAKE_DV: tl.constexpr, PRECISION: tl.constexpr
+    visited,
+    k,
+    v,
+    dk,
+    dv,
+    scale,
+    visible,
+    MAKE_DK: tl.constexpr,
+    MAKE_DV: tl.constexpr,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2. ``visible``: None is all."""
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
+    if SOFTCAP is not None:
+        s, slope = capped(s, scale, SOFTCAP)
+        scale = tl.full((), 1.0, dk.dtype)
     p = tl.exp2(s * scale - base2(lse)[None, :])
     if visible is not None:
         p = tl.where(visible, p, 0.0)
@@ -57,6 +71,8 @@ def dkdv_step(
     if MAKE_DK:
         dp = tl.dot(v, tl.trans(dout), input_precision=PRECISION, out_dtype=dk.dtype)
         ds = p * (dp - delta[None, :])
+        if SOFTCAP is not None:
+            ds *= slope
         if visible is not None:  # dp of an invisible key may be NaN, and 0 * NaN is NaN
             ds = tl.where(visible, ds, 0.0)
         dk = accumulate_mma(dk, ds.to(q.dtype), q, PRECISION)
@@ -125,6 +141,7 @@ def dkdv_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
@@ -186,7 +203,7 @@ def dkdv_kernel(
                 delta_row = tl.load(delta_at, mask=touched, other=0.0)
                 visited = q_tile, dout_tile, lse_row, delta_row
                 dk_acc, dv_acc, _ = dkdv_step(
-                    visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION
+                    visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
                 )
         for step in tl.range(steps, num_stages=PARTIAL_STAGES):
             i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
@@ -203,7 +220,7 @@ def dkdv_kernel(
             visible = visible_mask(left - i, right - i, PARTIAL_BN)
             visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
             )
             if FUSED:
                 dq_offset = tile_offsets(dq_strides, PARTIAL_BN, D_PAD, ALIGN)
@@ -220,7 +237,7 @@ def dkdv_kernel(
             delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_stride_h, BN))
             visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, None, MAKE_DK, MAKE_DV, PRECISION
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, None, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
             )
             if FUSED:
                 dq_offset, all_queries = tile_offsets(dq_strides, BN, D_PAD, ALIGN), queries >= 0

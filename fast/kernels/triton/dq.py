@@ -15,6 +15,7 @@ from canon.fast.kernels.triton.blocks import (
     LOG2E,
     TILE_NUMBERS,
     base2,
+    capped,
     chained_stop,
     cta_work_tile,
     full_tile_source,
@@ -31,18 +32,25 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def dq_step(q, k, v, dout, lse2, delta, acc, scale, visible, PRECISION: tl.constexpr, TMA: tl.constexpr):
+def dq_step(
+    q, k, v, dout, lse2, delta, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
+):
     """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
 
     With TMA (16-bit operands, enough registers) the accumulator of dp starts at -delta.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
+    if SOFTCAP is not None:
+        s, slope = capped(s, scale, SOFTCAP)
+        scale = tl.full((), 1.0, acc.dtype)
     p = tl.exp2(s * scale - lse2[:, None])
     if TMA:  # costs nothing, and the rounding of ds to 16 bits hides that of this sum
         minus_delta = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
         ds = p * tl.dot(dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype)
     else:
         ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype) - delta[:, None])
+    if SOFTCAP is not None:
+        ds *= slope
     if visible is not None:
         ds = tl.where(visible, ds, 0.0)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -80,6 +88,7 @@ def dq_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     TMA: tl.constexpr,
     KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
@@ -120,7 +129,18 @@ def dq_kernel(
                 k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
                 v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
                 acc = dq_step(
-                    q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, TMA
+                    q_tile,
+                    k_tile,
+                    v_tile,
+                    dout_tile,
+                    lse2,
+                    delta_row,
+                    acc,
+                    scale_log2,
+                    visible,
+                    PRECISION,
+                    SOFTCAP,
+                    TMA,
                 )
             begin = chained_stop(span, PARTIAL_BN)
         for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
@@ -129,14 +149,18 @@ def dq_kernel(
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, TMA)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, SOFTCAP, TMA
+            )
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            acc = dq_step(q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, PRECISION, TMA)
+            acc = dq_step(
+                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, PRECISION, SOFTCAP, TMA
+            )
 
     dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)
     store_rows(dq_rows, first, valid, acc * scale_acc, D, D_PAD, ALIGN)

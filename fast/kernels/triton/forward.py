@@ -13,6 +13,7 @@ from canon.fast.kernels.triton.blocks import (
     LN2,
     ROW_NUMBERS,
     TILE_NUMBERS,
+    capped,
     chained_stop,
     cta_rows,
     cta_work_tile,
@@ -36,9 +37,12 @@ def largest_maximum(accumulate):
 
 
 @triton.jit
-def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
+def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):
     """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three. ``visible``: None is all."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
+    if SOFTCAP is not None:
+        s, _ = capped(s, scale, SOFTCAP)
+        scale = tl.full((), 1.0, acc.dtype)
     if visible is not None:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale)
@@ -52,7 +56,14 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr):
     return m_new, l, acc
 
 
-@kernel(*TILE_NUMBERS, statistics=("lse",))
+@triton.jit
+def raise_maximum(pointer, m, mask=None):
+    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics: their order changes nothing."""
+    x = (m * LN2).to(tl.float32)
+    tl.atomic_max(pointer, tl.where(x == 0.0, 0.0, x), mask=mask, sem="relaxed")  # -0 would count as the lowest number
+
+
+@kernel(*TILE_NUMBERS, statistics=("lse",), pointers=("max_logits",))
 def forward_kernel(
     q,
     k,
@@ -61,6 +72,7 @@ def forward_kernel(
     v_tiles,
     out,
     lse,
+    max_logits,
     tiles,
     spans,
     scale_log2: "fp64",  # > 0
@@ -81,6 +93,8 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MAX_LOGITS: tl.constexpr,
     TMA: tl.constexpr,
     KEY_ORDER: tl.constexpr,
     PARTIAL_STAGES: tl.constexpr,
@@ -90,6 +104,7 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
+    MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores.
     TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors. KEY_ORDER: spans in key order, all of them partial (`key_order`).
     """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
@@ -117,7 +132,7 @@ def forward_kernel(
                 visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
                 k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
                 v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
-                m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+                m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
             begin = chained_stop(span, PARTIAL_BN)
         for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
@@ -125,15 +140,17 @@ def forward_kernel(
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION)
+            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP)
 
+    if MAX_LOGITS:
+        raise_maximum(max_logits + head, tl.max(tl.where(valid, m, float("-inf")), 0))
     fully_masked = (l == 0.0) & (m == float("-inf"))
     in_range = (tl.abs(m) <= largest_maximum(ACC)) & (l > 0.0) & (l < float("inf"))
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))

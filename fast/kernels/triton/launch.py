@@ -43,7 +43,7 @@ from canon.fast.kernels.triton.forward import forward_kernel, sign_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
@@ -62,15 +62,21 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessor
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same strides
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t)."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor,
+    max_logits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest scores, by atomics."""
+    scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
     q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
+    tensors += (lse if max_logits is None else max_logits,)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, out)}
+    options = {"GROUP": group, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
+    options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
 
@@ -124,16 +130,17 @@ def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowSt
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: float, dq: Tensor
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = statistics
+    (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, dout, dq)}
+    options = {"GROUP": group, "SOFTCAP": softcap, "KEY_ORDER": isinstance(mask, PlacedMask)}
+    options |= mma_options(config, q, v, k, dout, dq)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(dq_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
 
@@ -145,7 +152,7 @@ def dkdv(
     dout: Tensor,
     statistics: RowStatistics,
     mask: AnyMask,
-    scale: float,
+    scale: Scale,
     dk: Tensor,
     dv: Tensor,
     dq: Tensor | None = None,
@@ -159,13 +166,13 @@ def dkdv(
     if ordered:
         refuse_atomics()
     q, k, v, dout = map(addressable, (q, k, v, dout))
-    lse, delta = statistics
+    (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
     tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
-    options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads}
+    options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads, "SOFTCAP": softcap}
     options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, dout, dq_or_any, dk, dv)}
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)

@@ -28,15 +28,15 @@ from canon.fast.kernels.triton.blocks import (
     rows_of,
 )
 from canon.fast.kernels.triton.config import Config, choose
-from canon.fast.kernels.triton.forward import largest_maximum, softmax_step
+from canon.fast.kernels.triton.forward import largest_maximum, raise_maximum, softmax_step
 from canon.masks.mask import Mask
-from canon.runtime.checks import accumulate_dtype
+from canon.runtime.checks import Scale, accumulate_dtype, split_scale
 
 MERGE, INTERPRETED_MERGE = Config(1, 1, 1, 1), Config(128, 1, 1, 1)  # rows of a CTA
 AT_ONCE = 8  # parts that a CTA of the merge loads at a time
 
 
-@kernel("scale_log2", "work_count", "columns", "rows", "batch_heads", "heads")
+@kernel("scale_log2", "work_count", "columns", "rows", "batch_heads", "heads", pointers=("max_logits",))
 def parts_kernel(
     q,
     k,
@@ -45,6 +45,7 @@ def parts_kernel(
     v_tiles,
     outs,
     lses,
+    max_logits,
     work,
     words,
     scale_log2: "fp64",  # > 0
@@ -64,6 +65,8 @@ def parts_kernel(
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    MAX_LOGITS: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -107,8 +110,10 @@ def parts_kernel(
             kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
             k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
-        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION)
+        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
 
+    if MAX_LOGITS:
+        raise_maximum(max_logits + head * GROUP + row % GROUP, m, valid)
     fully_masked = (l == 0.0) & (m == float("-inf"))
     # Below the range, a part has no weight beside one in the range. `merge_parts_kernel` decides.
     low = (m < -largest_maximum(ACC)) & (m > float("-inf"))
@@ -181,12 +186,23 @@ def merge_parts_kernel(
     tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
 
 
-def forward_in_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, out: Tensor, lse: Tensor) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), as `launch.forward` does."""
-    merge_parts(*sum_parts(q, k, v, mask, scale), out, lse, k.shape[2])
+def forward_in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: Scale,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor | None = None,
+) -> None:
+    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward` does."""
+    merge_parts(*sum_parts(q, k, v, mask, scale, max_logits), out, lse, k.shape[2])
 
 
-def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tuple[Tensor, Tensor]:
+def sum_parts(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible cell, in order.
 
     Rows are batches x key heads x queries x heads of a group.
@@ -201,10 +217,13 @@ def sum_parts(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> tupl
     config = replace(config, tma=config.tma and describable and table.loads_all)
     outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
+    scale, softcap = split_scale(scale)
     q, scale = launch.signed(q, scale)
-    options = {"GROUP": h // g, **launch.mma_options(config, q, v, k)}
+    options = {"GROUP": h // g, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
+    options |= launch.mma_options(config, q, v, k)
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
+    tensors += (lses if max_logits is None else max_logits,)
     arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], t * (h // g), b * g)
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     return outs, lses

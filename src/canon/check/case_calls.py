@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.check.cases import DTYPES, REPLICATED, TAKE_A_LAYOUT, Case
+from canon.check.cases import DTYPES, OPTIONAL, REPLICATED, TAKE_A_LAYOUT, Case
 from canon.check.inputs import Inputs, latents_of, placed
 from canon.masks.layout import mask_between
 from canon.reference import Layout
@@ -37,7 +37,7 @@ def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Resul
 
 def on_one_rank(case: Case) -> Case:
     """Return the case of `attention` that has the bits of the rank-invariant ``case``."""
-    options = tuple((name, value) for name, value in case.options if name in ("sink", "rank_invariant"))
+    options = tuple((name, value) for name, value in case.options if name in OPTIONAL)
     return replace(case, function="attention", layout=None, options=options)
 
 
@@ -69,18 +69,23 @@ def _options(case: Case) -> dict[str, Any]:
     return options | {name: DTYPES[options[name]] for name in ("reduce_dtype",) if name in options}
 
 
+def _softcap(x: Inputs) -> dict[str, Any]:
+    return {} if x.softcap is None else {"softcap": x.softcap}
+
+
 def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    options = {"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {}
+    options = _softcap(x) | ({"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {})
     return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
 
 
 def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     forward = module if hasattr(module, "attention_forward") else reference
-    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale)
+    out, lse = forward.attention_forward(q, k, v, x.mask, scale=x.scale, **_softcap(x))
     options: dict[str, Any] = {"dlse": dlse if case.used in {"both", "lse"} else None}
     if case.variant == "part":
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
         options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}
+    options |= _softcap(x)
     grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
     return Attended(None, None, *grads)
 
@@ -91,8 +96,8 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     if case.variant == "plain":  # every query sees every key: None means the same
         return Attended(module.decode_attention(q, k, v))
     mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
-    sink = {"sink": x.sink} if case.has_sink else {}
-    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **sink)
+    options = _softcap(x) | ({"sink": x.sink} if case.has_sink else {})
+    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **options)
     out, lse = results if case.returns_lse else (results, None)
     return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
 
@@ -122,7 +127,7 @@ def _latent(module, case, q, k, v, dout, dlse, x, layout) -> Any:
     latent, k_rope, up_weight = latents_of(q, k, v)
     forward = case.used.startswith("forward")
     leaves = [t.detach().requires_grad_(not forward) for t in (q, latent.squeeze(-2), k_rope.squeeze(-2), up_weight)]
-    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse} | _softcap(x)
     options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
     mask = None if case.variant == "plain" else x.mask  # causal
     results = module.latent_attention(*leaves, mask, layout, **options)

@@ -46,6 +46,7 @@ STRIDED = {  # variant: mask, layout, options
     "one_by_one": ("full", "striped", {}),
     "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
     "branches": ("tree", "zigzag", {"head_stride": 2}),
+    "softcap": ("documents", "zigzag", {"softcap": 2.0, "head_stride": 2}),
     "of_each": ("sequences", "zigzag", {"head_stride": 1}),
 }
 MAGI = {
@@ -56,6 +57,7 @@ MAGI = {
     "three_stages": ("full", "zigzag", {"stages": 3}),
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
     "branches": ("tree", "planned", {"stages": 2}),
+    "softcap": ("window", "planned", {"softcap": 1.0, "sink": True, "stages": 2}),
     "of_each": ("sequences", "planned", {"stages": 2}),
 }
 LATENT = (  # mask, layout, method
@@ -88,6 +90,7 @@ CAST_PLANS = {  # mask: layout, stages
     "full": ("contiguous", 1), "tree": ("planned", 2),
 }  # fmt: skip
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
+OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
 
 
@@ -125,6 +128,7 @@ SHAPES |= {  # masks of some functions only
     "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
     "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
     "tree": (Shape((4, 2), (32, 16), batch=1), Shape((8, 2), (128, 128), batch=1)),
+    "wide": (Shape((2, 1), (512, 512), batch=1), Shape((4, 1), (512, 512), batch=1)),
 }
 
 
@@ -162,15 +166,25 @@ class Case:
     def has_sink(self) -> bool:
         return dict(self.options).get("sink", False)
 
+    @property
+    def softcap(self) -> float | None:
+        return dict(self.options).get("softcap")
+
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         one = mask[0] if isinstance(mask, tuple) and self.layout != "planned" else mask
         return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend does not support a case, "" if it does. Only the CUDA backend declines cases."""
-    if backend != "cuda" or not case.dtype or case.function in EXCHANGES | {"merge"}:
+    """Return why a kernel backend does not support a case, "" if it does."""
+    if backend not in ("gluon", "cuda") or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
+    if max(case.shape.widths) > 256:
+        return f"the {backend} kernels support heads up to 256 wide"
+    if backend == "gluon":
+        return ""
+    if case.softcap is not None:
+        return "the CUDA kernels have no soft-cap"
     if case.dtype not in ("bfloat16", "float16"):
         return f"the CUDA kernels do not support {case.dtype}"
     fused = case.method == "fused" and case.function != "attention_forward"
@@ -195,6 +209,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     _add_rings(add)
     for mask, layout, method in LATENT:
         add("latent_attention", mask, layout, method)
+    add("latent_attention", "window", "zigzag", variant="softcap", softcap=1.5)
     _add_decode(add)
     for function, layout in PREPARED.items():
         add("prepare", "documents", layout, variant=function)
@@ -213,6 +228,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 def _add_local(add: Callable[..., None]) -> None:
     for mask in MASKS:
         add("attention", mask)
+    add("attention", "wide")
     add("attention", "causal", variant="plain")
     add("attention", "documents", variant="sink", sink=True)
     add("attention", "sequences", variant="sink", sink=True)
@@ -222,6 +238,11 @@ def _add_local(add: Callable[..., None]) -> None:
     for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"), ("window", "split"),
                          ("block_causal", "fused"), ("sequences", "split"), ("tree", "head_parallel")):  # fmt: skip
         add("attention_backward", mask, method=method)
+    for mask in ("documents", "few in a window"):
+        add("attention", mask, variant="softcap", softcap=1.5)
+    add("attention_forward", "causal", variant="softcap", softcap=20.0)
+    for mask, method in (("window", "split"), ("causal", "fused"), ("documents", "head_parallel")):
+        add("attention_backward", mask, method=method, variant="softcap", softcap=2.0)
     for function in ("attention", "attention_forward"):
         add(function, "sequences")
     add("attention", "few in a window")
@@ -243,6 +264,7 @@ def _add_rings(add: Callable[..., None]) -> None:
     add("ring_attention", "sequences", "contiguous", variant="sink", sink=True)
     for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
         add(function, "documents", layout, variant="sink", sink=True)
+        add(function, "window", layout, variant="softcap", softcap=1.5)
 
 
 def _add_decode(add: Callable[..., None]) -> None:
@@ -250,6 +272,7 @@ def _add_decode(add: Callable[..., None]) -> None:
         add("decode_attention", "last", layout, used="forward")
     add("decode_attention", "last", "contiguous", variant="sink", used="forward", sink=True)
     add("decode_attention", "few", "contiguous", used="forward")
+    add("decode_attention", "last", "zigzag", variant="softcap", used="forward", softcap=1.5)
     add("decode_attention", "last of sequences", "zigzag", used="forward")
     add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
 
@@ -268,9 +291,9 @@ def _add_exchanges(add: Callable[..., None]) -> None:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the functions that a case calls have the parameters ``sink`` and ``rank_invariant`` that it passes."""
+    """Return whether the functions that a case calls have the parameters of `OPTIONAL` that it passes."""
     options = dict(case.options)
-    passed = [(case.function, name) for name in ("sink", "rank_invariant") if options.get(name)]
+    passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
     of = {function: parameters_of(module, function) for function, _ in passed}
     return all(name in of[f] or any(x.kind is x.VAR_KEYWORD for x in of[f].values()) for f, name in passed)

@@ -34,6 +34,7 @@ imports from canon, are skipped. NotImplementedError declines a case.
             reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
             in canon.reference. A keyword is passed only if a case does not use its default. Functions with a parameter
             sink also get a logit (h,) of each query head: out has the factor sigmoid(lse - sink), and lse stays the same.
+            Functions with a parameter softcap also get one: scores s become softcap * tanh(s / softcap).
 
 Parts of the algorithms are compared, too. Their arguments and results are those of canon.reference; for example,
 python -c "import canon; help(canon.reference.merge)" shows them:

@@ -35,6 +35,7 @@ RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
 FOR_EACH_SEQUENCE = {*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch"}
 TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
+SOFTCAPS = 1.0, 20.0  # few, because each compiles kernels of its own
 LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
 WORK = 48  # largest `_work` of an interpreted case: about half a second
 
@@ -158,8 +159,11 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
     attends = dtype and function not in EXCHANGES
     planted = _planted(draw, function, used) if attends else ""
+    may_be_capped = attends and function not in ("merge", "prepare")
     if attends and variant != "plain" and not planted and _may_be_large(dtype, options) and draw.random() < 1 / 10:
         shape = replace(shape, scale=draw.choice(LARGE) * shape.widths[0] ** -0.5)
+    elif may_be_capped and variant != "plain" and not planted and draw.random() < 0.2:
+        options["softcap"] = draw.choice(SOFTCAPS)
     return Drawn(
         function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, seed, index, ranks
     )

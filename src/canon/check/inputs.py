@@ -14,6 +14,7 @@ from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
 from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
+from canon.runtime.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
 from canon.testing.latent_judge import keys_of, latent_oracle, latent_orders
 from canon.testing.roundings import sink_roundings
@@ -59,6 +60,12 @@ class Inputs:
     mask: Masks
     scale: float | None
     sink: Tensor
+    softcap: float | None = None
+
+    @property
+    def scaling(self) -> Scale:
+        """The scale and the soft-cap, with their defaults."""
+        return default_scale(self.q, self.scale, self.softcap)
 
 
 def latents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,25 +149,26 @@ def _mask(name: str, documents: Documents) -> Masks:
     return {
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
+        "wide": lambda: Mask.causal(tokens),
         "window": lambda: Mask.window(tokens, tokens // 5, 16),
         "full": lambda: Mask.documents(cu_seqlens, causal=False),
     }[name]()
 
 
 @lru_cache(maxsize=12)
-def _expected_latent(given: tuple, with_lse: bool) -> "Expected":
-    x = _inputs(*given)
-    arguments = x.q, *latents_of(x.q, x.k, x.v), x.dout, x.mask, x.scale, x.dlse if with_lse else None
+def _expected_latent(given: tuple, with_lse: bool, softcap: float | None) -> "Expected":
+    x = replace(_inputs(*given), softcap=softcap)
+    arguments = x.q, *latents_of(x.q, x.k, x.v), x.dout, x.mask, x.scaling, x.dlse if with_lse else None
     return Expected(latent_oracle(*arguments), latent_orders(*arguments))
 
 
 @lru_cache(maxsize=12)
-def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool) -> "Expected":
-    x = _inputs(*given)
+def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap: float | None) -> "Expected":
+    x = replace(_inputs(*given), softcap=softcap)
     tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
     sink = x.sink if with_sink else None
-    arguments = (*tensors, x.mask, x.scale, x.dlse if with_lse else None, sink)
-    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scale, sink))
+    arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
+    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
     exact = oracle(*arguments)
     *_, planted = given
     reach = spread(planted, exact, x.q.shape[-2] // x.k.shape[-2]) if planted else None
@@ -187,7 +195,7 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return _inputs(*self._given(case, device))
+        return replace(_inputs(*self._given(case, device)), softcap=case.softcap)
 
     def _given(self, case: Case, device: str) -> tuple:
         return case.mask, case.dtype, case.shape, self.documents, device, case.planted
@@ -195,5 +203,5 @@ class FromDocuments:
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
         if case.function == "latent_attention":
-            return _expected_latent(self._given(case, device), with_lse)
-        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink)
+            return _expected_latent(self._given(case, device), with_lse, case.softcap)
+        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink, case.softcap)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from canon.check.inputs import Inputs
 from canon.reference import Layout
+from canon.reference.tiles import scores_of
 from canon.testing.judge import Results
 
 CLOSE = 0.2  # a mistake explains an error if it leaves at most this part of it
@@ -85,7 +86,7 @@ def _other_keys(out: Tensor, exact: Tensor, x: Inputs) -> str | None:
     if not visible.any():
         return f"{of_query} sees no key, so its out must be 0"
     k, v = (t[b, :, head // (q.shape[2] // k.shape[2])].nan_to_num() for t in (k, v))
-    scores = k @ q[b, query, head] * (q.shape[-1] ** -0.5 if x.scale is None else x.scale)
+    scores = scores_of(q[b, query, head][None], k, x.scaling)[0]
     weights = torch.exp(scores - scores.max())
     weighted = torch.cat([weights[:, None] * v, weights[:, None]], -1)  # the last column gives the denominators
     changed = visible.double() @ weighted + torch.where(visible, -1.0, 1.0)[:, None] * weighted

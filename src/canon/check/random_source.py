@@ -4,7 +4,7 @@ One rounding of each intermediate result widens the judge's bounds, because case
 in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
@@ -28,13 +28,13 @@ class RandomSource:
         return evaluated(case.mask)
 
     def inputs(self, case: Drawn, device: str) -> Inputs:
-        return _inputs(case, device)
+        return replace(_inputs(case, device), softcap=case.softcap)
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
-        x = _inputs(case, device)
+        x = self.inputs(case, device)
         wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
         tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]
-        arguments = (*tensors, x.mask, x.scale, x.dlse, x.sink if case.has_sink else None)
+        arguments = (*tensors, x.mask, x.scaling, x.dlse, x.sink if case.has_sink else None)
         honest = orders(*arguments)
         reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
         if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):

@@ -16,7 +16,7 @@ transformers builds the mask of each kind of layer once in a forward pass:
 On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A layer keeps its mask and
 group, so a checkpoint may recompute it after `sharded` has ended.
 
-Limits: soft-cap, dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
+Limits: dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
 raise. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document. Outside
 `sharded`, packed `position_ids` raise if the model does not give them to its mask, as gpt-oss; a compiled model is not checked.
 
@@ -50,9 +50,9 @@ __all__ = ["register", "sharded"]
 
 HALVES = ("fast", "reference")
 FUNCTIONS = ("ring", "strided", "magi")
+OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}  # options of a call that are not those of `sharded`
 UNSUPPORTED = {  # keyword of an attention function: remedy
     "dropout": "set attention_dropout=0 in the config",
-    "softcap": 'set attn_logit_softcapping=None in the config, or use attn_implementation="eager"',
     "position_bias": 'use attn_implementation="eager"',
     "cache": "leave out continuous batching",
     "output_attentions": "the weights are never stored; leave it out",
@@ -90,7 +90,7 @@ def sharded(
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
-        options: of that function, such as ``reduce_dtype``; not ``scale`` or ``sink``.
+        options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
 
     ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some sequences only must be
     invisible in these: padding on the right of causal sequences is.
@@ -138,7 +138,7 @@ def _attention_of(half: str, function: str, options: dict[str, Any], layout: Lay
         )
     attention = getattr(import_module(f"canon.{half}"), f"{function}_attention")
     parameters = inspect.signature(attention).parameters.values()
-    allowed = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} - {"group", "scale", "sink", "return_lse"}
+    allowed = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} - OF_A_LAYER
     if unknown := sorted(options.keys() - allowed):
         raise TypeError(
             f"sharded: {function}_attention has no option {unknown[0]!r}, expected one of {sorted(allowed)}"
@@ -308,6 +308,7 @@ def attend_layer(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Return attention (b, t, h, dv) of one layer, and None for the weights.
@@ -316,7 +317,7 @@ def attend_layer(
         query, key, value: (b, h, t, d), (b, g, t, d), (b, g, t, dv).
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
-        s_aux: sinks (h,).
+        s_aux, softcap: sinks (h,), and the limit of the scores.
         options: unsupported ones raise; those without an effect on attention are not read.
     """
     for name, remedy in UNSUPPORTED.items():
@@ -333,7 +334,7 @@ def attend_layer(
             'supported: use attn_implementation="sdpa" there'
         )
     if isinstance(attention_mask, Sharding):
-        out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, sink=s_aux)
+        out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux)
         return out.contiguous(), None
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -346,7 +347,8 @@ def attend_layer(
     if (positions := options.get("position_ids")) is not None and not torch.compiler.is_compiling():
         _check_positions(positions, attention_mask)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
-    return half.attention(q, k, v, attention_mask, scale=scaling, sink=s_aux).contiguous(), None
+    out = half.attention(q, k, v, attention_mask, scale=scaling, softcap=softcap, sink=s_aux)
+    return out.contiguous(), None
 
 
 _checked: list[tuple[Any, tuple]] = [(lambda: None, ())]  # the last position_ids and their masks: layers share them

@@ -27,8 +27,8 @@ from canon.runtime.sink_weights import weighted
 def attend(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None, weight: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out, or with ``return_lse`` (out, lse), as a differentiable function of q, k, v, the weight and the sink.
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    """Return out, or a tuple of out, lse and the largest scores. out and lse are differentiable in all tensors.
 
     Args: q, k, v with a batch axis, or packed without it; ``mask``, one for all or a sequence of them; ``options``, the
     other arguments of the public function by name; ``weight``, the fourth tensor of a function that has one.
@@ -43,7 +43,7 @@ def attend(
         return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight)
     if is_traced():
         check_sink(q, sink)
-        out, lse = call_operator(algorithm, q, k, v, mask, layout, group, options, weight)
+        out, lse, max_logits = call_operator(algorithm, q, k, v, mask, layout, group, options, weight)
     else:
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, q, k, v, mask, layout, group, options, kind, weight)
@@ -55,19 +55,22 @@ def attend(
             check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
         check_differentiation(q, k, v, weight)
         if q.ndim == 3:
-            out, lse = (x.squeeze(0) for x in Attention.apply(*batched(q, k, v), call, *weights))
+            out, lse, max_logits = Attention.apply(*batched(q, k, v), call, *weights)
+            out, lse = out.squeeze(0), lse.squeeze(0)
         else:
-            out, lse = Attention.apply(q, k, v, call, *weights)
+            out, lse, max_logits = Attention.apply(q, k, v, call, *weights)
     if sink is not None:
         under_sink = weighted if torch.compiler.is_compiling() else algorithm.half.under_sink
         out = under_sink(out, lse, sink)
+    if options["return_max_logits"]:
+        return (out, lse, max_logits) if return_lse else (out, max_logits)
     return (out, lse) if return_lse else out
 
 
 def _attend_each(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
     sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any, weight: Tensor | None,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
     attend_one = lambda q, k, v, mask: attend(
         algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight

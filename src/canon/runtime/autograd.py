@@ -34,19 +34,21 @@ def check_differentiation(*tensors: Tensor | None) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (q, k, v, call, weight, if any) -> (out, lse), with a batch axis."""
+    """Both passes of a `Call`: (q, k, v, call, weight, if any) -> (out, lse, max_logits or None), with a batch axis."""
 
     @staticmethod
     def forward(ctx, q, k, v, call, *weights):
         with surroundings(q, call, "forward"):
-            out, lse, *others = call.algorithm.forward(call, q, k, v, *weights)
+            (out, lse, *others), max_logits = call.forward(q, k, v, *weights)
         ctx.save_for_backward(q, k, v, out, lse, *weights, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return out, lse
+        if max_logits is not None:
+            ctx.mark_non_differentiable(max_logits)
+        return out, lse, max_logits
 
     @staticmethod
-    def backward(ctx, dout, dlse):
+    def backward(ctx, dout, dlse, _):
         needs_grad = ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:]
         if (dout is None and dlse is None) or True not in needs_grad:
             return (None,) * len(ctx.needs_input_grad)

@@ -27,6 +27,7 @@ from canon.masks.plan_cache import PLANS
 from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
     DTYPES,
+    Scale,
     accumulate_dtype,
     any_device,
     cached,
@@ -35,6 +36,7 @@ from canon.runtime.checks import (
     check_tensors,
     default_mask,
     default_scale,
+    split_scale,
     transpose_hint,
 )
 from canon.runtime.digests import Fields, digest_of
@@ -75,13 +77,14 @@ class Half:
 class Algorithm:
     """A public attention function of one half, as two functions of tensors with a batch axis:
 
-        forward(call, q, k, v)                                                  returns out, lse, *others
+        forward(call, q, k, v, max_logits)                                      returns out, lse, *others
         backward(call, needs_grad, dout, dlse, q, k, v, out, lse, *others)      returns dq, dk, dv
 
     ``others`` are tensors that are saved for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse
-    is None if nothing depends on lse; dout is never None. Both run without autocast: inputs are cast before.
-    `latent_attention` has a fourth tensor: ``forward(call, q, k, v, weight)``. In ``backward`` it is the first of ``others``,
-    and its gradient is the last.
+    is None if nothing depends on lse; dout is never None. ``max_logits`` is not passed, or a tensor (h,) that the forward pass
+    raises to the largest score of each head. Both run without autocast: inputs are cast before.
+    `latent_attention` has a fourth tensor: ``forward(call, q, k, v, weight, max_logits)``. In ``backward`` it is the first of
+    ``others``, and its gradient is the last.
 
     ``plan(call)`` returns the state that all calls of one kind share, such as the steps of a schedule. It is made once, as
     `Call.plan`. ``layout``: the constructor of the function's own layout. ``kept_rows(call)``: the first sizes of ``others``.
@@ -119,10 +122,16 @@ class Algorithm:
         return call_of(self, q, k, v, mask, layout, group, DEFAULTS[self.function] | options, weight=weight)
 
 
-_RING = {"scale": None, "reduce_dtype": None, "backward": "auto"}
+_RING = {"scale": None, "softcap": None, "reduce_dtype": None, "backward": "auto", "return_max_logits": False}
 # By function: a test compares them with the public signature.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "attention": {"scale": None, "backward": "auto", "rank_invariant": False},
+    "attention": {
+        "scale": None,
+        "softcap": None,
+        "backward": "auto",
+        "rank_invariant": False,
+        "return_max_logits": False,
+    },
     "ring_attention": _RING,
     "zigzag_attention": _RING,
     "striped_attention": _RING,
@@ -158,7 +167,7 @@ class Call:
     group_reference: Any  # weak: the cache of calls must not keep a group alive
     mask: Mask
     layout: Layout | None
-    scale: float
+    scale: Scale
     reduce_dtype: torch.dtype
     backward: str
     options: dict[str, Any]
@@ -172,6 +181,16 @@ class Call:
     def function(self) -> str:
         """The name of the public function."""
         return self.algorithm.function
+
+    def forward(self, q: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the results of the forward pass, and the largest score of each head (h,) over all ranks if requested."""
+        if not self.options["return_max_logits"]:
+            return self.algorithm.forward(self, q, *tensors), None
+        max_logits = torch.full((q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device)
+        results = self.algorithm.forward(self, q, *tensors, max_logits=max_logits)
+        if self.ranks > 1:
+            dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
+        return results, max_logits
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +226,7 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        names, shapes = self.algorithm.tensors, self.shapes
+        names, shapes, (scale, softcap) = self.algorithm.tensors, self.shapes, split_scale(self.scale)
         return (
             ("function", self.function),
             ("mask", self.mask),
@@ -219,7 +238,8 @@ class Call:
                 for name, x in zip(names[:3], shapes, strict=False)
             ),
             *((f"shape of {name}", tuple(x)) for name, x in zip(names[3:], shapes[3:], strict=True)),
-            ("scale", self.scale),
+            ("scale", scale),
+            ("softcap", softcap),
             ("reduce_dtype", self.reduce_dtype),
             ("backward", self.backward),
             ("sink", self.sink),
@@ -263,7 +283,9 @@ def call_of(
         call = _checked(algorithm, q, k, v, mask, layout, group, rank, ranks, options, sink, weight, key)
     algorithm.half.compile_for(call)
     # Calls with equal arguments share one object, however the arguments were passed.
-    filled = call.options | {"scale": call.scale, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    scale, softcap = split_scale(call.scale)
+    filled = {"scale": scale, "softcap": softcap, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    filled |= call.options
     resolved = {name: filled.get(name) for name in options}
     same = _key(algorithm, q, k, v, call.mask, call.layout, group, rank, ranks, resolved, sink, weight)
     if same is not None:
@@ -314,7 +336,8 @@ def _checked(
     """Check the arguments on this rank, and fill in their defaults."""
     algorithm.check(*tensors_of(algorithm, q, k, v, weight))
     algorithm.half.check_device(q)
-    own = {name: value for name, value in options.items() if name not in ("scale", "reduce_dtype", "backward")}
+    checked = "scale", "softcap", "reduce_dtype", "backward"
+    own = {name: value for name, value in options.items() if name not in checked}
     check_method("backward", options["backward"])
     if "stages" in own:
         pair = own.pop("casts"), own.pop("own_keys_first")
@@ -331,13 +354,16 @@ def _checked(
         mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
         if invariant:
             check_tiled(algorithm.function, layout)
+    if not isinstance(own["return_max_logits"], bool):
+        raise TypeError(f"return_max_logits must be True or False, got {own['return_max_logits']!r}")
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors_of(algorithm, q, k, v, weight))
     if own.get("head_stride", 1) is None:
         (b, _, g, d), dv = shapes[1], v.shape[-1]
         own["head_stride"] = default_stride(g, gathered_bytes(layout, b * (d + dv) * k.element_size()))
     return Call(
-        algorithm, rank, ranks, None if group is None else ref(group), mask, layout, default_scale(q, options["scale"]),
+        algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
+        default_scale(q, options["scale"], options["softcap"]),
         _reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
         algorithm.half.settings(None) if key is None else key[-1], shapes, q.dtype, q.device, sink,
     )  # fmt: skip

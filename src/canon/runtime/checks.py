@@ -4,7 +4,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,21 @@ from canon.runtime.profiling import recorded
 
 METHODS = ("auto", "fused", "split", "head_parallel")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+class CappedScale(NamedTuple):
+    """The scale of a call with a soft-cap: a score is softcap * tanh(scale * q k / softcap)."""
+
+    scale: float
+    softcap: float
+
+
+Scale = float | CappedScale  # a number alone: a score is scale * q k
+
+
+def split_scale(scale: Scale) -> tuple[float, float | None]:
+    """Return the number and the soft-cap, if any."""
+    return scale if isinstance(scale, CappedScale) else (scale, None)
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -169,16 +184,30 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
     return mask
 
 
-def default_scale(q: Tensor, scale: float | None) -> float:
-    """Return ``scale``, or 1 / sqrt(d) for None. Raise TypeError or ValueError unless it is a finite number."""
-    if scale is None:
-        return q.shape[-1] ** -0.5
-    if isinstance(scale, (str, bytes)) or (isinstance(scale, Tensor) and (scale.requires_grad or scale.numel() != 1)):
-        raise TypeError(f"scale must be a number without a gradient, got {scale!r}: multiply q instead")
-    if isinstance(scale, Tensor) and scale.device.type != "cpu":
-        raise TypeError(f"scale is a tensor on {scale.device}, for which each call would wait: pass a Python number")
-    if not math.isfinite(number := float(scale)):
-        raise ValueError(f"scale must be finite, got {number}")
+def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
+    """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError unless both are valid."""
+    number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
+    cap = checked_softcap(softcap)
+    return number if cap is None else CappedScale(number, cap)
+
+
+def checked_softcap(softcap: float | None) -> float | None:
+    """Return the soft-cap. Raise TypeError or ValueError unless it is None or a positive number."""
+    if softcap is None:
+        return None
+    cap = _number("softcap", softcap, "it is a constant of the model")
+    if not 1e-30 <= cap <= 1e30:  # else it, or its inverse, is no float32
+        raise ValueError(f"softcap must be None or a number from 1e-30 to 1e30, got {cap}")
+    return cap
+
+
+def _number(name: str, x: Any, remedy: str) -> float:
+    if isinstance(x, (str, bytes)) or (isinstance(x, Tensor) and (x.requires_grad or x.numel() != 1)):
+        raise TypeError(f"{name} must be a number without a gradient, got {x!r}: {remedy}")
+    if isinstance(x, Tensor) and x.device.type != "cpu":
+        raise TypeError(f"{name} is a tensor on {x.device}, for which each call would wait: pass a Python number")
+    if not math.isfinite(number := float(x)):
+        raise ValueError(f"{name} must be finite, got {number}")
     return number
 
 

@@ -1,6 +1,6 @@
 """The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective checkpointing.
 
-    canon::ring_attention             q, k, v, mask, layout, options -> out, lse
+    canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores (h,) or an empty tensor
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
 
 There is a pair for each differentiable function, for both halves. `canon::latent_attention` has the tensors q, latent, k_rope,
@@ -39,10 +39,11 @@ from canon.runtime.latent_arguments import sizes_of
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
-RANKS = "float? scale, str group, ScalarType? reduce_dtype, str backward, bool[] needs_grad"
+SCALE = "float? scale, float? softcap"
+RANKS = f"{SCALE}, str group, ScalarType? reduce_dtype, str backward, bool return_max_logits, bool[] needs_grad"
 STRIDES = ", ".join(f"int? {name}_stride" for name in ("forward_first", "backward_first", "backward_last"))
 OPTIONS = {
-    "attention": "float? scale, str backward, bool rank_invariant",
+    "attention": f"{SCALE}, str backward, bool rank_invariant, bool return_max_logits",
     "ring_attention": RANKS,
     "zigzag_attention": RANKS,
     "striped_attention": RANKS,
@@ -62,8 +63,8 @@ def is_traced() -> bool:
 def call_operator(
     algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, layout: Any, group: Any,
     options: dict[str, Any], weight: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (out, lse) from the operator of a public function. Its body checks the arguments."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (out, lse, largest scores) from the operator of a public function. Its body checks the arguments."""
     if not EXPORTS and torch.compiler._is_exporting_flag:  # in torch.compile, `is_exporting` of old versions is True
         raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
     compiling, half, tensors = torch.compiler.is_compiling(), algorithm.half, tensors_of(algorithm, q, k, v, weight)
@@ -79,8 +80,9 @@ def call_operator(
     operator = getattr(torch.ops.canon, algorithm.function).default
     mask, has_mask = (NO_MASK, False) if mask is None else (mask, True)
     layout, has_layout = (layout, True) if isinstance(layout, Layout) else (NO_LAYOUT, False)
-    out, lse, *_ = operator(*tensors, mask, has_mask, layout, has_layout, half.name, settings, **options)
-    return out, lse
+    arguments = *tensors, mask, has_mask, layout, has_layout, half.name, settings
+    out, lse, max_logits, *_ = operator(*arguments, **options)
+    return out, lse, max_logits
 
 
 def _settings_at_compilation(half: str) -> str | None:
@@ -135,8 +137,9 @@ def _options_by_name(function: str, values: tuple, keywords: dict[str, Any]) -> 
 def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     weights, options = _parted(function, rest)
     with _call(function, "forward", (q, k, v, *weights), options) as call:
-        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v), *weights)
+        (out, lse, *kept), max_logits = call.forward(*batched(q, k, v), *weights)
     results = [out.squeeze(0), lse.squeeze(0)] if q.ndim == 3 else [out, lse]
+    results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
     if function == "magi_attention":
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(k, v, 0), *kept]))
     return tuple(map(_alone, results))
@@ -179,7 +182,7 @@ def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
 
 
 def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    weights, options = _parted(function, rest)
+    weights, _ = _parted(function, rest)
     if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
         raise ValueError(
             "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width), "
@@ -187,11 +190,13 @@ def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) ->
         )
     *batch, t, h, _ = q.shape
     width = sizes_of(q.shape, v.shape, weights[0].shape).value if weights else v.shape[-1]
-    results = q.new_empty(*batch, t, h, width), q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
+    named = _options_by_name(function, rest, {})
+    max_logits = q.new_empty(h if named["return_max_logits"] else 0, dtype=torch.float32)
+    lse = q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
+    results = q.new_empty(*batch, t, h, width), lse, max_logits
     if function != "magi_attention":
         return results
-    keep_kv = options[-1]
-    return *results, _rows(k, v, torch.library.get_ctx().new_dynamic_size() if keep_kv else 0)
+    return *results, _rows(k, v, torch.library.get_ctx().new_dynamic_size() if named["keep_kv"] else 0)
 
 
 def _fake_backward(
@@ -202,7 +207,9 @@ def _fake_backward(
 
 
 def _save(number: int, ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.save_for_backward(*inputs[:number], *output)
+    out, lse, max_logits, *kept = output
+    ctx.mark_non_differentiable(max_logits)
+    ctx.save_for_backward(*inputs[:number], out, lse, *kept)
     ctx.options = inputs[number:]
     ctx.set_materialize_grads(False)
 
@@ -227,7 +234,7 @@ def _define(function: str, options: str) -> None:
     """Register the operators of a function, their fake implementations and their autograd formulas."""
     options = f"{MASK} mask, bool has_mask, {LAYOUT} layout, bool has_layout, str half, str? settings, {options}"
     names = _tensors(function)
-    tensors, results = ", ".join(f"Tensor {name}" for name in names), ["Tensor out", "Tensor lse"]
+    tensors, results = ", ".join(f"Tensor {name}" for name in names), ["Tensor out", "Tensor lse", "Tensor max_logits"]
     if function == "magi_attention":
         results.append("Tensor kept")
     forward = _operator(function, f"({tensors}, {options}) -> ({', '.join(results)})", partial(_forward, function))

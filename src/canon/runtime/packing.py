@@ -21,7 +21,7 @@ from canon.runtime.checks import check_gradients, check_mask, check_tensors
 def attend_each(
     attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], on_tiles: bool = False, **options: Any
 ) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or (out, lse), with a mask for each sequence.
+    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for each sequence.
 
     ``on_tiles``: each sequence must begin on a tile. Sequences of other lengths are computed one after another.
     """
@@ -32,7 +32,8 @@ def attend_each(
     results = [attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
-    return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+    joined = lambda parts: torch.cat(parts) if parts[0].ndim > 1 else torch.stack(parts).amax(0)  # the largest scores
+    return tuple(joined(parts) for parts in zip(*results, strict=True))
 
 
 def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
@@ -43,8 +44,9 @@ def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequ
     result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)), **options)
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
-    out, lse = result
-    return _unpacked(out, b, t), lse.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
+    statistic = lambda x: x.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
+    unpacked = {4: lambda x: _unpacked(x, b, t), 3: statistic, 1: lambda x: x}  # by axes: out, lse, the largest scores
+    return tuple(unpacked[x.ndim](x) for x in result)
 
 
 def differentiate_each(

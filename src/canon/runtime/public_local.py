@@ -14,6 +14,7 @@ from canon.runtime.attend import attend
 from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
 from canon.runtime.checks import (
+    Scale,
     any_device,
     batched,
     cached,
@@ -25,6 +26,7 @@ from canon.runtime.checks import (
     check_tensors,
     default_scale,
     kind_of_sink,
+    split_scale,
     under_autocast,
 )
 from canon.runtime.divided_keys import keys_of_all_ranks
@@ -43,11 +45,13 @@ def attention(algorithm: Algorithm, notes: str = ""):
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
 
         A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that see no key may hold
@@ -59,6 +63,8 @@ def attention(algorithm: Algorithm, notes: str = ""):
             mask: the visible cells of t queries x s keys, for all sequences; None is causal and needs t = s. A tuple or a
                 list of b Masks holds one for each sequence.
             scale: factor of the scores, finite; None is 1 / sqrt(d).
+            softcap: the limit of the scores: s becomes softcap * tanh(s / softcap) with s = scale * q k^T, and lse is that of
+                the capped scores. Positive; None is no limit.
             sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q; None is none. out
                 becomes out * sigmoid(lse - sink), differentiable in sink, too. lse stays that of the keys alone.
             backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
@@ -67,6 +73,8 @@ def attention(algorithm: Algorithm, notes: str = ""):
                 tree. `canon.runtime.rank_invariance` has the contract. "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
                 for float64). It is differentiable.
+            return_max_logits: also return, as the last result, the largest visible score of each query head (h,), scaled and
+                capped, over batch, tokens and ranks: float32, not differentiable, -inf for a head that sees no key.
 
         Raises:
             ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
@@ -74,7 +82,13 @@ def attention(algorithm: Algorithm, notes: str = ""):
 
         Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
         """
-        options = {"scale": scale, "backward": backward, "rank_invariant": rank_invariant}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "backward": backward,
+            "rank_invariant": rank_invariant,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options)
 
     return bound(attention, algorithm.forward, notes)
@@ -91,6 +105,7 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         mask: Mask | Sequence[Mask],
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
         """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole result, or a part to `merge`.
@@ -101,10 +116,11 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         Source: Dao, FlashAttention-2 (2023), algorithm 1.
         """
         if isinstance(mask, (tuple, list)):
-            return attend_each(bound_forward, q, k, v, mask, scale=scale, out_dtype=out_dtype)
+            return attend_each(bound_forward, q, k, v, mask, scale=scale, softcap=softcap, out_dtype=out_dtype)
         check_tensors(q, k, v)
         check_mask(q, k, mask)
-        out, lse = forward(*batched(q, k, v), mask, scale=default_scale(q, scale), out_dtype=out_dtype or q.dtype)
+        options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype or q.dtype}
+        out, lse = forward(*batched(q, k, v), mask, **options)
         return (out.squeeze(0), lse.squeeze(0)) if q.ndim == 3 else (out, lse)
 
     bound_forward = bound(attention_forward, forward)
@@ -128,6 +144,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         mask: Mask | Sequence[Mask],
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         dlse: Float[Tensor, "*b h t"] | None = None,
         delta: Float[Tensor, "*b h t"] | None = None,
         method: str = "split",
@@ -142,7 +159,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         Args:
             dout, dlse: gradients of out and lse; dlse=None is zero.
             mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
-            scale: factor of the scores; None is 1 / sqrt(d).
+            scale, softcap: those of the forward pass; None is 1 / sqrt(d), and no limit.
             delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
             method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
             grad_dtype: dtype of the results; None is the dtype of q.
@@ -157,7 +174,8 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         if isinstance(mask, (tuple, list)):
             return differentiate_each(
                 bound_backward, dout, q, k, v, out, lse, mask,
-                scale=scale, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype, needs_grad=needs_grad,
+                scale=scale, softcap=softcap, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype,
+                needs_grad=needs_grad,
             )  # fmt: skip
         check_tensors(q, k, v)
         check_mask(q, k, mask)
@@ -167,7 +185,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         statistics = (x.unsqueeze(0) if packed and x is not None else x for x in (lse, dlse, delta))
         grads = gradients(
             *batched(dout, q, k, v, out), *statistics, mask,
-            scale=default_scale(q, scale), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
+            scale=default_scale(q, scale, softcap), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
         )  # fmt: skip
         return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
@@ -216,6 +234,7 @@ def decode_attention(
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         rank_invariant: bool = False,
         group: Group = None,
@@ -231,6 +250,7 @@ def decode_attention(
             k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
             mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
             scale: factor of the scores; None is 1 / sqrt(d).
+            softcap: the limit of the scores, as in `attention`; None is none.
             sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
             rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
                 ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. On several
@@ -243,12 +263,14 @@ def decode_attention(
         fit together, or dtypes, scales or shapes except s differ between ranks.
         Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-        given, rank, ranks, mask, scale = _agreed(q, k, v, mask, scale, sink, rank_invariant, group, check_device)
+        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device)
+        given, rank, ranks, mask, checked = agreed
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
             if rank_invariant:
                 k, v, mask = keys_of_all_ranks("decode_attention", k, v, mask, given, ranks)
-                return attention(q, k, v, mask, scale=scale, sink=sink, rank_invariant=True, return_lse=return_lse)
-            out, lse = decode(*batched(q, k, v), mask, scale, sink, given, rank, ranks)
+                options = {"scale": scale, "softcap": softcap, "sink": sink, "rank_invariant": True}
+                return attention(q, k, v, mask, return_lse=return_lse, **options)
+            out, lse = decode(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
         return (out, lse) if return_lse else out
@@ -262,11 +284,12 @@ def _agreed(
     v: Tensor,
     mask: Mask | Sequence[Mask] | None,
     scale: Any,
+    softcap: Any,
     sink: Tensor | None,
     rank_invariant: Any,
     group: Group,
     check_device: Callable[[Tensor], None],
-) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], float]:
+) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale]:
     """Return the process group, the rank, the number of ranks, the mask and the scale, after a comparison between ranks."""
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)
@@ -279,7 +302,7 @@ def _agreed(
             check_masks(q, k, v, mask)
         else:
             check_mask(q, k, mask)
-        scale = default_scale(q, scale)
+        scale = default_scale(q, scale, softcap)
         check_sink(q, sink)
         check_rank_invariant(name, rank_invariant)
     if ranks > 1:
@@ -290,7 +313,7 @@ def _agreed(
             ("shape of q", tuple(q.shape)),
             ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
             ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
-            ("scale", scale),
+            *zip(("scale", "softcap"), split_scale(scale), strict=True),
             ("sink", kind_of_sink(sink)),
             ("rank_invariant", rank_invariant),
         )

@@ -7,6 +7,7 @@ These arguments are common to all of them:
     mask              over the whole sequence; None is causal. A tuple or a list of b Masks holds one for each sequence
     layout            the tokens of each rank, for all sequences; None is contiguous (zigzag and striped have their own)
     scale             factor of the scores; None is 1 / sqrt(d)
+    softcap           limit of the scores, as in `attention`; None is none
     sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the
                       sum over its own tokens: add the gradients of all ranks, as for every replicated parameter
     group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
@@ -18,6 +19,7 @@ These arguments are common to all of them:
                       rank's shard. layout=None is then contiguous with such pieces
     return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator without the
                       sink, in float32 (float64 for float64). It is differentiable
+    return_max_logits also return, as the last result, the largest scores (h,), as in `attention`
 
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches, heads, widths, scales,
 options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
@@ -50,19 +52,27 @@ def ring_attention(algorithm: Algorithm):
         layout: Layout | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
 
         Args: `canon.runtime.public_ranks` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
 
     return bound(ring_attention, algorithm.forward)
@@ -78,18 +88,26 @@ def zigzag_attention(algorithm: Algorithm):
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
 
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(zigzag_attention, algorithm.forward)
@@ -105,18 +123,26 @@ def striped_attention(algorithm: Algorithm):
         mask: Mask | Sequence[Mask] | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
 
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Brandon et al., Striped Attention (2023).
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(striped_attention, algorithm.forward)
@@ -134,12 +160,14 @@ def latent_attention(algorithm: Algorithm):
         layout: Layout | None = None,
         *,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return multi-head latent attention. Latents travel round a ring; each rank projects them to K and V. A collective.
 
         A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in DeepSeek-V3, 71 times fewer. The price
@@ -160,7 +188,13 @@ def latent_attention(algorithm: Algorithm):
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
         """
-        options = {"scale": scale, "reduce_dtype": reduce_dtype, "backward": backward}
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
         tokens = with_head(latent), with_head(k_rope)
         return attend(algorithm, q, *tokens, mask, layout, sink, return_lse, options, group, up_weight)
 
@@ -183,13 +217,15 @@ def strided_attention(algorithm: Algorithm):
         backward_last_stride: int | None = None,
         backward_schedule: str = "scatter",
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys of all ranks, some key heads at a time. A collective.
 
         Args:
@@ -211,8 +247,10 @@ def strided_attention(algorithm: Algorithm):
         """
         options = {
             "scale": scale,
+            "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
+            "return_max_logits": return_max_logits,
             "rank_invariant": rank_invariant,
             "head_stride": head_stride,
             "forward_first_stride": forward_first_stride,
@@ -240,13 +278,15 @@ def magi_attention(algorithm: Algorithm):
         keep_kv: bool = False,
         stages: int | None = None,
         scale: float | None = None,
+        softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
         group: Group = None,
         reduce_dtype: torch.dtype | None = None,
         backward: str = "auto",
         rank_invariant: bool = False,
         return_lse: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
 
         Args:
@@ -265,8 +305,10 @@ def magi_attention(algorithm: Algorithm):
         """
         options = {
             "scale": scale,
+            "softcap": softcap,
             "reduce_dtype": reduce_dtype,
             "backward": backward,
+            "return_max_logits": return_max_logits,
             "rank_invariant": rank_invariant,
             "casts": casts,
             "own_keys_first": own_keys_first,

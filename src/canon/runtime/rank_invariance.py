@@ -1,8 +1,9 @@
 """The contract of ``rank_invariant=True``, and the rules that calls must keep.
 
 **Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that it sees: their order and
-their positions modulo 128. They also depend on scale, sink, dtype, widths, kernel backend, GPU model and versions. They depend
-on nothing else. A document that moves by a multiple of 128 tokens keeps its bits. One that moves by 100 may change them.
+their positions modulo 128. They also depend on scale, soft-cap, sink, dtype, widths, kernel backend, GPU model and versions.
+They depend on nothing else. return_max_logits=True selects the Triton backend. A document that moves by a multiple of 128
+tokens keeps its bits. One that moves by 100 may change them.
 
     equal bits                                       call
     training on any number of ranks                  `strided_attention`, `magi_attention`, layouts cut at multiples of 128

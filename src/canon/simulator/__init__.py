@@ -100,6 +100,8 @@ _PTX_STAND_INS: dict[str, Callable] = {
     "back_off": lambda: None,
     "fence_async_global": fence_acquired,
     "store_release": language.store,
+    "tanh": language.tanh,
+    "capped_weights": language.capped_weights,
     "keep_where_nonzero": lambda x, p: language.where(p == 0.0, 0.0, x),
     "rescale_rows": operator.mul,
     "zero_rows": lambda x, factors: language.where(factors == 0.0, 0.0, x),

@@ -144,7 +144,16 @@ def _elementwise(function: Callable) -> Callable:
     return applied
 
 
-exp, exp2, log, log2 = map(_elementwise, (torch.exp, torch.exp2, torch.log, torch.log2))
+exp, exp2, log, log2, tanh = map(_elementwise, (torch.exp, torch.exp2, torch.log, torch.log2, torch.tanh))
+
+
+def capped_weights(x, lse, limit):
+    """`capped_weights` of `canon.fast.kernels.gluon.ptx`."""
+    ratio = tanh(x)
+    p = exp2(ratio * limit - lse)
+    return p, p * (1.0 - ratio * ratio)
+
+
 sqrt, rsqrt, floor, ceil = map(_elementwise, (torch.sqrt, torch.rsqrt, torch.floor, torch.ceil))
 
 

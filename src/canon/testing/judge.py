@@ -16,6 +16,8 @@ width. Attention over n keys has size 1 / sqrt(n), so the first two norms may mi
 truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor
 cores, 2021).
 
+**Soft-caps.** A `CappedScale` as ``scale`` turns scores s into softcap tanh(s / softcap).
+
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out).
 
 **NaN and infinities** reach exactly the results of the cells that see them: a sum over keys or queries leaves out hidden
@@ -34,6 +36,7 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
+from canon.runtime.checks import Scale, split_scale
 
 Masks = Mask | tuple[Mask, ...]  # a tuple has a mask for each sequence of the batch
 
@@ -73,7 +76,7 @@ def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 
-def oracle(q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None) -> Results:
+def oracle(q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None) -> Results:
     """Return dense attention and its gradients in float64, from the definition.
 
     Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t), sink (h,).
@@ -83,14 +86,14 @@ def oracle(q, k, v, dout, mask: Masks | None = None, scale: float | None = None,
 
 
 def dense(
-    q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None, *, order: int = 0
+    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None, *, order: int = 0
 ) -> Results:
     """Return the same in the dtype of q. ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
 
-def orders(q, k, v, dout, mask: Masks | None = None, scale: float | None = None, dlse=None, sink=None) -> list[Results]:
+def orders(q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None) -> list[Results]:
     """Return four results of `dense`, with different orders of summation and 1, 2, 4 and 8 parts."""
     return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
 
@@ -120,7 +123,7 @@ def _attend(
     q, k, v, dout, mask, scale, dlse, sink, wide: torch.dtype, narrow: torch.dtype | None, order: int
 ) -> Results:
     mask = Mask.causal(q.shape[1]) if mask is None else mask
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     group = q.shape[2] // k.shape[2]
     q_seen, k_seen = _seen(mask, q.device)
     q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
@@ -138,7 +141,7 @@ def _attend(
     dsink = None if sink is None else torch.zeros_like(sink[:, 0])
     with torch.no_grad(), _no_tf32():
         for rows, visible in row_blocks(mask, q):
-            scores = scale * LOG2E * _products(q[:, :, rows], k, narrow)
+            scores, slope = _capped(scale * LOG2E * _products(q[:, :, rows], k, narrow), softcap)
             scores.masked_fill_(~visible[:, keys], -torch.inf)
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
             seen_lse, seen = _finite(lse[:, :, rows]), visible[:, keys] & (lse[:, :, rows, None] != -torch.inf)
@@ -146,7 +149,8 @@ def _attend(
             out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
             p = torch.exp2(scores - LOG2E * seen_lse[..., None])
             delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1).masked_fill(lse[:, :, rows] == -torch.inf, 0)
-            ds = rounded(p * (a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None]))
+            ds = p * (a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None])
+            ds = rounded(slope * ds)
             dq[:, :, rows] = scale * _over_seen(ds, k, seen)
             dk += scale * _over_seen(ds.mT, q[:, :, rows], seen.mT)
             dv += _over_seen(rounded(a[..., None] * p).mT, dout[:, :, rows], seen.mT)
@@ -157,6 +161,14 @@ def _attend(
     narrow = wide if narrow is None else narrow
     out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))
     return results_of((out, lse, dq, dk, dv), dsink)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
+    """Return scores in base 2 under a soft-cap, and their derivative."""
+    if softcap is None:
+        return scores, 1.0
+    ratio = torch.tanh(scores / (softcap * LOG2E))
+    return softcap * LOG2E * ratio, 1 - ratio.square()
 
 
 def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from canon.runtime.checks import Scale
 from canon.testing.judge import Masks, Results, dense, oracle
 
 
@@ -34,7 +35,7 @@ def keys_of(latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: in
 
 
 def latent_oracle(
-    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: float | None = None,
+    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
     dlse: Tensor | None = None,
 ) -> AttendedLatent:  # fmt: skip
     """Return dense latent attention and its gradients in float64."""
@@ -43,7 +44,7 @@ def latent_oracle(
 
 
 def latent_orders(
-    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: float | None = None,
+    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
     dlse: Tensor | None = None,
 ) -> list[AttendedLatent]:  # fmt: skip
     """Return four results in the dtype of q, with the orders of summation of `judge.dense`."""
@@ -56,7 +57,7 @@ def latent_orders(
 
 def _attend(
     judge: Callable[..., Results], narrow: torch.dtype, wide: torch.dtype, q: Tensor, latent: Tensor, k_rope: Tensor,
-    up_weight: Tensor, dout: Tensor, mask: Masks, scale: float | None, dlse: Tensor | None,
+    up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None, dlse: Tensor | None,
 ) -> AttendedLatent:  # fmt: skip
     latent, weight = torch.where(latent.isfinite(), latent, 0).to(wide), up_weight.to(wide)
     k, v = (x.to(narrow) for x in keys_of(latent, k_rope.to(wide), weight, q.shape[-2], q.shape[-1]))

@@ -16,22 +16,29 @@ Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout 
     dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
+Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A becomes slope A + 4 |s|, for the error of tanh.
+dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A / c), for the error of the slope.
+
 A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from canon.runtime.checks import Scale, split_scale
 from canon.testing.judge import EXACT, UNIT, Masks, Results, by_sequence, results_of, row_blocks, visible_blocks
 
 
 @by_sequence
-def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None, sink=None) -> Results:
+def roundings(q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None, sink=None) -> Results:
     """Return the distances in float64. The whole score matrix must fit into memory."""
     dsink = None if sink is None else sink_roundings(q, k, v, dout, mask, scale, sink)
-    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
+    group = q.shape[2] // k.shape[2]
+    scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     narrow_dtype, narrow = q.dtype, torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     blocks = [rows for _, rows in visible_blocks(mask, q.device)]
     visible = torch.cat(blocks) if blocks else torch.zeros(0, mask.keys, dtype=torch.bool, device=q.device)
@@ -39,7 +46,7 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
     q, dout = (_heads_first(x, visible.any(1)) for x in (q, dout))
     k, v = (_heads_first(x, visible.any(0)).repeat_interleave(group, 1) for x in (k, v))
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~visible.any(1), 0)
-    scores = _scores(scale * q, k, visible)
+    cap, scores = _capped(_scores(scale * q, k, visible), softcap)
     q, k, v, dout = map(_finite, (q, k, v, dout))
     lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
     lse = lse.masked_fill(lse == -torch.inf, 0)
@@ -51,13 +58,13 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
         dlse = dlse / share  # only P has the factor: dlse reaches the scores without it
     p = share[..., None] * p
     scale = abs(scale)
-    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale)
+    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale, cap)
     sizes = [wide * x for x in in_float32]
     if narrow:
         least = (
             torch.finfo(narrow_dtype).smallest_normal * visible
         )  # below it the spacing is constant: float16 underflows
-        in_16_bits = _narrow(q, k, v, dout, p, dlse, scale, least)
+        in_16_bits = _narrow(q, k, v, dout, p, dlse, scale, least, cap.slope)
         sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, in_16_bits, strict=True)]
     out, lse, dq, dk, dv = sizes
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
@@ -65,7 +72,7 @@ def roundings(q, k, v, dout, mask: Masks, scale: float | None = None, dlse=None,
     return results_of((out, lse, dq, dk, dv), dsink)
 
 
-def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Tensor:
+def sink_roundings(q, k, v, dout, mask: Masks, scale: Scale | None, sink) -> Tensor:
     """Return the distances of dsink (h,), for some rows of the mask at a time."""
     if q.dim() == 3:
         return sink_roundings(*(x[None] for x in (q, k, v, dout)), mask, scale, sink)
@@ -74,17 +81,19 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Ten
         return sum(sink_roundings(*one, scale, sink) for one in tensors)
     narrow = torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT
-    scale, group = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[2] // k.shape[2]
+    group = q.shape[2] // k.shape[2]
+    scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v, dout = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout))
     k, v = k.repeat_interleave(group, 1), _finite(v).repeat_interleave(group, 1)
     sink = sink.detach().double()[:, None]
     sums, squares = torch.zeros_like(sink[:, 0]), torch.zeros_like(sink[:, 0])
     for rows, visible in row_blocks(mask, q):
-        scores = _scores(scale * q[:, :, rows], k, visible)
+        cap, scores = _capped(_scores(scale * q[:, :, rows], k, visible), softcap)
         lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
         seen = lse > -torch.inf
         lse = lse.masked_fill(~seen, 0)
-        p, size = torch.exp(scores - lse[..., None]), abs(scale) * _finite(q[:, :, rows]).abs() @ _finite(k).abs().mT
+        p = torch.exp(scores - lse[..., None])
+        size = cap.sizes(abs(scale) * _finite(q[:, :, rows]).abs() @ _finite(k).abs().mT)
         through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
         out, dy = p @ v, _finite(dout[:, :, rows])
         weights = p * (1 + size + lse.abs()[..., None])
@@ -94,21 +103,48 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: float | None, sink) -> Ten
     return wide * sums + narrow * squares.sqrt()
 
 
-def _wide(q, k, v, dout, p, lse, dlse, share, scale: float) -> tuple[Tensor, ...]:
-    scores = scale * q @ k.mT
+def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tuple[Tensor, ...]:
+    scores = cap.sizes(scale * q @ k.mT)
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
     ds = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + dlse[..., None])
+    ds = ds * cap.of_ds(scores)
     return out, lse + (p * (1 + scores)).sum(-1) / share, scale * ds @ k, scale * ds.mT @ q, weights.mT @ dout
 
 
-def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor) -> tuple[Tensor | None, ...]:
+def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float) -> tuple[Tensor | None, ...]:
     """Return the second table. The rounding error of p and ds is at least that of size ``least``."""
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
-    ds = (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least
-    dq = _rss(ds, k) + delta * (p @ k).abs()
-    return out_error, None, scale * dq, scale * _rss((ds + p * delta).mT, q), _rss((p + least).mT, dout)
+    ds = slope * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least
+    p_ds = slope * p
+    dq = _rss(ds, k) + delta * (p_ds @ k).abs()
+    return out_error, None, scale * dq, scale * _rss((ds + p_ds * delta).mT, q), _rss((p + least).mT, dout)
+
+
+class _Cap(NamedTuple):
+    """The ratios t of scores to a soft-cap, and the slopes of tanh there; without a soft-cap, 0 and 1."""
+
+    softcap: float
+    ratio: Tensor | float
+    slope: Tensor | float
+
+    def sizes(self, x: Tensor) -> Tensor:
+        """Return A of capped scores from that of scores."""
+        return self.slope * x + 4 * self.softcap * self.ratio
+
+    def of_ds(self, sizes: Tensor) -> Tensor | float:
+        """Return the factor of D. ``sizes``: A of capped scores."""
+        return self.slope + self.ratio * (4 * self.ratio + 2 / self.softcap * sizes)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
+    """Return the soft-cap of scores, and the capped ones: -inf stays."""
+    if softcap is None:
+        return _Cap(1.0, 0.0, 1.0), scores
+    ratio = torch.tanh(scores / softcap)
+    capped = torch.where(scores == -torch.inf, scores, softcap * ratio)
+    return _Cap(softcap, ratio.abs(), 1 - ratio.square()), capped
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:

@@ -1,0 +1,39 @@
+"""Soft-caps in the Hopper kernels: a score s becomes softcap * tanh(s / softcap), before the mask and the maximum.
+
+`tanh.approx.f32` has 11 correct bits, too few for lse. So a score costs two more operations of the unit for exponentials
+and about 14 of the others. Without a soft-cap, SOFTCAP is None, and nothing is added to a kernel.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from canon.fast.kernels.gluon.ptx import capped_weights, tanh
+from canon.fast.kernels.triton.blocks import LOG2E
+
+
+@gluon.jit
+def capped(s, scale_log2, SOFTCAP: gl.constexpr):
+    """Return the capped scores in base 2; without a soft-cap s, which still needs the factor `factor_of_capped`."""
+    if SOFTCAP is None:
+        return s
+    else:
+        return tanh(s * (scale_log2 * (1.0 / (SOFTCAP * LOG2E)))) * (SOFTCAP * LOG2E)
+
+
+@gluon.jit
+def factor_of_capped(scale_log2, SOFTCAP: gl.constexpr):
+    """Return 1, or without a soft-cap scale_log2."""
+    if SOFTCAP is None:
+        return scale_log2
+    else:
+        return gl.to_tensor(1.0)
+
+
+@gluon.jit
+def weights(s, lse, scale_log2, SOFTCAP: gl.constexpr):
+    """Return P, and P times the derivative of the capped by the uncapped scores, which may be NaN in hidden cells."""
+    if SOFTCAP is None:
+        p = gl.exp2(s * scale_log2 - lse)
+        return p, p
+    else:
+        return capped_weights(s * (scale_log2 * (1.0 / (SOFTCAP * LOG2E))), lse, SOFTCAP * LOG2E)

@@ -1,0 +1,164 @@
+"""With ``softcap``, scores s become softcap * tanh(s / softcap) before they are masked, in both halves and both passes."""
+
+import pytest
+import torch
+from interpreted_replay import EVERYWHERE
+from invariant_worlds import LAYOUTS, attended, different
+from sharded import attending, layout_of, on_this_rank, whole
+
+from canon import Band, Layout, Mask, fast
+from canon.fast.kernels.cuda import launch as cuda
+from canon.fast.replay import recordings
+from canon.masks.plan_cache import PLANS
+from canon.runtime.checks import CappedScale
+from canon.testing import process_groups
+from canon.testing.judge import Attended, agreement, oracle, orders
+from canon.testing.simulated_kernels import simulated
+
+N = 60
+MASK = Mask(
+    [Band(0, 20, 0, 20, -N, 0), Band(24, N, 30, 50, -30, 0)], N, N
+)  # queries 20 to 29 and some keys see nothing
+SCALE, SOFTCAP = 1.7, 2.0  # most scores are bent
+
+
+def definition(q, k, v, mask, scale=SCALE, softcap=SOFTCAP, sink=None):
+    """Return out and lse by the definition, with every score in memory."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    visible = mask.dense()
+    seen = visible.any(1)
+    scores = softcap * torch.tanh(scale * (q @ k.mT) / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)[..., seen, :]
+    lse = torch.logsumexp(scores, -1)
+    out = torch.exp(scores - lse[..., None]) @ v
+    if sink is not None:
+        out = torch.sigmoid(lse - sink[:, None])[..., None] * out
+    results = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
+    return results[0].index_copy(2, seen.nonzero()[:, 0], out).transpose(1, 2), results[1].index_copy(
+        2, seen.nonzero()[:, 0], lse
+    )
+
+
+def passes(attend, tensors, *more):
+    """Return out, lse and the gradients of q, k, v and ``more``."""
+    q, k, v, dout, dlse = tensors
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, *more)]
+    out, lse = attend(*leaves)
+    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(~seen(), 0)))
+
+
+def seen():
+    return MASK.dense().any(1)
+
+
+def close(mine, theirs):
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["auto", "split", "fused", "head_parallel"])
+def test_both_passes_equal_the_definition(half, method):
+    tensors, sink = whole(MASK), torch.linspace(-1, 1, 4, dtype=torch.float64)
+    options = dict(scale=SCALE, softcap=SOFTCAP, backward=method, return_lse=True)
+    attend = lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink, **options)
+    theirs = passes(lambda q, k, v, sink: definition(q, k, v, MASK, sink=sink), tensors, sink)
+    close(passes(attend, tensors, sink), theirs)
+
+
+def test_the_raw_passes_equal_the_definition_and_hidden_tokens_may_hold_nan(half):
+    q, k, v, dout, dlse = whole(MASK)
+    out, lse, *grads = passes(lambda q, k, v: definition(q, k, v, MASK), (q, k, v, dout, dlse))
+    hidden = ~MASK.dense()
+    for x in (q, dout):
+        x[:, hidden.all(1)] = torch.nan
+    for x in (k, v):
+        x[:, hidden.all(0)] = torch.nan
+    options = dict(scale=SCALE, softcap=SOFTCAP)
+    mine = half.attention_forward(q, k, v, MASK, **options)
+    close(mine, (out, lse))
+    dlse = dlse.masked_fill(~seen(), 0)
+    for method in ("split", "fused", "head_parallel"):
+        close(half.attention_backward(dout, q, k, v, *mine, MASK, dlse=dlse, method=method, **options), grads)
+
+
+@pytest.mark.parametrize("name", ["ring", "strided, split", "strided, ring", "magi keeps"])
+def test_several_ranks_equal_the_definition(half, name):
+    tensors, layout = whole(MASK), layout_of(name, N, 3, Layout.zigzag(N, 3))
+    attend = attending(half, name, MASK, layout, scale=SCALE, softcap=SOFTCAP)
+    q, k, v, dout, dlse = tensors
+    given = q, k, v, dout, dlse.masked_fill(~seen(), 0)
+    for got in process_groups.threads(lambda: on_this_rank(attend, layout, given), 3)[:1]:
+        close(got, passes(lambda q, k, v: definition(q, k, v, MASK), tensors))
+
+
+def test_decoding_on_several_ranks_equals_the_definition(half):
+    q, k, v, *_ = whole(MASK)
+    mask = Mask.causal(5, N)
+    expected = definition(q[:, :5], k, v, mask)
+
+    def program():
+        from torch.distributed import get_rank
+
+        layout, rank = Layout.contiguous(N, 3), get_rank()
+        keys = layout.positions(rank)
+        mine = mask.crop(keys=range(int(keys[0]), int(keys[-1]) + 1))
+        parts = layout.shard(k, rank), layout.shard(v, rank)
+        return half.decode_attention(q[:, :5], *parts, mine, scale=SCALE, softcap=SOFTCAP, return_lse=True)
+
+    for got in process_groups.threads(program, 3):
+        close(got, expected)
+
+
+@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+def test_bits_do_not_depend_on_the_number_of_ranks(half, function):
+    mask = Mask.causal(200)
+    tensors = whole(mask, dtype=torch.float32)
+    options = dict(scale=SCALE, softcap=SOFTCAP)
+    one = attended(half, "attention", mask, Layout.contiguous(200, 1), tensors, **options)
+    assert not different(one, attended(half, function, mask, LAYOUTS["contiguous"](mask, 2), tensors, **options))
+
+
+def test_a_replayed_pass_belongs_to_one_softcap(monkeypatch):
+    PLANS.clear()
+    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
+    tensors, runs = whole(MASK), {}
+    for softcap in (1.0, 2.0, None, 1.0, 2.0, None):
+        attend = lambda q, k, v, softcap=softcap: fast.attention(q, k, v, MASK, softcap=softcap, return_lse=True)
+        runs.setdefault(softcap, []).append(passes(attend, tensors))
+    for first, replayed in runs.values():
+        assert all(map(torch.equal, first, replayed))
+    close(runs[2.0][1], passes(lambda q, k, v: definition(q, k, v, MASK, 8**-0.5), tensors))
+    assert not torch.allclose(runs[1.0][0][0], runs[2.0][0][0])
+    PLANS.clear()
+
+
+@pytest.mark.parametrize(("d", "method"), [(64, "fused"), (64, "head_parallel"), (256, "split")])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_the_hopper_kernels_agree(d, method, softcap):
+    mask = Mask.window(300, 250, 3)  # the last queries see three tiles: the second and third keep a stale maximum
+    q, k, v, dout, dlse = whole(mask, h=2, g=1, d=d, dv=d, dtype=torch.bfloat16)
+    options = dict(scale=2 * d**-0.5, softcap=softcap, backward=method, return_lse=True)
+    with fast.backend("gluon"), simulated():
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out, lse = fast.attention(*leaves, mask, **options)
+        grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    given = q, k, v, dout, mask, CappedScale(2 * d**-0.5, softcap), dlse
+    verdict = agreement(Attended(out.detach(), lse.detach(), *grads), oracle(*given), orders(*given))
+    assert verdict.agrees, str(verdict)
+
+
+def test_a_softcap_far_above_the_scores_changes_nothing_beyond_rounding(half):
+    tensors = whole(MASK, dtype=torch.float32)
+    mine = passes(lambda q, k, v: half.attention(q, k, v, MASK, softcap=1e6, return_lse=True), tensors)
+    theirs = passes(lambda q, k, v: half.attention(q, k, v, MASK, return_lse=True), tensors)
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
+
+
+def test_the_cuda_kernels_refuse_a_softcap():
+    assert cuda.uncapped(0.5) == 0.5
+    with pytest.raises(
+        ValueError, match=r'the CUDA kernels have no soft-cap, got softcap=5.0: use backend\("triton"\)'
+    ):
+        cuda.uncapped(CappedScale(0.5, 5.0))

@@ -1,0 +1,48 @@
+"""Heads up to 512 wide: both halves agree with float64, and wider ones raise on the kernels."""
+
+import pytest
+import torch
+from sharded import whole
+
+from canon import Mask, fast
+from canon.fast.kernels.triton.config import SMALLEST, fitting, shared_bytes
+from canon.testing.compile import SHARED_LIMIT
+from canon.testing.judge import Attended, agreement, oracle, orders
+
+MASK = Mask.window(150, 90, 3)
+
+
+@pytest.mark.parametrize(("d", "dv", "method"), [(512, 512, "split"), (512, 512, "fused"), (300, 512, "head_parallel")])
+def test_both_passes_agree(half, d, dv, method):
+    q, k, v, dout, dlse = whole(MASK, h=2, g=1, d=d, dv=dv, dtype=torch.bfloat16)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = half.attention(*leaves, MASK, backward=method, return_lse=True)
+    got = Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    given = q, k, v, dout, MASK, None, dlse
+    verdict = agreement(got, oracle(*given), orders(*given))
+    assert verdict.agrees, str(verdict)
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_tiles_for_512_fit_the_device(arch):
+    for kernel in ("forward", "dq", "dkdv", "parts"):
+        config = fitting(kernel, 512, 512, 2, SHARED_LIMIT[arch], False, arch == 90)
+        assert config != SMALLEST
+        assert shared_bytes(kernel, config, 512, 512, 2) <= SHARED_LIMIT[arch]
+    fitting("fused", 512, 512, 2, SHARED_LIMIT[arch], False, arch == 90)
+
+
+def test_wider_heads_raise_and_name_the_limit():
+    wide = torch.zeros(1, 4, 1, 520)
+    with pytest.raises(ValueError, match="Triton kernels support heads up to 512 wide, got .* padded to 1024 and 1024"):
+        fast.attention(wide, wide, wide)
+
+
+def test_the_hopper_kernels_leave_them_to_triton():
+    x = torch.zeros(1, 4, 1, 512, dtype=torch.bfloat16)
+    from canon.fast.kernels.gluon import launch
+
+    with pytest.raises(
+        ValueError, match=r'supports heads up to \(256, 256\) wide, not \(512, 512\): use backend\("tri'
+    ):
+        launch.forward(x, x, x, Mask.causal(4), 1.0, x, torch.zeros(1, 1, 4))
