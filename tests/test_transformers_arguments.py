@@ -67,6 +67,8 @@ def test_a_model_may_keep_some_queries_of_a_mask():
     whole = build_mask(2, 16, 16, attention_mask=padding)
     for mask, kept in zip(whole.masks, whole[:, :, slice(-2, None), :].masks, strict=True):
         assert torch.equal(kept.dense(), mask.dense()[-2:])
+    compiled = torch.compile(lambda x: (x + 1, whole[:, :, slice(-2, None), :].masks), backend="aot_eager")
+    assert compiled(torch.ones(1))[1] == whole[:, :, slice(-2, None), :].masks
     with pytest.raises(TypeError, match=r"has only \[:, :, rows, :\]"):
         whole[..., :8]
     with sharded(None, LAYOUT, half="reference"):

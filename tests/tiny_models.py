@@ -1,6 +1,7 @@
 """Tiny random models of transformers, with large weights, so that attention matters; and one training step of them."""
 
 import copy
+import sys
 
 import torch
 import torch.distributed as dist
@@ -56,13 +57,18 @@ EXPERT_MODELS = "GptOss", "Qwen3Moe", "DeepseekV3"
 
 
 class Float64(TorchFunctionMode):
-    """Let models of transformers compute in float64 where they ask for float32: norms, softmax, rotary angles, routers."""
+    """Replace float32 by float64 in the norms, softmax, rotary angles and routers of transformers, and nowhere else."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, caller = kwargs or {}, sys._getframe(1)
+        while caller.f_globals["__name__"].startswith("torch"):
+            caller = caller.f_back
+        if not caller.f_globals["__name__"].startswith("transformers."):
+            return function(*args, **kwargs)
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         args = [torch.float64 if x is torch.float32 else x for x in args]
-        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in (kwargs or {}).items()}
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
         return function(*args, **kwargs)
 
 

@@ -209,7 +209,7 @@ def _check_decoder(pattern: Pattern, config: Any) -> None:
         )
 
 
-GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
@@ -269,20 +269,21 @@ def attend_layer(
     if isinstance(attention_mask, Sharding):
         out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, sink=s_aux)
         return out.contiguous(), None
-    masks = attention_mask.masks if isinstance(attention_mask, LayerMask) else attention_mask
-    if masks is None:
+    if isinstance(attention_mask, LayerMask):
+        attention_mask = attention_mask.masks
+    if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        masks = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
-    if not isinstance(masks, Mask | tuple):
+        attention_mask = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
+    if not isinstance(attention_mask, Mask | tuple):
         raise TypeError(
-            f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(masks)}: for other cells use "
-            "`sharded` with a Mask"
+            f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(attention_mask)}: for other "
+            "cells use `sharded` with a Mask"
         )
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
-        _check_positions(positions, masks)
+        _check_positions(positions, attention_mask)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
-    return half.attention(q, k, v, masks, scale=scaling, sink=s_aux).contiguous(), None
+    return half.attention(q, k, v, attention_mask, scale=scaling, sink=s_aux).contiguous(), None
 
 
 _checked: list[tuple[Any, tuple]] = [(lambda: None, ())]  # the last position_ids and their masks: layers share them

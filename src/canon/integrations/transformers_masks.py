@@ -16,6 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from canon.masks.band import picked
 from canon.masks.mask import Mask
+from canon.runtime.graph_break import untraced
 
 __all__ = ["LayerMask", "Pattern", "kept_queries", "own_masks", "padded", "pattern_of", "windowed"]
 
@@ -37,6 +38,7 @@ class LayerMask:
     def __init__(self, masks: list[Mask]):
         self.masks = masks[0] if len(set(masks)) == 1 else tuple(masks)
 
+    @untraced
     def __getitem__(self, index: Any) -> "LayerMask":
         """Keep some queries, as a model does with a 4-D mask: ``mask[:, :, rows, :]``."""
         masks = [self.masks] if isinstance(self.masks, Mask) else self.masks
