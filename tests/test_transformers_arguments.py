@@ -24,8 +24,10 @@ def attend(queries=16, keys=16, mask=None, module=None, **options):
 # --- masks
 
 
-def cells(function, n=16, b=1, padding=None):
-    return masking_utils.sdpa_mask(b, n, n, mask_function=function, attention_mask=padding, allow_is_causal_skip=False)
+def cells(function, sizes=(16, 16, 0, 0), b=1, padding=None):
+    return masking_utils.sdpa_mask(
+        b, *sizes, mask_function=function, attention_mask=padding, allow_is_causal_skip=False
+    )
 
 
 def packed(function, documents):
@@ -46,18 +48,40 @@ PATTERNS = [
 
 @pytest.mark.parametrize("function", PATTERNS)
 def test_masks_have_the_cells_of_transformers(function):
-    assert torch.equal(build_mask(1, 16, 16, mask_function=function).dense(), cells(function)[0, 0])
+    assert torch.equal(build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0])
     padding = torch.rand(3, 16, generator=torch.Generator().manual_seed(0)) < 0.7
     padding[2] = False  # every key is padding
-    masks = build_mask(3, 16, 16, mask_function=function, attention_mask=padding)
-    for mask, dense in zip(masks, cells(function, b=3, padding=padding)[:, 0], strict=True):
-        assert torch.equal(mask.dense(), dense)
+    for sizes in ((16, 16, 0, 0), (1, 16, 15, 0), (1, 7, 15, 9), (3, 9, 13, 7), (5, 20, 4, 0), (5, 16, 0, 0)):
+        masks = build_mask(3, *sizes, mask_function=function, attention_mask=padding).masks
+        for mask, dense in zip(masks, cells(function, sizes, b=3, padding=padding)[:, 0], strict=True):
+            assert torch.equal(mask.dense(), dense)
+
+
+def test_one_token_after_a_cache_sees_the_last_row_of_a_causal_mask():
+    assert build_mask(2, 3, 16, 13).masks == Mask.causal(3, 16)
+
+
+def test_a_model_may_keep_some_queries_of_a_mask():
+    padding = torch.ones(2, 16, dtype=torch.bool)
+    padding[1, :5] = False
+    whole = build_mask(2, 16, 16, attention_mask=padding)
+    for mask, kept in zip(whole.masks, whole[:, :, slice(-2, None), :].masks, strict=True):
+        assert torch.equal(kept.dense(), mask.dense()[-2:])
+    compiled = torch.compile(lambda x: (x + 1, whole[:, :, slice(-2, None), :].masks), backend="aot_eager")
+    assert compiled(torch.ones(1))[1] == whole[:, :, slice(-2, None), :].masks
+    with pytest.raises(TypeError, match=r"has only \[:, :, rows, :\]"):
+        whole[..., :8]
+    with sharded(None, LAYOUT, half="reference"):
+        whole = build_mask(1, 16, 16)
+        assert whole[:, :, slice(0, None), :] is whole
+        with pytest.raises(ValueError, match="sharded needs all queries of a rank: leave out logits_to_keep"):
+            whole[:, :, slice(-1, None), :]
 
 
 @pytest.mark.parametrize("function", PATTERNS)
 def test_masks_of_packs_have_the_cells_of_transformers(function):
     function = packed(function, [9, 1, 6])
-    assert torch.equal(build_mask(1, 16, 16, mask_function=function).dense(), cells(function)[0, 0])
+    assert torch.equal(build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +125,7 @@ def test_a_layer_without_a_mask_is_full_causal_or_windowed():
         ({"cache": object()}, "cache=.* is not supported"),
         ({"output_attentions": True}, "output_attentions=True .*is not supported"),
         ({"cu_seq_lens_q": torch.tensor([0, 16])}, "cu_seq_lens_q=.* pass position_ids"),
-        ({"keys": 20}, "16 queries and 20 keys: cross-attention and a KV cache"),
+        ({"keys": 20}, "16 queries and 20 keys has no mask from transformers"),
     ],
 )
 def test_unsupported_options_raise(options, message):
@@ -116,31 +140,33 @@ def test_a_4d_mask_raises():
         tiny("Llama", "canon")(input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
 
 
-def test_a_cache_with_earlier_tokens_raises():
-    model = tiny("Gemma3", "canon").eval()
+def test_several_tokens_after_a_cache_compute_as_in_one_pass():
+    model, ids = tiny("Gemma3", "canon").eval(), tokens(20)
     with torch.no_grad():
-        first = model(input_ids=tokens(8), use_cache=True)
-        with pytest.raises(ValueError, match="1 queries from token 8 on see 9 keys.*sdpa"):
-            model(input_ids=tokens(1), past_key_values=first.past_key_values)
-        with pytest.raises(ValueError, match="KV cache with earlier tokens"):
-            model.generate(tokens(8), max_new_tokens=2)
+        expected = model(input_ids=ids).logits
+        first = model(input_ids=ids[:, :15], use_cache=True)
+        found = model(input_ids=ids[:, 15:], past_key_values=first.past_key_values).logits
+    torch.testing.assert_close(found, expected[:, 15:])
 
 
-def encoder_and_decoder():
+def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded():
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, attn_implementation="canon",
+        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, init_std=0.5, attn_implementation="eager",
     )  # fmt: skip
     register()
-    return transformers.BartModel(config).eval()
-
-
-def test_cross_attention_raises():
-    model = encoder_and_decoder()
-    with pytest.raises(ValueError, match="Cross-attention"):
-        model(input_ids=tokens(8), decoder_input_ids=tokens(5), use_cache=False)
-    with pytest.raises(ValueError, match="encoders of encoder-decoder models"), sharded(None, LAYOUT, half="reference"):
-        model(input_ids=tokens(16), decoder_input_ids=tokens(16), use_cache=False)
+    model, padding = transformers.BartModel(config).eval(), torch.ones(2, 16, dtype=torch.long)
+    padding[1, 11:] = 0
+    inputs = dict(input_ids=tokens(16, 2), attention_mask=padding, decoder_input_ids=tokens(5, 2))
+    with torch.no_grad():
+        expected = model(**inputs).last_hidden_state
+        model.set_attn_implementation("canon")
+        torch.testing.assert_close(model(**inputs).last_hidden_state, expected)
+        with (
+            pytest.raises(ValueError, match="encoders of encoder-decoder models"),
+            sharded(None, LAYOUT, half="reference"),
+        ):
+            model(input_ids=tokens(16), decoder_input_ids=tokens(16), use_cache=False)
 
 
 def test_a_layer_without_a_mask_raises_inside_sharded():

@@ -1,10 +1,12 @@
 """Tiny random models of transformers, with large weights, so that attention matters; and one training step of them."""
 
 import copy
+import sys
 
 import torch
 import torch.distributed as dist
 import transformers
+from torch.overrides import TorchFunctionMode
 
 from canon import Layout
 from canon.integrations.transformers import register, sharded
@@ -24,6 +26,19 @@ SIZES = dict(
 )
 WINDOWED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
 EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+FOUR_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
+SHARED_KEYS = dict(num_hidden_layers=4, layer_types=WINDOWED["layer_types"] * 2, num_kv_shared_layers=2)
+PER_LAYER_INPUTS = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
+LATENT = dict(
+    head_dim=8,
+    num_key_value_heads=4,
+    kv_lora_rank=12,
+    q_lora_rank=20,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+)
+GROUPS = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1)
 CONFIGS = {
     "Llama": (transformers.LlamaConfig, SIZES),
     "Qwen3": (transformers.Qwen3Config, SIZES),
@@ -33,7 +48,39 @@ CONFIGS = {
     ),
     "Gemma3": (transformers.Gemma3TextConfig, SIZES | WINDOWED),
     "GptOss": (transformers.GptOssConfig, SIZES | WINDOWED | EXPERTS),
+    "Mistral": (transformers.MistralConfig, SIZES | dict(sliding_window=WINDOW)),
+    "Qwen3Moe": (transformers.Qwen3MoeConfig, SIZES | FOUR_EXPERTS | dict(num_experts=4)),
+    "Gemma2": (transformers.Gemma2Config, SIZES | WINDOWED),
+    "Gemma4": (
+        transformers.Gemma4TextConfig,
+        SIZES | WINDOWED | SHARED_KEYS | PER_LAYER_INPUTS | dict(global_head_dim=24),
+    ),
+    "DeepseekV3": (transformers.DeepseekV3Config, SIZES | FOUR_EXPERTS | LATENT | GROUPS),
 }
+EXPERT_MODELS = "GptOss", "Qwen3Moe", "DeepseekV3"
+
+
+class Float64(TorchFunctionMode):
+    """Replace float32 by float64 in the norms, softmax, rotary angles and routers of transformers, and nowhere else."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, caller = kwargs or {}, sys._getframe(1)
+        while caller.f_globals["__name__"].startswith("torch"):
+            caller = caller.f_back
+        if not caller.f_globals["__name__"].startswith("transformers."):
+            return function(*args, **kwargs)
+        if function is torch.Tensor.float:
+            function = torch.Tensor.double
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
+        return function(*args, **kwargs)
+
+
+def tiny64(name, attention="eager"):
+    """Return `tiny` in float64, to be called inside `Float64`. Grouped products of experts have no float64."""
+    changes = {"experts_implementation": "eager"} if name in EXPERT_MODELS else {}
+    with Float64():
+        return tiny(name, attention, **changes).double()
 
 
 def tiny(name, attention="eager", **changes):

@@ -16,29 +16,41 @@ transformers builds the mask of each kind of layer once in a forward pass:
 On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A layer keeps its mask and
 group, so a checkpoint may recompute it after `sharded` has ended.
 
-Limits: dropout, position bias, cross-attention, a KV cache with earlier tokens, 4-D masks, chunked and custom masks
-raise. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document. Outside
-`sharded`, packed `position_ids` raise if the model does not give them to its mask, as gpt-oss; a compiled model is not checked.
+`generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
+
+Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and cross-attention inside `sharded`.
+Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document. Outside `sharded`,
+packed `position_ids` raise if the model does not give them to its mask, as gpt-oss; a compiled model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 from transformers.masking_utils import causal_mask_function
 
+from canon.integrations.transformers_masks import (
+    LayerMask,
+    Pattern,
+    kept_queries,
+    own_masks,
+    padded,
+    pattern_of,
+    windowed,
+)
 from canon.masks.arguments import shown
 from canon.masks.band import picked
 from canon.masks.layout import Layout
@@ -119,6 +131,16 @@ class Sharding:
             raise ValueError(f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens")
         self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
+    def __getitem__(self, index: Any) -> "Sharding":
+        """Return self for ``mask[:, :, :, :]``. Raises ValueError if a model drops queries."""
+        tokens = self.layout.tokens
+        if kept_queries(index, tokens) != range(tokens):
+            raise ValueError(
+                f"canon: the model takes [{index}] of its mask, but sharded needs all queries of a rank: leave out "
+                "logits_to_keep"
+            )
+        return self
+
 
 _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=None)
 
@@ -149,15 +171,6 @@ def _attention_of(half: str, function: str, options: dict[str, Any], layout: Lay
 # --- masks
 
 
-class Pattern(NamedTuple):
-    """A mask function of transformers: causal or not, window bounds (None is no bound), documents (b, n) or None."""
-
-    causal: bool = False
-    left: int | None = None
-    right: int | None = None
-    documents: Tensor | None = None
-
-
 @untraced
 def build_mask(
     batch_size: int,
@@ -169,70 +182,21 @@ def build_mask(
     attention_mask: Tensor | None = None,
     config: Any = None,
     **_: Any,
-) -> Mask | tuple[Mask, ...] | Sharding:
-    """Return the mask of one kind of layer: a Mask, a tuple of one for each sequence, or inside `sharded` a `Sharding`.
+) -> LayerMask | Sharding:
+    """Return the mask of one kind of layer, inside `sharded` a `Sharding`.
 
-    ``attention_mask`` is bool (b, n), False for padding. Raises ValueError for unsupported masks.
+    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries are the tokens from ``q_offset`` on, keys
+    those from ``kv_offset`` on. Raises ValueError for unsupported masks.
     """
-    if q_length != kv_length or int(q_offset) or int(kv_offset):
-        raise ValueError(
-            f"canon: {q_length} queries from token {int(q_offset)} on see {kv_length} keys from token {int(kv_offset)} on. "
-            "Cross-attention, a KV cache with earlier tokens, and an attention_mask of another length than the tokens are "
-            'not supported: use attn_implementation="sdpa" there'
-        )
     pattern, sharding = pattern_of(mask_function), _current.get()
+    rows = range(int(q_offset), int(q_offset) + q_length)
+    columns = range(kv_offset, kv_offset + kv_length)
     if sharding is not None:
         _check_decoder(pattern, config)
+        _check_whole(rows, columns)
         return _narrowed(sharding, pattern, attention_mask)
-    base = Mask.causal(q_length) if pattern.causal else Mask.full(q_length)
-    rows = [base] * batch_size
-    if pattern.documents is not None:
-        rows = [
-            Mask.documents(_ends(row), causal=pattern.causal) for row in pattern.documents.cpu().expand(batch_size, -1)
-        ]
-    if attention_mask is not None and not attention_mask.all():
-        rows = [_seen(mask, _runs(row)) for mask, row in zip(rows, attention_mask.cpu(), strict=True)]
-    masks = tuple(_windowed(mask, pattern) for mask in rows)
-    return masks[0] if len(set(masks)) == 1 else masks
-
-
-def pattern_of(function: Callable) -> Pattern:
-    """Return the pattern of a mask function. Raises ValueError for one that bands cannot describe."""
-    name = getattr(function, "__qualname__", type(function).__name__)
-    if getattr(function, "__module__", None) != causal_mask_function.__module__:
-        name = f"{getattr(function, '__module__', None)}.{name}"
-    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-    match name.removesuffix(".<locals>.inner_mask"):
-        case "causal_mask_function":
-            return Pattern(causal=True)
-        case "bidirectional_mask_function":
-            return Pattern()
-        case "sliding_window_overlay":
-            return Pattern(left=held["sliding_window"] - 1)
-        case "sliding_window_bidirectional_overlay":
-            return Pattern(left=held["sliding_window"], right=held["sliding_window"])
-        case "packed_sequence_mask_function":
-            return Pattern(documents=held["packed_sequence_mask"])
-        case "remap_positions_for_packed_sequence":  # positions ascend by 1 in a document, so distances are the same
-            return pattern_of(held["mask_function"])
-        case "and_masks.<locals>.and_mask":
-            return _both([pattern_of(part) for part in held["mask_functions"]])
-    raise ValueError(
-        f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding window, padding and packed "
-        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask that holds these cells'
-    )
-
-
-def _both(patterns: list[Pattern]) -> Pattern:
-    """Return the intersection of patterns."""
-    lefts, rights = ([x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3])
-    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
-    return Pattern(
-        any(pattern.causal for pattern in patterns),
-        min(lefts, default=None),
-        min(rights, default=None),
-        documents[0] if documents else None,
-    )
+    masks = own_masks(pattern, batch_size, max(rows.stop, columns.stop), attention_mask)
+    return LayerMask([mask.crop(rows, columns) for mask in masks])
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
@@ -245,53 +209,28 @@ def _check_decoder(pattern: Pattern, config: Any) -> None:
         )
 
 
+GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
+
+
+def _check_whole(rows: range, columns: range) -> None:
+    """Raise ValueError for a KV cache inside `sharded`. Its first pass looks like training, except for its caller."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not GENERATE:
+        frame = frame.f_back
+    if frame is not None or rows != columns or rows.start:
+        raise ValueError(
+            f"canon: sharded does not support generate() and a KV cache, or an attention_mask of another length than this "
+            f"rank's tokens, and got {len(rows)} queries from token {rows.start} on with {len(columns)} keys: generate on one "
+            "process, outside sharded"
+        )
+
+
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
     """Narrow a sharding by window and padding (b, t). A collective if there is padding."""
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
-        mask = _padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
-    return Sharding(_windowed(mask, pattern), sharding.attention, layout, group)
-
-
-def _padded(mask: Mask, valid: Tensor) -> Mask:
-    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other padding. ``valid``: (b, n)."""
-    some = valid.any(0)
-    mask = _seen(mask, _runs(some))
-    for place, row in enumerate(valid):
-        hidden = _runs(some & ~row)
-        if any(picked(mask.bands, rows, columns) for rows in _runs(row) for columns in hidden):
-            raise ValueError(
-                f"canon: in sequence {place} of {len(valid)}, a token sees padding of an attention_mask that differs between "
-                "sequences. Several ranks take one mask for the batch: pad on the right of causal sequences, or pack them "
-                "into one, and pass Mask.documents"
-            )
-    return mask
-
-
-def _windowed(mask: Mask, pattern: Pattern) -> Mask:
-    return mask if pattern.left is pattern.right is None else mask.windowed(pattern.left, pattern.right)
-
-
-def _seen(mask: Mask, keys: list[range]) -> Mask:
-    """Return the mask without all other keys."""
-    if keys == [range(mask.keys)]:
-        return mask
-    rows = range(mask.queries)
-    bands = [band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)]
-    return Mask.of_disjoint(bands, mask.queries, mask.keys)
-
-
-def _runs(valid: Tensor) -> list[range]:
-    """Return the ranges of True in a bool tensor [n] on the CPU."""
-    edges = torch.diff(valid.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
-    starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
-    return [range(*pair) for pair in zip(starts, stops, strict=True)]
-
-
-def _ends(documents: Tensor) -> list[int]:
-    """Return cu_seqlens of one sequence from the document [n] of each token, on the CPU."""
-    lengths = torch.unique_consecutive(documents, return_counts=True)[1]
-    return [0, *lengths.cumsum(0).tolist()]
+        mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
+    return Sharding(windowed(mask, pattern), sharding.attention, layout, group)
 
 
 # --- attention
@@ -328,23 +267,21 @@ def attend_layer(
         ):
             raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(
-            f"canon: {q.shape[1]} queries and {k.shape[1]} keys: cross-attention and a KV cache with earlier tokens are not "
-            'supported: use attn_implementation="sdpa" there'
-        )
     if isinstance(attention_mask, Sharding):
         out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux)
         return out.contiguous(), None
+    if isinstance(attention_mask, LayerMask):
+        attention_mask = attention_mask.masks
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = _default_mask(q.shape[1], causal, sliding_window)
+        attention_mask = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
     if not isinstance(attention_mask, Mask | tuple):
         raise TypeError(
             f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(attention_mask)}: for other "
             "cells use `sharded` with a Mask"
         )
-    if (positions := options.get("position_ids")) is not None and not torch.compiler.is_compiling():
+    positions = options.get("position_ids")
+    if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
         _check_positions(positions, attention_mask)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
     out = half.attention(q, k, v, attention_mask, scale=scaling, softcap=softcap, sink=s_aux)
@@ -389,8 +326,13 @@ def _warn_of_a_shard() -> None:
     )
 
 
-def _default_mask(tokens: int, causal: bool, sliding_window: int | None) -> Mask:
+def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
     """Return the mask of a layer without one, such as an image encoder. Raise ValueError inside `sharded`."""
+    if tokens != keys:
+        raise ValueError(
+            f"canon: a layer with {tokens} queries and {keys} keys has no mask from transformers.masking_utils: use "
+            'attn_implementation="sdpa" there'
+        )
     if _current.get() is not None:
         raise ValueError(
             "canon: this layer has no mask from transformers.masking_utils, so sharded cannot serve it: choose another "

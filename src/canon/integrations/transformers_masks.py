@@ -1,0 +1,159 @@
+"""Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that a KV cache leaves.
+
+A mask function becomes a `Pattern`. `own_masks` makes the square Mask of each sequence from it, over all tokens so far. A
+`LayerMask` holds its part between the queries of one forward pass and the keys of the cache.
+
+Source: transformers 5.23, masking_utils.py.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function
+
+from canon.masks.band import picked
+from canon.masks.mask import Mask
+from canon.runtime.graph_break import untraced
+
+__all__ = ["LayerMask", "Pattern", "kept_queries", "own_masks", "padded", "pattern_of", "windowed"]
+
+
+class Pattern(NamedTuple):
+    """A mask function of transformers: causal or not, window bounds (None is no bound), documents (b, n) or None."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    documents: Tensor | None = None
+
+
+class LayerMask:
+    """The mask of one kind of layer on one process: one Mask, or a tuple of one for each sequence."""
+
+    __slots__ = ("masks",)
+
+    def __init__(self, masks: list[Mask]):
+        self.masks = masks[0] if len(set(masks)) == 1 else tuple(masks)
+
+    @untraced
+    def __getitem__(self, index: Any) -> "LayerMask":
+        """Keep some queries, as a model does with a 4-D mask: ``mask[:, :, rows, :]``."""
+        masks = [self.masks] if isinstance(self.masks, Mask) else self.masks
+        return LayerMask([mask.crop(kept_queries(index, mask.queries)) for mask in masks])
+
+    def contiguous(self) -> "LayerMask":
+        """Raise ValueError: only `generate` with a static cache calls this, to pass the mask on as a 4-D tensor."""
+        raise ValueError(
+            "canon: generate() with a static cache needs a mask that is a tensor: leave out cache_implementation, or use "
+            'attn_implementation="sdpa"'
+        )
+
+
+def kept_queries(index: Any, queries: int) -> range:
+    """Return the rows of ``mask[:, :, rows, :]``. Raises TypeError for any other index."""
+    match index:
+        case (slice() as batch, slice() as heads, slice() as rows, slice() as keys):
+            if batch == heads == keys == slice(None):
+                return range(queries)[rows]
+    raise TypeError(
+        f"canon: the model takes [{index}] of its mask, but a mask of canon.Mask has only [:, :, rows, :]: use "
+        'attn_implementation="sdpa" for this model'
+    )
+
+
+def pattern_of(function: Callable) -> Pattern:
+    """Return the pattern of a mask function. Raises ValueError for one that bands cannot describe."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if getattr(function, "__module__", None) != causal_mask_function.__module__:
+        name = f"{getattr(function, '__module__', None)}.{name}"
+    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    match name.removesuffix(".<locals>.inner_mask"):
+        case "causal_mask_function":
+            return Pattern(causal=True)
+        case "bidirectional_mask_function":
+            return Pattern()
+        case "sliding_window_overlay":
+            return Pattern(left=held["sliding_window"] - 1)
+        case "sliding_window_bidirectional_overlay":
+            return Pattern(left=held["sliding_window"], right=held["sliding_window"])
+        case "packed_sequence_mask_function":
+            return Pattern(documents=held["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":  # positions ascend by 1 in a document, so distances are the same
+            return pattern_of(held["mask_function"])
+        case "and_masks.<locals>.and_mask":
+            return _both([pattern_of(part) for part in held["mask_functions"]])
+    raise ValueError(
+        f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding window, padding and packed "
+        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask that holds these cells'
+    )
+
+
+def _both(patterns: list[Pattern]) -> Pattern:
+    """Return the intersection of patterns."""
+    lefts, rights = ([x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3])
+    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
+    return Pattern(
+        any(pattern.causal for pattern in patterns),
+        min(lefts, default=None),
+        min(rights, default=None),
+        documents[0] if documents else None,
+    )
+
+
+def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) -> list[Mask]:
+    """Return the Mask of each sequence over its n tokens.
+
+    ``valid`` is bool (b, m), False for padding. Tokens from m on are padding, as in transformers.
+    """
+    rows = [Mask.causal(n) if pattern.causal else Mask.full(n)] * sequences
+    if pattern.documents is not None:
+        documents = pattern.documents.cpu().expand(sequences, -1)
+        rows = [Mask.documents(_ends(row), causal=pattern.causal) for row in documents]
+    if valid is not None and (valid.shape[1] < n or not valid.all()):
+        rows = [_seen(mask, _runs(row[:n])) for mask, row in zip(rows, valid.cpu(), strict=True)]
+    return [windowed(mask, pattern) for mask in rows]
+
+
+def padded(mask: Mask, valid: Tensor) -> Mask:
+    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other padding. ``valid``: (b, n)."""
+    some = valid.any(0)
+    mask = _seen(mask, _runs(some))
+    for place, row in enumerate(valid):
+        hidden = _runs(some & ~row)
+        if any(picked(mask.bands, rows, columns) for rows in _runs(row) for columns in hidden):
+            raise ValueError(
+                f"canon: in sequence {place} of {len(valid)}, a token sees padding of an attention_mask that differs between "
+                "sequences. Several ranks take one mask for the batch: pad on the right of causal sequences, or pack them "
+                "into one, and pass Mask.documents"
+            )
+    return mask
+
+
+def windowed(mask: Mask, pattern: Pattern) -> Mask:
+    """Return the mask inside the pattern's window."""
+    return mask if pattern.left is pattern.right is None else mask.windowed(pattern.left, pattern.right)
+
+
+def _seen(mask: Mask, keys: list[range]) -> Mask:
+    """Return the mask without all other keys."""
+    if keys == [range(mask.keys)]:
+        return mask
+    rows = range(mask.queries)
+    bands = [band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)]
+    return Mask.of_disjoint(bands, mask.queries, mask.keys)
+
+
+def _runs(valid: Tensor) -> list[range]:
+    """Return the ranges of True in a bool tensor [n] on the CPU."""
+    edges = torch.diff(valid.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
+    return [range(*pair) for pair in zip(starts, stops, strict=True)]
+
+
+def _ends(documents: Tensor) -> list[int]:
+    """Return cu_seqlens of one sequence from the document [n] of each token, on the CPU."""
+    lengths = torch.unique_consecutive(documents, return_counts=True)[1]
+    return [0, *lengths.cumsum(0).tolist()]
