@@ -15,7 +15,7 @@ from tiny_models import tiny
 from trainer_runs import COLLATOR, assert_same, losses_and_weights, texts
 from transformers import Trainer, TrainingArguments
 
-from canon.integrations.trainer import ContextParallelTrainer, ShardingCollator, _check_successive, mask_of
+from canon.integrations.trainer import ContextParallelTrainer, ShardingCollator, _check_successive, mask_of, readers
 
 DATA = dict(train=texts(11), evaluation=texts(5))  # the last batch of an epoch is short
 plain = partial(losses_and_weights, Trainer, TrainingArguments, **DATA, attention="eager", **COLLATOR)
@@ -88,6 +88,10 @@ def test_layers_that_mix_tokens_outside_of_attention_raise(tmp_path):
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match="'linear_attention' would mix the tokens of one rank only"):
         ContextParallelTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none"))
+
+
+def test_ranks_of_a_group_read_the_same_batches():
+    assert [readers(rank, 6, 3) for rank in range(6)] == [(2, 0)] * 3 + [(2, 1)] * 3
 
 
 def test_a_group_has_successive_ranks():

@@ -89,11 +89,9 @@ class ContextParallelTrainer(Trainer):
                 f"{type(self).__name__}: {shown(loader.dataset)} has no length or is dispatched by rank 0, so ranks would read "
                 "different batches: pass a dataset with a length, and leave dispatch_batches out"
             )
-        groups = ranks // self.context_ranks if kwargs.get("is_training") else 1
-        batches.num_processes, batches.process_index = groups, dist.get_rank() // self.context_ranks % groups
-        batches.even_batches = (
-            batches.even_batches and groups > 1
-        )  # one group takes a short last batch as one process does
+        held_by = self.context_ranks if kwargs.get("is_training") else ranks
+        batches.num_processes, batches.process_index = readers(dist.get_rank(), ranks, held_by)
+        batches.even_batches &= ranks > held_by  # one group takes a short last batch as one process does
         return loader
 
     def compute_loss(
@@ -146,6 +144,11 @@ class ShardingCollator:
         mask = mask_of(batch)
         layout = self.layout(mask, self.ranks)
         return {**layout.shard_batch(batch, self.rank), SHARDING: (mask, layout)}
+
+
+def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
+    """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's group among them."""
+    return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
