@@ -49,8 +49,8 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: a ProcessGroup or a DeviceMesh of one dimension, of successive ranks; None is all ranks. If there are several
-            groups, each reads its own batches, and each rank passes its own group.
+        group: a ProcessGroup or a DeviceMesh of one dimension, of successive ranks; None is all ranks. Each
+            rank passes its own group. Different groups read different batches.
         half, function, options: of `sharded`.
         layout: returns the layout for a mask and a number of ranks. None is `dispatch`.
 
@@ -108,7 +108,7 @@ class ContextParallelTrainer(Trainer):
     def prediction_step(
         self, model: Any, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        """Return the loss of a batch. Raises ValueError if predictions are asked for."""
+        """Return the loss of a batch. Raises ValueError unless ``prediction_loss_only``."""
         if not prediction_loss_only:
             raise ValueError(f"{type(self).__name__} gives no predictions: call evaluate, for the loss")
         with torch.no_grad(), self.compute_loss_context_manager():
