@@ -36,7 +36,6 @@ NAMES = {
 }
 USES = "step", "packed", "packed in sharded", "generate"  # the columns of the table
 RAISES = {("GptOss", "packed"): "position_ids restart .*pass use_cache=False, or use canon.integrations"}
-RAISES |= {("Gemma2", use): "softcap=50.0 .* is not supported: set attn_logit_softcapping=None" for use in USES}
 TOLERANCE = 1e-9
 FUNCTIONS = {1: "magi", 2: "ring", 4: "strided"}  # of each number of ranks
 

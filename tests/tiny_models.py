@@ -50,7 +50,6 @@ CONFIGS = {
     "GptOss": (transformers.GptOssConfig, SIZES | WINDOWED | EXPERTS),
     "Mistral": (transformers.MistralConfig, SIZES | dict(sliding_window=WINDOW)),
     "Qwen3Moe": (transformers.Qwen3MoeConfig, SIZES | FOUR_EXPERTS | dict(num_experts=4)),
-    "Gemma2": (transformers.Gemma2Config, SIZES | WINDOWED),
     "Gemma4": (
         transformers.Gemma4TextConfig,
         SIZES | WINDOWED | SHARED_KEYS | PER_LAYER_INPUTS | dict(global_head_dim=24),
