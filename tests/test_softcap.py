@@ -133,12 +133,14 @@ def test_a_replayed_pass_belongs_to_one_softcap(monkeypatch):
     PLANS.clear()
 
 
-@pytest.mark.parametrize(("d", "method"), [(64, "fused"), (64, "head_parallel"), (256, "split")])
+@pytest.mark.parametrize(
+    ("d", "method", "invariant"), [(64, "fused", False), (64, "head_parallel", True), (256, "split", False)]
+)
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
-def test_the_hopper_kernels_agree(d, method, softcap):
+def test_the_hopper_kernels_agree(d, method, invariant, softcap):
     mask = Mask.window(300, 250, 3)  # the last queries see three tiles: the second and third keep a stale maximum
     q, k, v, dout, dlse = whole(mask, h=2, g=1, d=d, dv=d, dtype=torch.bfloat16)
-    options = dict(scale=2 * d**-0.5, softcap=softcap, backward=method, return_lse=True)
+    options = dict(scale=2 * d**-0.5, softcap=softcap, backward=method, rank_invariant=invariant, return_lse=True)
     with fast.backend("gluon"), simulated():
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse = fast.attention(*leaves, mask, **options)
