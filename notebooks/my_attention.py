@@ -102,7 +102,7 @@ def start_cast(x, plan, stage, group):
 
 
 def scores(tile: Any, queries: slice, keys: slice, visible):
-    """Return p, scale * ds and the visible cells of one tile, and its q, k and dout."""
+    """Return p, slope * ds and the visible cells of one tile, and its q, k and dout."""
     return backward._Backward._scores(tile, queries, keys, visible)
 
 

@@ -87,8 +87,7 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor
     kept: list[Tensor] = []
     for step, keys, received in named_steps(key_steps(call, join_kv(k, v))):
         mask = call.plan.local_mask(step, call.rank)
-        options = {"scale": call.scale, "out_dtype": accumulate, "max_logits": max_logits}
-        part = tiled_forward(q, *split_kv(keys, d), mask, **options)
+        part = tiled_forward(q, *split_kv(keys, d), mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
         out, lse = merged(out, lse, *part)
         kept += [received] if call.options["keep_kv"] else []
     return out.to(q.dtype), lse, *kept

@@ -88,9 +88,11 @@ def ring_forward(
     held = [k.contiguous(), v.contiguous()]
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
-        hop, mask = Hop(held, step + 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
-        options = {"scale": call.scale, "out_dtype": accumulate, "max_logits": max_logits}
-        part = tiled_forward(q, *keys.read(mask, *held), mask, **options)
+        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
+        mask = call.local_mask(owner)
+        part = tiled_forward(
+            q, *keys.read(mask, *held), mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits
+        )
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse

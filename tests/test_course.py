@@ -31,10 +31,23 @@ CAST = group_collectives.GroupCast
 # The function of the reference that each hole is an excerpt of, and its words that differ in the notebook.
 EXCERPTS = {
     "merged": (local.merged, {}),
-    "ring_forward": (ring.ring_forward, {}),
+    "ring_forward": (
+        ring.ring_forward,
+        {
+            "        mask = call.local_mask(owner)\n": "",
+            "*keys.read(mask, *held), mask,": "*held, call.local_mask(owner),",
+            ", max_logits=max_logits": "",
+        },
+    ),
     "ring_backward": (ring.ring_backward, {}),
     "pick": (Band.pick, {"self.": "band."}),
-    "strided_forward": (strided.strided_forward, {}),
+    "strided_forward": (
+        strided.strided_forward,
+        {
+            "**options": "scale=call.scale, out_dtype=q.dtype",
+            '        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": of_heads(max_logits, sharing)}\n': "",
+        },
+    ),
     "start_cast": (CAST.__init__, {"self.": ""}),
     "scores": (backward._Backward._scores, {"self.": "tile."}),
 }
