@@ -127,8 +127,8 @@ def _latent(module, case, q, k, v, dout, dlse, x, layout) -> Any:
     latent, k_rope, up_weight = latents_of(q, k, v)
     forward = case.used.startswith("forward")
     leaves = [t.detach().requires_grad_(not forward) for t in (q, latent.squeeze(-2), k_rope.squeeze(-2), up_weight)]
-    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse} | _softcap(x)
-    options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
+    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = _softcap(x) | {name: value for name, value in options.items() if value != DEFAULTS[name]}
     mask = None if case.variant == "plain" else x.mask  # causal
     results = module.latent_attention(*leaves, mask, layout, **options)
     out, lse = results if case.returns_lse else (results, None)
