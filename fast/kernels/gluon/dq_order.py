@@ -49,10 +49,10 @@ DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
 # When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG counts visits for each CTA of
-# a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json.
+# a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 paper/data/kernels_split_h100.json.
 MAX_SHARE = 0.08
-MIN_VISITS_ALTERNATING = {64: 8, 128: 12}
-MIN_VISITS = {64: 8, 128: 24}
+MIN_VISITS_ALTERNATING = {64: 8, 128: 256}
+MIN_VISITS = {64: 8, 128: 256}
 MIN_VISITS_OF_MORE_KEYS = 256  # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
 LAG = 2.5
 

@@ -215,8 +215,8 @@ def _save(number: int, ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _differentiate(function: str, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
-    number, options = len(_tensors(function)), ctx.options
-    tensors, (out, lse, *kept) = ctx.saved_tensors[:number], ctx.saved_tensors[number:]
+    number, options, saved = len(_tensors(function)), ctx.options, ctx.saved_tensors  # a checkpoint unpacks them once
+    tensors, (out, lse, *kept) = saved[:number], saved[number:]
     needs_grad = list(ctx.needs_input_grad[:number])
     if dout is None and dlse is None:
         return (None,) * (number + len(options))
