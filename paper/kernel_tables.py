@@ -21,6 +21,7 @@ PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
     ("check_cuda_h200", "the same with the CUDA backend; 3 unordered cases declined", "bf16, fp16"),
+    ("check_one_h100", "4 ranks as threads on 1 H100; the check raised in the other case", "bf16, fp16, fp32"),
     ("check_two_h100", "2 H100s, NCCL", "bf16, fp16, fp32"),
     ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
     ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
@@ -102,9 +103,9 @@ def agreement() -> dict[str, str]:
         results = [row for row in load(record)["results"] if row["verdict"] != "declined"]
         agree = sum(row["verdict"] == "agrees" for row in results)
         # Cases of the unordered "fused" are not compared bit by bit.
-        repeats = sum(bool(row["same_bits"]) for row in results if not row["case"].endswith("/fused"))
+        repeats = sum(bool(row["same_bits"]) for row in results if "/fused" not in row["case"])
         worst = max(measure["ratio"] for row in results for measure in row["measures"])
-        compared = sum(not row["case"].endswith("/fused") for row in results)
+        compared = sum("/fused" not in row["case"] for row in results)
         rows.append(
             [
                 f"{what} ([record](data/{record}.json))",
@@ -325,4 +326,54 @@ def tiles() -> dict[str, str]:
     return {"tiles": table(("kernel", "D 64", "D 128", "D 256"), rows, left=4)}
 
 
-PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles)
+def one_h100() -> dict[str, str]:
+    """Return tables of backward passes beside peers, of split beside ordered dq, and of trees, on one H100."""
+    peers = (
+        "canon gluon fused",
+        "canon auto, rank invariant",
+        "SDPA cudnn",
+        "flash-attn-4",
+        "flash-attn-4 deterministic",
+    )
+    shapes = list(dict.fromkeys(row["shape"] for row in load("kernels_h100")["results"]))
+    tflops = lambda record, shape, name: row_of(record, shape, name).get("backward_tflops", 0)
+    cell = lambda record, shape, name: f"{tflops(record, shape, name):.0f}" if tflops(record, shape, name) else "-"
+    beside = [[named(shape), *(cell("kernels_h100", shape, name) for name in peers)] for shape in shapes]
+    header = ("backward, TFLOP/s of GPU time", "any order", "rank invariant", "cuDNN", "flash-attn-4", "deterministic")
+    methods = "canon gluon split", "canon gluon fused in order"
+    rows = [row for row in load("kernels_split_h100")["results"] if row["contender"] == methods[0]]
+    both = [
+        [named(row["shape"]), *(cell("kernels_split_h100", row["shape"], name) for name in methods)] for row in rows
+    ]
+    over = [tflops("kernels_split_h100", row["shape"], methods[0]) / tflops("kernels_split_h100", row["shape"], methods[1])
+            for row in rows]  # fmt: skip
+    trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
+    times = [[row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"] for row in trees]
+    costs = []
+    for shape in shapes:
+        usual, option = (clocks("kernels_h100", shape, f"canon auto{x}", "both") for x in ("", ", rank invariant"))
+        costs.append((shape.split()[4], option[0] / usual[0]))
+    changed = load("variants_masks_h100")["results"]
+    gain = lambda row: median(row["ms"]["base"]) / median(row["ms"]["new"])
+    short = [
+        row
+        for row in changed
+        if row["kernel"] == "forward" and ",32,8," in row["shape"] and "16384" not in row["shape"]
+    ]
+    wide = [row for row in changed if row["kernel"] == "dq" and row["shape"].split(",")[4] == "256"]
+    results = load("bits_h100")["results"]
+    return {
+        "beside_h100": table(header, beside),
+        "split_h100": table(("backward, TFLOP/s of GPU time", "split", "ordered"), both),
+        "split_over_h100": span(over),
+        "trees": table(("both passes", "wall ms", "GPU ms"), times),
+        "invariant_64": span([cost for width, cost in costs if width == "D64"]),
+        "invariant_128": span([cost for width, cost in costs if width == "D128"]),
+        "invariant_256": span([cost for width, cost in costs if width == "D256"]),
+        "gain_short": span(map(gain, short)),
+        "gain_dq_256": span(map(gain, wide)),
+        "bits_cells": f"{sum(row['verdict'] == 'equal' and row['row'] != 'whole call' for row in results)}",
+    }
+
+
+PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles, one_h100)

@@ -74,7 +74,9 @@ def magi_plan(call: Call) -> CastPlan:
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 
-def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
+def magi_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys received in each step."""
     if call.options["rank_invariant"]:
         keys = SequenceCast(call, call.plan, k, v)
@@ -87,7 +89,8 @@ def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor
     kept: list[Tensor] = []
     for step, keys, received in named_steps(key_steps(call, join_kv(k, v))):
         mask = call.plan.local_mask(step, call.rank)
-        part = tiled_forward(q, *split_kv(keys, d), mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
+        k, v = split_kv(keys, d)
+        part = tiled_forward(q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
         out, lse = merged(out, lse, *part)
         kept += [received] if call.options["keep_kv"] else []
     return out.to(q.dtype), lse, *kept
