@@ -53,7 +53,7 @@ FAULTS = {
         LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
     "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
     "delta is computed in every hop from its own part": (
-        RING, "ring", "lse, delta, call", "lse, delta / call.ranks, call"),
+        RING, "ring", "lse, delta, mask", "lse, delta / call.ranks, mask"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
     "no mask means full attention": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
     "a given delta is computed again": (
@@ -77,7 +77,7 @@ FAULTS = {
     "a merge drops a NaN": (
         "ring_attention/contiguous/documents/nan in k", "local", "part_lse != -torch.inf", "part_lse > -torch.inf"),
     "a query that sees a NaN gets 0": (
-        "attention/sequences/inf in v", "local", "return out, lse\n", "return out.nan_to_num(), lse\n"),
+        "attention/sequences/inf in v", "local", "return out[:, :tokens]", "return out[:, :tokens].nan_to_num()"),
     "a plan forgets a token": (
         "cast_plan/planned/documents", "group_collectives", "common := owned[first:last]", "common := owned[first : last - 1]"),
 }  # fmt: skip
