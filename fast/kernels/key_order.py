@@ -53,7 +53,8 @@ def ordered_table(cut: Cut, rows: int, columns: int, chained: bool) -> tuple[np.
     alone = _classified(cut, rows, columns, piece[~shared], begin[~shared], stop[~shared])
     seg, place = counted((stop[shared] - begin[shared]) // columns)
     piece, column = piece[shared][seg], begin[shared][seg] + columns * place
-    order = np.lexsort((piece, column, cut.tile[piece]))
+    line = (cut.tile[piece] << COLUMN_BITS) + column
+    order = np.lexsort((piece, _before(cut, piece, line), line))
     piece, column = piece[order], column[order]
     heads = (
         np.append(True, np.diff((cut.tile[piece] << COLUMN_BITS) + column) > 0)[: len(piece)] if chained else piece >= 0
@@ -123,7 +124,7 @@ def _before(cut: Cut, piece: np.ndarray, line: np.ndarray) -> np.ndarray:
     row = np.maximum(cut.first[piece[one]], cut.first[piece[other]])
     common = row < np.minimum(cut.last[piece[one]], cut.last[piece[other]])
     one, other, row = one[common], other[common], row[common]
-    left = lambda i: np.maximum(cut.bands[cut.band[piece[i]], 2], row + cut.bands[cut.band[piece[i]], 4])
+    left = lambda i: np.maximum(cut.bands[2, cut.band[piece[i]]], row + cut.bands[4, cut.band[piece[i]]])
     lower = left(one) < left(other)
     one, other = one[lower], other[lower]
     depth, deeper = np.zeros(len(piece), np.int64), True
