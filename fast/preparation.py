@@ -14,7 +14,6 @@ each span of a Triton kernel.
 Source: as `canon.reference.preparation`.
 """
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +29,7 @@ from canon.fast.magi import magi_attention
 from canon.fast.messages import gathered_mask, padded_tokens
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
-from canon.masks.head_groups import strided_steps
+from canon.masks.head_groups import steps_of
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.runtime import public_plans
@@ -114,8 +113,7 @@ def _ring_parts(given: Preparation, layout: Layout, forward: bool = True) -> Ite
 
 
 def _strided_parts(given: Preparation, layout: Layout) -> Iterator[_Part]:
-    names = list(inspect.signature(strided_steps).parameters)[1:]
-    steps = strided_steps(given.heads[1], **{name: given.options[name] for name in names})
+    steps = steps_of(given.heads[1], given.options)
     padded_tokens(layout)
     _, mask = visible_keys(gathered_mask(layout, given.mask, given.rank))
     active_queries_of(mask, all_queries=True)

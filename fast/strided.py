@@ -40,7 +40,7 @@ from canon.fast.ring import ring_backward
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
 from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileGather
-from canon.masks.head_groups import Steps, strided_steps
+from canon.masks.head_groups import Steps, steps_of
 from canon.masks.plan_cache import PLANS
 from canon.runtime import public_ranks
 from canon.runtime.call import Algorithm, Call, kinds_of
@@ -50,10 +50,7 @@ __all__ = ["strided_attention"]
 
 def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
     """Return the steps of both passes. Raise ValueError if the strides do not fit the heads."""
-    strides = {
-        name: value for name, value in call.options.items() if name not in ("rank_invariant", "return_max_logits")
-    }
-    steps = strided_steps(call.shapes[1][2], **strides)
+    steps = steps_of(call.shapes[1][2], call.options)
     return _OwnerSchedule(call, steps) if call.options["rank_invariant"] else _Schedule(call, steps)
 
 

@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.head_groups import Steps, strided_steps
+from canon.masks.head_groups import Steps, steps_of
 from canon.masks.mask import Mask
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, tiled_forward
@@ -64,10 +64,7 @@ __all__ = ["strided_attention"]
 
 def strided_plan(call: Call) -> Steps:
     """Return the key heads of each step. Raise ValueError if the strides do not fit the heads."""
-    strides = {
-        name: value for name, value in call.options.items() if name not in ("rank_invariant", "return_max_logits")
-    }
-    return strided_steps(call.shapes[1][2], **strides)
+    return steps_of(call.shapes[1][2], call.options)
 
 
 def strided_forward(

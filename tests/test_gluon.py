@@ -164,7 +164,7 @@ def test_the_plain_forward_equals_the_oracle(mask, dtype):
 
 
 @pytest.mark.parametrize(
-    "cases", ["attention_forward/documents", "attention/causal", "attention/sequences", "inf in v"]
+    "cases", ["attention_forward/[!c]", "attention/causal", "attention/documents/*/sink", "inf in v"]
 )
 def test_the_plain_forward_agrees_in_the_cases_of_the_check(cases, run, monkeypatch):
     kernels = set()

@@ -51,7 +51,6 @@ UNEVEN = 1.2  # alternate if the longest work tile costs more than this times th
 # When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG counts visits for each CTA of
 # a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 paper/data/kernels_split_h100.json.
 MAX_SHARE = 0.08
-MIN_VISITS_ALTERNATING = {64: 8, 128: 256}
 MIN_VISITS = {64: 8, 128: 256}
 MIN_VISITS_OF_MORE_KEYS = 256  # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
 LAG = 2.5
@@ -115,19 +114,18 @@ def ordered_dq_pays(
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch; ``width`` is padded."""
     visited, tiles = visits(mask, 128, 128, True, 128)
-    if visited <= min(MIN_VISITS_ALTERNATING[width], MIN_VISITS[width]) * tiles:
+    if visited <= MIN_VISITS[width] * tiles:
         return False
     each = query_heads // key_heads
     # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq kernel, which "fused" cannot.
-    # Then only the stricter tests below count.
     if mask.keys <= mask.queries:
         costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
         if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
-            return visited > MIN_VISITS_ALTERNATING[width] * tiles and found[1] < MAX_SHARE
+            return found[1] < MAX_SHARE
     elif visited <= MIN_VISITS_OF_MORE_KEYS * tiles:
         return False
     lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles
-    return visited > MIN_VISITS[width] * tiles and visited * query_heads / sms > 10 * lag
+    return visited * query_heads / sms > 10 * lag
 
 
 # ------------------------------------------------------------------ tickets

@@ -272,9 +272,9 @@ def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) ->
     work_tiles[...] = each
     work_tiles[..., BATCH_HEAD] = heads[:, None, :]
     work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(heads[:, None, :], max(1, shape.number))
-    spans = spans.copy()
-    chained = spans[:, ROW_STOP] < 0
-    spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
+    if (chained := spans[:, ROW_STOP] < 0).any():
+        spans = spans.copy()
+        spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
     work[first_span:first_ticket], work[first_ticket:] = spans.ravel(), tickets.ravel()
     return work, number
 

@@ -9,11 +9,13 @@ The first gather and the last reduction have no computation to hide them. A smal
 each split adds a step. In all recorded pairs, both passes take 0.99 to 1.14 times as long with splits.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any, NamedTuple
 
 from canon.masks.layout import Layout
 
-__all__ = ["Steps", "default_stride", "gathered_bytes", "head_groups", "strided_steps"]
+__all__ = ["Steps", "default_stride", "gathered_bytes", "head_groups", "steps_of", "strided_steps"]
 
 SCHEDULES = ("scatter", "ring")
 BUDGET = 1 << 30  # bytes of gathered K and V
@@ -89,3 +91,11 @@ def strided_steps(
         if part is not None:
             raise ValueError(f'backward_{name}_stride={part} has no effect with backward_schedule="ring": pass None')
     return Steps(forward, None)
+
+
+STRIDES = tuple(signature(strided_steps).parameters)[1:]
+
+
+def steps_of(heads: int, options: Mapping[str, Any]) -> Steps:
+    """Return `strided_steps` for all options of a call, by name."""
+    return strided_steps(heads, *(options[name] for name in STRIDES))

@@ -21,6 +21,7 @@ NO_FORWARD_MODE = (
 )
 NO_SECOND_DERIVATIVE = "canon does not support second derivatives of attention: its gradients cannot be differentiated"
 
+NO_MAXIMA: dict[str, Tensor] = {}
 _NOTHING = nullcontext()
 
 
@@ -39,7 +40,9 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, call, *weights):
         with surroundings(q, call, "forward"):
-            (out, lse, *others), max_logits = call.forward(q, k, v, *weights)
+            maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
+            out, lse, *others = call.algorithm.forward(call, q, k, v, *weights, **maxima)
+            max_logits = call.largest(**maxima) if maxima else None
         ctx.save_for_backward(q, k, v, out, lse, *weights, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)

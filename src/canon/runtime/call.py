@@ -182,15 +182,15 @@ class Call:
         """The name of the public function."""
         return self.algorithm.function
 
-    def forward(self, q: Tensor, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the results of the forward pass, and the largest score of each head (h,) over all ranks if requested."""
-        if not self.options["return_max_logits"]:
-            return self.algorithm.forward(self, q, *tensors), None
-        max_logits = torch.full((q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device)
-        results = self.algorithm.forward(self, q, *tensors, max_logits=max_logits)
+    def maxima(self, q: Tensor) -> dict[str, Tensor]:
+        """Return the keyword arguments with which the forward pass finds the largest score of each head (h,) on this rank."""
+        return {"max_logits": torch.full((q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device)}
+
+    def largest(self, max_logits: Tensor) -> Tensor:
+        """Return the largest score of each head (h,) over all ranks."""
         if self.ranks > 1:
             dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
-        return results, max_logits
+        return max_logits
 
     @property
     def nbytes(self) -> int:

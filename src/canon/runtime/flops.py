@@ -55,8 +55,8 @@ def _forward(
     named: Named, function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **keywords: Any
 ) -> int:
     options = named(function, rest, keywords)
-    cells, tokens = _visible(function, q, k, options)
-    return 2 * cells * (q.shape[-1] + _value_width(q, v, options)) + _projection(q, tokens, options)
+    local = _local_mask(function, q, k, options)
+    return 2 * _cells(q, local) * (q.shape[-1] + _value_width(q, v, options)) + _projection(q, local, options)
 
 
 def _backward(
@@ -65,12 +65,10 @@ def _backward(
 ) -> int:  # fmt: skip
     weights = 1 if function == "latent_attention" else 0
     options = named(function, (*rest[:weights], *rest[weights + 3 :]), keywords)  # without out, lse and kept
-    cells, tokens = _visible(function, q, k, options)
+    local = _local_mask(function, q, k, options)
     d, both = q.shape[-1], q.shape[-1] + _value_width(q, v, options)
-    projections = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
-    return 2 * cells * (both + d * needs_grad[0] + both * any(needs_grad[1:])) + projections * _projection(
-        q, tokens, options
-    )
+    attended = 2 * _cells(q, local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+    return attended + (1 + any(needs_grad[1:3]) + any(needs_grad[3:])) * _projection(q, local, options)
 
 
 def _value_width(q: Tensor, v: Tensor, options: dict[str, Any]) -> int:
@@ -78,23 +76,29 @@ def _value_width(q: Tensor, v: Tensor, options: dict[str, Any]) -> int:
     return v.shape[-1] if weight is None else sizes_of(q.shape, v.shape, weight.shape).value
 
 
-def _projection(q: Tensor, tokens: int, options: dict[str, Any]) -> int:
-    """Return the FLOPs of one projection of these tokens of each sequence, 0 for a function without one."""
-    weight = options.get("up_weight")
-    return 0 if weight is None else 2 * batched(q)[0].shape[0] * tokens * weight.numel()
+def _projection(q: Tensor, local: Mask, options: dict[str, Any]) -> int:
+    """Return the FLOPs of one projection of the visible keys of each sequence, 0 for a function without one."""
+    if (weight := options.get("up_weight")) is None:
+        return 0
+    tokens = sum(map(len, local.needed_keys([range(local.queries)])))
+    return 2 * batched(q)[0].shape[0] * tokens * weight.numel()
 
 
-def _visible(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[int, int]:
-    """Return the visible cells of this rank's queries, over all sequences and query heads, and the keys that they see."""
+def _cells(q: Tensor, local: Mask) -> int:
+    """Return the visible cells, over all sequences and query heads."""
+    q = batched(q)[0]
+    return local.area * q.shape[0] * q.shape[2]
+
+
+def _local_mask(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Mask:
+    """Return the mask between this rank's queries and all keys."""
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
     (q, k), algorithm = batched(q, k), ALGORITHMS[options["half"], function]
     if algorithm.is_local:
-        local = default_mask(q, k, mask)
-    else:
-        group = group_named(options["group"])
-        rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-        default = default_layout(algorithm, options.get("rank_invariant", False))
-        mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
-        local = layout.local_mask(mask, rank, range(ranks))
-    return local.area * q.shape[0] * q.shape[2], sum(map(len, local.needed_keys([range(local.queries)])))
+        return default_mask(q, k, mask)
+    group = group_named(options["group"])
+    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    default = default_layout(algorithm, options.get("rank_invariant", False))
+    mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
+    return layout.local_mask(mask, rank, range(ranks))

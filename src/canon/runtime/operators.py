@@ -28,7 +28,7 @@ from torch import Tensor
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.opaque import registered
-from canon.runtime.autograd import NO_SECOND_DERIVATIVE, check_differentiation, surroundings
+from canon.runtime.autograd import NO_MAXIMA, NO_SECOND_DERIVATIVE, check_differentiation, surroundings
 from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of, tensors_of
 from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
 from canon.runtime.flops import register_formulas
@@ -137,9 +137,11 @@ def _options_by_name(function: str, values: tuple, keywords: dict[str, Any]) -> 
 def _forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     weights, options = _parted(function, rest)
     with _call(function, "forward", (q, k, v, *weights), options) as call:
-        (out, lse, *kept), max_logits = call.forward(*batched(q, k, v), *weights)
+        maxima = call.maxima(batched(q)[0]) if call.options["return_max_logits"] else NO_MAXIMA
+        out, lse, *kept = call.algorithm.forward(call, *batched(q, k, v), *weights, **maxima)
+        max_logits = call.largest(**maxima) if maxima else lse.new_empty(0, dtype=torch.float32)
     results = [out.squeeze(0), lse.squeeze(0)] if q.ndim == 3 else [out, lse]
-    results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
+    results.append(max_logits)
     if function == "magi_attention":
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(k, v, 0), *kept]))
     return tuple(map(_alone, results))

@@ -27,6 +27,7 @@ A ValueError or TypeError is raised on every rank, if the arguments of one rank 
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -39,6 +40,19 @@ from canon.runtime.binding import bound
 from canon.runtime.call import Algorithm
 from canon.runtime.group import Group
 from canon.runtime.latent_arguments import with_head
+
+
+def _options(
+    scale: float | None, softcap: float | None, reduce_dtype: torch.dtype | None, backward: str, return_max_logits: bool
+) -> dict[str, Any]:
+    """Return the options that all functions share, by name."""
+    return {
+        "scale": scale,
+        "softcap": softcap,
+        "reduce_dtype": reduce_dtype,
+        "backward": backward,
+        "return_max_logits": return_max_logits,
+    }
 
 
 def ring_attention(algorithm: Algorithm):
@@ -66,13 +80,7 @@ def ring_attention(algorithm: Algorithm):
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
-        }
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits)
         return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group)
 
     return bound(ring_attention, algorithm.forward)
@@ -101,13 +109,7 @@ def zigzag_attention(algorithm: Algorithm):
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
-        }
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits)
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(zigzag_attention, algorithm.forward)
@@ -136,13 +138,7 @@ def striped_attention(algorithm: Algorithm):
         Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
         Source: Brandon et al., Striped Attention (2023).
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
-        }
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits)
         return attend(algorithm, q, k, v, mask, None, sink, return_lse, options, group)
 
     return bound(striped_attention, algorithm.forward)
@@ -188,13 +184,7 @@ def latent_attention(algorithm: Algorithm):
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
-        }
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits)
         tokens = with_head(latent), with_head(k_rope)
         return attend(algorithm, q, *tokens, mask, layout, sink, return_lse, options, group, up_weight)
 
@@ -245,12 +235,7 @@ def strided_attention(algorithm: Algorithm):
         also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout contradicts
         rank_invariant. Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; the others: `strided.py`.
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits) | {
             "rank_invariant": rank_invariant,
             "head_stride": head_stride,
             "forward_first_stride": forward_first_stride,
@@ -303,12 +288,7 @@ def magi_attention(algorithm: Algorithm):
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
         also if an option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
         """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
+        options = _options(scale, softcap, reduce_dtype, backward, return_max_logits) | {
             "rank_invariant": rank_invariant,
             "casts": casts,
             "own_keys_first": own_keys_first,
