@@ -95,6 +95,23 @@ def test_every_function_is_recorded_in_both_passes_and_then_left_alone(half, tmp
     assert {"dout", "q", "k", "v", "out", "lse"} <= set(backward["inputs"])
 
 
+@pytest.mark.gpu
+def test_a_weight_and_the_largest_scores_are_recorded(half, tmp_path):
+    def program():
+        q, latent, k_rope, weight = (
+            torch.randn(shape, device=DEVICE).requires_grad_() for shape in ((N, 2, 24), (N, 16), (N, 8), (64, 16))
+        )
+        half.latent_attention(q, latent, k_rope, weight).sum().backward()
+        half.attention(*inputs(), return_max_logits=True)
+
+    recorded(tmp_path, program)
+    forward, backward, local = lines_of(tmp_path)
+    assert list(forward["inputs"]) == ["q", "latent", "k_rope", "up_weight"]
+    assert backward["of"] == forward["call"]
+    assert list(backward["results"]) == ["dq", "dlatent", "dk_rope", "dup_weight"]
+    assert list(local["results"]) == ["out", "lse", "max_logits"]
+
+
 def test_each_rank_may_open_the_recording_itself(tmp_path, capsys):
     def program():
         with record_calls(tmp_path / "a"):

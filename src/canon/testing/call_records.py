@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.runtime.call import ALGORITHMS
+from canon.runtime.call import ALGORITHMS, Algorithm
 from canon.testing.bit_patterns import digest
 
 DIGITS = 16
@@ -38,7 +38,7 @@ PLAIN = {  # the functions that are not differentiable: the name of the implemen
     "group_reduce": ("reduce", ("into",)),
 }
 LEFT_OUT = {"group", "rank", "ranks", "sizes", "_"}  # arguments that may differ between runs and ranks
-SAVED = ("dout", "dlse", "q", "k", "v", "out", "lse")  # arguments of a backward pass
+SAVED = ("q", "k", "latent", "v", "out", "lse")  # of both passes: they belong together if these are equal
 
 
 class _Recording:
@@ -54,9 +54,9 @@ class _Recording:
 
     def run(
         self, function: str, name: str, arguments: dict[str, Any], tensors: dict[str, Any], results: tuple[str, ...],
-        compute: Callable[[], Any],
+        compute: Callable[[], Any], written: dict[str, Tensor] | None = None,
     ) -> Any:  # fmt: skip
-        """Compute a pass ``name`` of a call and write its line. Return the results."""
+        """Compute a pass ``name`` of a call and write its line. Return the results. ``written``: results written in place."""
         if getattr(self.running, "inside", False):
             return compute()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -67,7 +67,7 @@ class _Recording:
         finally:
             self.running.inside = False
         found = given if isinstance(given, tuple) else (given,)
-        outputs = _digests(dict(zip(results, found, strict=False)))
+        outputs = _digests(dict(zip(results, found, strict=False)) | (written or {}))
         self._write(function, name, {key: _text(x) for key, x in arguments.items()}, inputs, outputs)
         return given
 
@@ -78,7 +78,7 @@ class _Recording:
         number = self.numbers[rank] = self.numbers.get(rank, 0) + 1
         line = {"call": number, "function": function, "pass": name}
         both = inputs | outputs
-        key = rank, function + "".join(both.get(x, "") for x in SAVED[2:])
+        key = rank, function + "".join(both.get(x, "") for x in SAVED)
         if name == "forward":
             self.forwards[key] = number
         elif name == "backward":
@@ -96,7 +96,7 @@ class _Recording:
             halves.append(fast)
         for algorithm in ALGORITHMS.values():
             for name in ("forward", "backward"):
-                self._replace(algorithm, name, getattr(self, f"_{name}")(algorithm.function, getattr(algorithm, name)))
+                self._replace(algorithm, name, getattr(self, f"_{name}")(algorithm, getattr(algorithm, name)))
         for half in {algorithm.half for algorithm in ALGORITHMS.values()}:
             self._replace(half, "under_sink", self._plain("sink", half.under_sink, ("out under the sink",)))
         for half in halves:
@@ -126,21 +126,22 @@ class _Recording:
 
         self.undo.append(undo)
 
-    def _forward(self, function: str, compute: Callable) -> Callable:
-        def recorded(call, q, k, v):
-            tensors = {"q": q, "k": k, "v": v}
-            return self.run(
-                function, "forward", _of_call(call), tensors, ("out", "lse"), lambda: compute(call, q, k, v)
-            )
+    def _forward(self, algorithm: Algorithm, compute: Callable) -> Callable:
+        def recorded(call, *given, **maxima):
+            tensors = dict(zip(algorithm.tensors, given, strict=True))
+            run = lambda: compute(call, *given, **maxima)
+            return self.run(algorithm.function, "forward", _of_call(call), tensors, ("out", "lse"), run, maxima)
 
         return recorded
 
-    def _backward(self, function: str, compute: Callable) -> Callable:
+    def _backward(self, algorithm: Algorithm, compute: Callable) -> Callable:
+        names = ("dout", "dlse", *algorithm.tensors[:3], "out", "lse", *algorithm.tensors[3:])
+
         def recorded(call, needs_grad, *saved):
-            tensors = dict(zip(SAVED, saved, strict=False))
-            arguments = _of_call(call) | {"needs_grad": needs_grad}
-            names = ("dq", "dk", "dv")
-            return self.run(function, "backward", arguments, tensors, names, lambda: compute(call, needs_grad, *saved))
+            tensors, arguments = dict(zip(names, saved, strict=False)), _of_call(call) | {"needs_grad": needs_grad}
+            results = tuple(f"d{name}" for name in algorithm.tensors)
+            run = lambda: compute(call, needs_grad, *saved)
+            return self.run(algorithm.function, "backward", arguments, tensors, results, run)
 
         return recorded
 
