@@ -153,12 +153,24 @@ def test_records_resume(run, monkeypatch):
     assert status == 0
     assert sorted(kept_cases(record)) == list(range(6))
     ran = []
-    monkeypatch.setattr(random_check, "drawn", lambda *words: ran.append(words[1]) or draws.drawn(*words))
+    add = random_check._RandomCheck.add
+    monkeypatch.setattr(
+        random_check._RandomCheck,
+        "add",
+        lambda check, cases, results: ran.extend(case.index for case in cases) or add(check, cases, results),
+    )
     status, printed, record = run("canon.reference", "--random", 9, "--seed", 5)
-    assert ran == [6, 7, 8]
+    assert sorted(ran) == [6, 7, 8]
     assert "6 of these cases are in" in printed.out
     assert sorted(kept_cases(record)) == list(range(9))
     assert len(record["runs"]) == 1
+
+
+def test_only_selects_functions_and_masks_of_random_cases(run):
+    status, _, record = run("canon.reference", "--random", 40, "--seed", 5, "--only", "tree")
+    assert status == 0
+    assert sorted(kept_cases(record)) == [index for index in range(40) if "tree" in draws.drawn(5, index).mask] != []
+    assert record["runs"][0]["command"] == "canon check canon.reference --random 40 --seed 5 --only tree"
 
 
 @pytest.mark.parametrize(
@@ -166,7 +178,7 @@ def test_records_resume(run, monkeypatch):
     [
         (["--random", "0"], "--random needs N >= 1"),
         (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
-        (["--random", "1", "--only", "ring"], "leave --only out"),
+        (["--random", "2", "--only", "no such mask"], "no function or mask of these cases has 'no such mask'"),
         (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
         (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
     ],

@@ -82,7 +82,8 @@ def _add_cases(parser: argparse.ArgumentParser) -> None:
         help="limits of MODULE, a list of words separated by commas: no-options for a module without options; all words "
              "stand below")  # fmt: skip
     add("--only", metavar="PATTERN",
-        help="run only cases with PATTERN in their name; * and ? are wildcards; --list prints the names")  # fmt: skip
+        help="run only cases with PATTERN in their name, with --random in their function or mask; * and ? are wildcards; "
+             "--list prints the names")  # fmt: skip
 
 
 def _add_random(parser: argparse.ArgumentParser) -> None:
@@ -235,7 +236,7 @@ def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[st
 
 def _random(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
-             "--only": arguments.only, "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
+             "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
              "--resume": arguments.resume}  # fmt: skip
     if useless := [name for name, value in given.items() if value]:
         raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")

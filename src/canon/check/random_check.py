@@ -12,6 +12,7 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,25 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
     table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"  # a table of `draws`
     kept = _read(path, arguments.module)
     check = _RandomCheck(arguments, console, kind, _run_of(kept, _head(arguments, ranks, table)))
-    known = {row[0] for row in check.run["cases"]}
-    wanted = range(arguments.first, arguments.first + arguments.random)
-    left = [index for index in wanted if index not in known]
-    if len(left) < len(wanted):
-        console.print(f"{len(wanted) - len(left)} of these cases are in {path} already.", highlight=False)
-
-    def block(start: int) -> list[Drawn]:
-        cases = [drawn(arguments.seed, index, table, ranks) for index in left[start : start + BLOCK]]
-        return [case for case in cases if case.function in functions and accepts(module, case)]
+    numbers = range(arguments.first, arguments.first + arguments.random)
+    cases = (drawn(arguments.seed, number, table, ranks) for number in numbers)
+    pattern = f"*{arguments.only or ''}*"
+    wanted = {case.index: case for case in cases if fnmatch(f"{case.function} {case.mask}", pattern)}
+    if not wanted:
+        raise ValueError(f"--random: no function or mask of these cases has {arguments.only!r}")
+    new = wanted.keys() - {row[0] for row in check.run["cases"]}
+    if len(new) < len(wanted):
+        console.print(f"{len(wanted) - len(new)} of these cases are in {path} already.", highlight=False)
+    left = [wanted[index] for index in sorted(new)]
+    left = [case for case in left if case.function in functions and accepts(module, case)]
 
     runner = CaseRunner(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
     if left and warming.worth_it(device):
-        groups = [(case.ranks, replace(runner, cases=(case,))) for case in block(0)]
+        groups = [(case.ranks, replace(runner, cases=(case,))) for case in left[:BLOCK]]
         console.print(warming.warm(groups), highlight=False)
     try:
         for start in range(0, len(left), BLOCK):
-            check.run_block(runner, block(start), start, len(left))
+            check.run_block(runner, left[start : start + BLOCK], start, len(left))
             _write(path, kept)
     finally:
         _write(path, kept)
@@ -87,6 +90,7 @@ def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
     module = [arguments.module] if arguments.module != "canon.fast" else []
     defaults = {"ranks": (None, RANKS), "backend": (None,), "world": ("auto",), "runs": (2,)}
     given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) not in defaults[name]}
+    given |= {"only": arguments.only} if count > 1 and arguments.only else {}
     return record.command("canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given)
 
 
