@@ -206,6 +206,9 @@ def kernels() -> dict[str, str]:
         "rows": str(len(rows)),
         "flex_over_canon": span(flex),
         "cudnn_runs": span(cudnn, 0),
+        "auto_of_repeatable": span(
+            speed(RECORD, s, "canon auto", "backward") / repeatable(RECORD, s)[0] for s in SHAPES
+        ),
         "timed_twice": f"{max(map(abs, twice)):.1%}",
     }
 

@@ -6,7 +6,7 @@ The masks of the zigzag ring come from `canon.Layout` and `canon.Mask`. Its time
 import kernel_tables
 import schedule_tables
 from plots import BLUE, GREY, ORANGE, SKY, Drawing, finish, new
-from records import load, median, span
+from records import load, median, span, table
 
 RANKS, TOKENS = 4, 32
 SIZE, PITCH = TOKENS // RANKS, (TOKENS // RANKS + 2, TOKENS // RANKS + 3.2)  # of the picture of one mask, in tokens
@@ -72,7 +72,7 @@ def _timeline(axes) -> None:
     axes.set_xlim(-1.5, RANKS * STEP + 0.1)
     axes.set_ylim(-0.8, 5.7)
     axes.set_axis_off()
-    axes.set_title("Rank 0: messages travel under kernels", fontsize=9)
+    axes.set_title("Rank 0: messages travel while kernels compute", fontsize=9)
 
 
 def _box(axes, left: float, bottom: float, width: float, colour: str, text: str, ink: str = "black") -> None:
@@ -82,26 +82,32 @@ def _box(axes, left: float, bottom: float, width: float, colour: str, text: str,
 
 # --- speed
 
-EIGHT, ONE, TWO = "schedules_eight_h200", "kernels_h200", "swap_causal_two_h200"
+EIGHT, ONE, PAIR, STEP_OF_TWO = "schedules_eight_h200", "kernels_h200", "schedules_two_h100", "swap_causal_two_h200"
+DETERMINISTIC = "flash-attn-4 deterministic"
 LENGTHS = (131072, 32768)  # tokens on eight GPUs
 ON_EIGHT = (  # name in the record, name in the figure
     ("strided zigzag 8", "Canon, strided_attention"),
     ("magi, 0 stages", "Canon, magi_attention"),
     ("ring zigzag", "Canon, zigzag_attention"),
     ("torch cudnn allgather", "torch context_parallel, cuDNN"),
+    ("one GPU", "Canon on one GPU, all tokens"),
 )
-ON_ONE = (("canon auto", "Canon, attention"), ("SDPA cudnn", "cuDNN"), ("flash-attn-4", "flash-attn-4"))
+ON_ONE = (
+    ("canon auto", "Canon, attention"),
+    (DETERMINISTIC, "flash-attn-4, deterministic"),
+    ("SDPA cudnn", "cuDNN"),
+    ("flash-attn-4", "flash-attn-4, any order"),
+)
+FASTER = ("both passes", "other system", "Canon's", "wall time", "GPU time", "record")  # of the table of ratios
 
 
 def numbers() -> dict[str, str]:
     """Return the numbers of `README.md` by name, computed from single times. Lengths are in tokens on eight GPUs."""
-    two = {row["function"]: median(row["seconds"][row["steps"] // 2 :]) for row in load(TWO)["results"]}
+    two = {row["function"]: median(row["seconds"][row["steps"] // 2 :]) for row in load(STEP_OF_TWO)["results"]}
     both = lambda name, n: median(schedule_tables.schedule(EIGHT, name, n)["both_ms"])
     share = lambda name, n: f"{100 * both('one GPU', n) / 8 / both(name, n):.0f} %"
-    found = {f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "magi")}
+    found = {f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "strided", "magi")}
     for n in LENGTHS:
-        peers = {row["schedule"] for row in load(EIGHT)["results"] if row["peer"]}
-        found[f"torch {n}"] = f"{min(both(peer, n) for peer in peers) / both('strided zigzag 8', n):.2f}"
         found[f"share {n}"], found[f"zigzag share {n}"] = share("strided zigzag 8", n), share("ring zigzag", n)
     found["strided over zigzag"] = span(
         schedule_tables.schedule(record, "strided zigzag 8", n)["both_tflops"]
@@ -109,34 +115,78 @@ def numbers() -> dict[str, str]:
         for record, sizes in ((EIGHT, LENGTHS), ("schedules_four_h200", (16384, 65536, 262144)))
         for n in sizes
     )
-    ratios = [fastest_peer_over_canon(shape) for shape in kernel_tables.SHAPES]
-    wall = kernel_tables.wall()
-    slower = f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}"
-    return found | {"forward": wall["wall_forward"], "both": wall["wall_both"], "slower": slower}
+    return found | {"table": table(FASTER, [*_on_several(), *_on_one()], 3)}
 
 
-def fastest_peer_over_canon(shape: str) -> float:
-    """Return the wall time of both passes of the fastest peer over that of Canon, on one GPU."""
-    times = {who: kernel_tables.clocks(ONE, shape, who, "both")[0] for who in ("canon auto", *kernel_tables.PEERS)}
-    return min(time for who, time in times.items() if time and who != "canon auto") / times["canon auto"]
+def _on_several() -> list[list[str]]:
+    """Return rows of `FASTER` for several GPUs. The record of eight GPUs has no wall time."""
+    rows = []
+    for n in (8192, 32768):
+        for peer, label in (("ring-flash-attn zigzag", "ring-flash-attn"), ("torch cudnn allgather", "torch")):
+            row, ours = (schedule_tables.schedule(PAIR, name, n) for name in (peer, "ring zigzag"))
+            ratios = (f"{median(row[clock]) / median(ours[clock]):.2f}" for clock in ("both_wall_ms", "both_ms"))
+            rows.append([f"two H100s, {n:,} tokens", label, "zigzag", *ratios, _link(PAIR)])
+    for n in sorted(LENGTHS):
+        peers = [row for row in load(EIGHT)["results"] if row["peer"] and f" S{n} " in row["shape"]]
+        ours = median(schedule_tables.schedule(EIGHT, "strided zigzag 8", n)["both_ms"])
+        ratio = min(median(row["both_ms"]) for row in peers) / ours
+        rows.append([f"eight H200s, {n:,} tokens", "torch", "strided", "-", f"{ratio:.2f}", _link(EIGHT)])
+    return rows
+
+
+def _on_one() -> list[list[str]]:
+    """Return rows of `FASTER` for one GPU: the range over the shapes."""
+    rows, shapes = [], kernel_tables.SHAPES
+    for passes, peers, label in (
+        ("forward", kernel_tables.PEERS, "fastest of four libraries"),
+        ("both", kernel_tables.PEERS, "fastest of four libraries"),
+        ("both", (DETERMINISTIC,), "flash-attn-4, deterministic"),
+    ):
+        ratios = [_fastest_over_canon(shape, passes, peers) for shape in shapes]
+        title = f"one H200, {len(shapes)} shapes" + (", forward alone" if passes == "forward" else "")
+        rows.append([title, label, "attention", *map(span, zip(*ratios, strict=True)), _link(ONE)])
+    return rows
+
+
+def _link(record: str) -> str:
+    return f"[{load(record)['commit'][:7]}](paper/data/{record}.json)"
+
+
+def _fastest_over_canon(shape: str, passes: str, peers: tuple[str, ...]) -> tuple[float, float]:
+    """Return wall time and GPU time of the fastest peer over those of Canon, on one GPU."""
+    times = [time for peer in peers if (time := _clocks(shape, peer, passes))[0]]
+    ours = _clocks(shape, "canon auto", passes)
+    return min(wall for wall, _ in times) / ours[0], min(gpu for _, gpu in times) / ours[1]
+
+
+def _clocks(shape: str, contender: str, passes: str) -> tuple[float, float]:
+    """Return `kernel_tables.clocks` of one GPU. The deterministic mode has the forward of flash-attn-4."""
+    if contender != DETERMINISTIC:
+        return kernel_tables.clocks(ONE, shape, contender, passes)
+    row, forward = (
+        kernel_tables.row_of(ONE, shape, contender),
+        kernel_tables.clocks(ONE, shape, "flash-attn-4", "forward"),
+    )
+    return median(row["both_wall_ms"]), forward[1] + median(row["backward_ms"])
 
 
 def readme_speed():
     """Draw the speed of both passes on one and on eight GPUs, next to other libraries."""
     shape = kernel_tables.SHAPES[0]
-    gpu_ms = {name: kernel_tables.clocks(ONE, shape, name, "both")[1] for name, _ in ON_ONE}
+    gpu_ms = {name: _clocks(shape, name, "both")[1] for name, _ in ON_ONE}
     flops = 14 * 32 * 128 * 16384 * 16385 / 2  # of both passes: 14 d for each visible cell of a head
     groups = [("1 GPU, 16,384 tokens", [(label, flops / gpu_ms[name] / 1e9) for name, label in ON_ONE])]
     for n in LENGTHS:
         speed = lambda name, n=n: schedule_tables.schedule(EIGHT, name, n)["both_tflops"]
-        groups.append((f"8 GPUs, {n:,} tokens", [(label, speed(name)) for name, label in ON_EIGHT]))
-    figure, grid = new(width=9, height=4.6)
+        groups.append((f"8 GPUs, {n:,} tokens, an older commit", [(label, speed(name)) for name, label in ON_EIGHT]))
+    figure, grid = new(width=9, height=5.2)
     axes, line, labels = grid[0][0], 0.0, []
     for title, bars in groups:
         axes.text(0, line, title, va="center", fontsize=9, weight="bold")
         for label, value in bars:
             line -= 1
-            axes.barh(line, value, 0.8, color=BLUE if label.startswith("Canon") else ORANGE)
+            colour = ORANGE if not label.startswith("Canon") else SKY if label.startswith("Canon on one") else BLUE
+            axes.barh(line, value, 0.8, color=colour)
             axes.text(value + 6, line, f"{value:.0f}", va="center", fontsize=8)
             labels.append((line, label))
         line -= 1.4

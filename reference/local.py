@@ -12,22 +12,8 @@ code: notebooks/00_softmax_in_pieces.md.
 
 `merge` joins two finished results over disjoint keys in the same way. Steps of a ring and of magi are joined by it.
 
-A *sink* z, a learned logit for each query head, joins the denominator without a key or a value. It is applied once, after all
-keys: no merge and no message changes. The returned lse stays that of the keys alone, so that parts still merge:
-
-    out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse - z)
-
-With da / dlse = a (1 - a) = -da / dz and r = rowsum(dout * out_keys), the gradients are
-
-    dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and tokens of a (1 - a) r
-
-    sink    lse       a     gradients through it
-    any     -inf      0     0: the query sees no key, and its dout may hold anything
-    -inf    > -inf    1     dout_keys = dout; dlse and dz get 0: attention without a sink
-    +inf    > -inf    0     0
-
-Each rank computes dz from its own queries. Add the gradients of all ranks, as for every replicated parameter. out_keys, its
-product with a, and dout_keys are each rounded to the dtype of q. The rest is float32 (float64 for float64).
+A *sink*, a learned logit for each query head, joins the denominator without a key or a value. It is applied once, after all
+keys, so no merge and no message changes: see `_Sink`.
 
 Cost: nothing is sent. area counts the visible cells of the mask:
 
@@ -152,7 +138,22 @@ def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Sink(torch.autograd.Function):
-    """out (*b, t, h, dv) times sigmoid(lse - sink), as a function of out, lse (*b, h, t) and sink (h,)."""
+    """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. Its lse (*b, h, t) stays that of the keys.
+
+        out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse - z)
+
+    With da / dlse = a (1 - a) = -da / dz and r = rowsum(dout * out_keys), the gradients are
+
+        dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and tokens of a (1 - a) r
+
+        sink    lse       a     gradients through it
+        any     -inf      0     0: the query sees no key, and its dout may hold anything
+        -inf    > -inf    1     dout_keys = dout; dlse and dz get 0: attention without a sink
+        +inf    > -inf    0     0
+
+    Each rank computes dz from its own queries. Add the gradients of all ranks, as for every replicated parameter. out_keys, its
+    product with a, and dout_keys are each rounded to the dtype of q. The rest is float32 (float64 for float64).
+    """
 
     @staticmethod
     def forward(ctx, out, lse, sink):
@@ -171,6 +172,7 @@ class _Sink(torch.autograd.Function):
         return (over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)
 
 
+# The public functions: they check their arguments, then call the functions above.
 REFERENCE = Half("reference", under_sink)
 LOCAL = Algorithm(REFERENCE, "attention", local_forward, local_backward)
 attention = public_local.attention(LOCAL)

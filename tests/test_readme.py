@@ -131,20 +131,15 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
             assert anchor in map(heading, titles), f"{path}#{anchor}"
 
 
-def test_the_numbers_of_speed_follow_from_records_and_name_their_commits(scripts):
+def test_the_numbers_of_speed_follow_from_records(scripts):
     speed, found = " ".join(section("Is it faster than mine\\?").split()), scripts("readme_figures").numbers()
+    assert found["table"] in section("Is it faster than mine\\?")
     sentences = (
-        "is {two zigzag} times as fast with `zigzag_attention`, and {two magi} times with `magi_attention`",
-        "both passes of `strided_attention` are {torch 131072} times as fast at 131,072 tokens,",
-        "at 131,072 tokens, and {torch 32768} times at 32,768.",
-        "keeps {share 131072} of one GPU's speed at 131,072 tokens. At 32,768 tokens it keeps {share 32768},",
-        "and `zigzag_attention` {zigzag share 32768} (",
-        "takes {forward} times the wall time of Canon's forward. For both passes it takes {both} times:",
-        "Canon is slower on {slower} shapes",
+        "is {two zigzag} times as fast with `zigzag_attention` as with torch's, and {two magi} times with `magi_attention`",
+        "keep** {share 131072} of one GPU's speed at 131,072 tokens, and {share 32768} at 32,768 (`strided_attention`);",
+        "`zigzag_attention` keeps {zigzag share 131072} and {zigzag share 32768}.",
     )
     assert [text for text in sentences if text.format_map(found) not in speed] == []
-    for record, commit in re.findall(r"\(\[record\]\(paper/(data/\S+?)\), commit (\w+)\)", speed):
-        assert f'"commit": "{commit}' in (ROOT / "paper" / record).read_text(), record
     packs = scripts("schedule_tables").packs()["packs_over_ring"]
     for ratio in (packs, found["strided over zigzag"]):
         assert f"[{ratio} times the speed of the zigzag ring]" in section("Which function\\?")
@@ -152,4 +147,4 @@ def test_the_numbers_of_speed_follow_from_records_and_name_their_commits(scripts
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 120
-    assert len(README.split()) <= 1000
+    assert len(re.findall(r"\S*\w\S*", README)) <= 1000  # without the bars of tables

@@ -1,5 +1,7 @@
 """The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK heads) after another.
 
+Read `forward_plain` first, a kernel without these refinements.
+
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)
                   wait for S:     P = exp(S - m)         while O += P V still runs (ROWS = 192: after it)
@@ -24,9 +26,9 @@ w - 1 is modulo the number of warpgroups; at the start the last one arrives once
 releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of
 keys). All warpgroups make equally many steps, so the named barriers match.
 
-Read `forward_plain` first, a kernel without these refinements. Then read `forward_kernel`, `load_tiles`, `attend`, `step`,
-`write_result`; then `forward_pipeline` and `softmax`. With STALE_MAXIMUM, `stale_maximum` replaces `step` after a work tile's
-first tile. Compile-time switches:
+Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
+STALE_MAXIMUM, a tile's P uses a maximum that is older than the tile: `stale_maximum` replaces `step` after a work tile's first
+tile, and a warp votes whether to repeat it. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
     STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant
