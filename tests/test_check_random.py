@@ -207,7 +207,7 @@ def test_the_judge_accepts_only_rounding_of_few_elements():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_roundings_bound_the_errors_of_honest_attention(dtype):
-    """Each error is below 8 times the distance of `roundings`. The largest error is above a hundredth of the largest one."""
+    """Each error is below 8 times the distance of `roundings`. The largest error is above 1/300 of the largest one."""
     draw = torch.Generator().manual_seed(1)
     mask = Mask.documents([0, 1, 9, 40])
     q, k, v, dout = (torch.randn(2, 40, 4, 16, generator=draw).to(dtype) for _ in range(4))
@@ -218,7 +218,7 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
             torch.finfo(got.dtype).eps * true.abs().clamp(min=torch.finfo(got.dtype).tiny),
         )
         assert (error <= 8 * size + once).all(), name
-        assert error.max() >= size.max() / 100, name
+        assert error.max() >= size.max() / 300, name
 
 
 def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits():

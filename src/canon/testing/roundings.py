@@ -1,9 +1,10 @@
 """Bound the effect of one rounding of every intermediate result on each element of attention and its gradients.
 
-    u (float32)      A_ij = |scale| sum_d |q_id k_jd|        W_ij = P_ij (1 + A_ij + |lse_i|)        |.| entry by entry
+    u (float32)      A_ij = |scale| w sum_d |q_id k_jd|      W_ij = P_ij (1 + A_ij + |lse_i|)        |.| entry by entry
         out   W |v|                           lse  |lse| + sum_j P_ij (1 + A_ij)
         dv    W^T |dout|                      dq   |scale| D |k|                dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
+              w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to the whole; rss of them
 
     u (16 bits)      P, out and dS are each rounded once. Independent errors add as root of the sum of squares (rss). The
                      error of delta is common to a row, so it adds linearly.
@@ -93,7 +94,7 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: Scale | None, sink) -> Ten
         seen = lse > -torch.inf
         lse = lse.masked_fill(~seen, 0)
         p = torch.exp(scores - lse[..., None])
-        size = cap.sizes(abs(scale) * _finite(q[:, :, rows]).abs() @ _finite(k).abs().mT)
+        size = cap.sizes(abs(scale) * _partial_sums(_finite(q[:, :, rows]).abs(), _finite(k).abs()))
         through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
         out, dy = p @ v, _finite(dout[:, :, rows])
         weights = p * (1 + size + lse.abs()[..., None])
@@ -104,7 +105,7 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: Scale | None, sink) -> Ten
 
 
 def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tuple[Tensor, ...]:
-    scores = cap.sizes(scale * q @ k.mT)
+    scores = cap.sizes(scale * _partial_sums(q, k))
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
     ds = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + dlse[..., None])
@@ -145,6 +146,11 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
     ratio = torch.tanh(scores / softcap)
     capped = torch.where(scores == -torch.inf, scores, softcap * ratio)
     return _Cap(softcap, ratio.abs(), 1 - ratio.square()), capped
+
+
+def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
+    """Return w q k^T: the root of the sum of squares of the partial sums of each score, for q and k >= 0 of equal size."""
+    return max(1.0, (q.shape[-1] / 3) ** 0.5) * q @ k.mT
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
