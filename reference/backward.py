@@ -23,7 +23,7 @@ tile by tile, so three methods compute the same sums:
 A *share* is the query heads that share one key head. This half adds in one fixed order with every method; "auto" is "split".
 The walks as pictures, and the bits that they repeat: notebooks/05_backward.md; shares: notebooks/06_grouped_heads.md.
 
-Cost: nothing is sent. area counts the visible cells of the mask:
+Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile cost as much:
 
     method           FLOPs                         exponentials     float32 memory, beyond inputs and outputs
     "fused"          2 b h area (3 d + 2 dv)       b h area         dq, dk, dv; b h tiles of scores; boolean tiles of one column

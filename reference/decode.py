@@ -8,11 +8,14 @@ Each rank computes attention over its own keys, in float32 (float64 for float64)
 to all ranks. Each rank merges the parts in rank order and rounds once, so all ranks return the same bits. A sink is applied
 after the last merge. The formula of `merge` is derived in notebooks/00_softmax_in_pieces.md.
 
+With rank_invariant=True all keys travel to all ranks, and each rank computes `attention` (`canon.runtime.divided_keys`).
+
 Cost of a rank with s_r keys, n ranks:
 
-    messages          one all-gather
+    messages          one all-gather; before it, one of 8 bytes compares the arguments
     elements received (n - 1) b t h (dv + 1) in the accumulation dtype
     FLOPs             those of `attention_forward` for t queries x s_r keys, and n - 1 merges
+    memory            n times b t h (dv + 1) in the accumulation dtype
 
 Limits: the result is not differentiable. Ranks compare shapes, dtypes, scales and soft-caps in each call, but not the number of
 keys.

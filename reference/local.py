@@ -15,7 +15,7 @@ code: notebooks/00_softmax_in_pieces.md.
 A *sink*, a learned logit for each query head, joins the denominator without a key or a value. It is applied once, after all
 keys, so no merge and no message changes: see `_Sink`.
 
-Cost: nothing is sent. area counts the visible cells of the mask:
+Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile cost as much:
 
     FLOPs           2 b h area (d + dv), and b h area exponentials
     peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond inputs and outputs;
@@ -81,7 +81,7 @@ def tiled_forward(
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulate)
     for queries, strip in visible_tiles(mask, q.device):
         highest = lse[:, :, queries].clone()  # m, so far -inf
-        total, weighted = torch.zeros_like(highest), out[:, :, queries].clone()
+        total, weighted = torch.zeros_like(highest), torch.zeros_like(out[:, :, queries])
         for keys, visible in strip:
             q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
             scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
@@ -92,7 +92,7 @@ def tiled_forward(
             total = shrink * total + p.sum(-1)
             weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
             highest = new
-        if max_logits is not None:
+        if max_logits is not None and highest.numel():
             max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))
         some = total != 0  # False for queries that see no key
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
@@ -138,7 +138,7 @@ def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Sink(torch.autograd.Function):
-    """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. Its lse (*b, h, t) stays that of the keys.
+    """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. lse (*b, h, t) stays that of the keys.
 
         out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse - z)
 

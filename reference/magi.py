@@ -35,7 +35,8 @@ N = b g (d + dv) elements of e bytes, E in reduce_dtype. `plan_report` gives R a
 
                         messages                         bytes received        peak memory, at most
     each pass   K, V    one all-to-all for each cast     R N e                 own tokens, three buffers, rows sent in two casts
-    backward  dk, dv    one all-to-all for each cast     S N E                 own tokens and four buffers in float32
+    backward  dk, dv    one all-to-all for each cast     S N E                 own tokens, four buffers in float32, rows of two
+                                                                               reduces in reduce_dtype
     with keep_kv        none for K and V in backward     0 in backward         all received keys until the backward pass
 
 FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's queries. All terms of the peak
@@ -71,6 +72,7 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 def magi_plan(call: Call) -> CastPlan:
     """Return the tokens of each cast."""
+    # "stages" holds ``casts`` and ``own_keys_first`` as one value (`plan_arguments.stages_of`)
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 

@@ -21,9 +21,9 @@ Three steps (worked by hand in notebooks/04_magi.md):
     starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
               limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
               balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document
-    choice    the start with the least (peak, peak x traffic). The factor peak keeps balance among allowed plans
-    swaps     two ranks exchange one chunk each, the two chunks that gain most. Batches of `BATCH` swaps a rank go on while
-              they improve (peak, peak x traffic), pairs still gain, and swaps are left
+    choice    the start with the least (peak, real peak x traffic): the factor keeps balance among peaks that are allowed
+    swaps     two ranks exchange one chunk each: the two with the least (peak, traffic) of these two ranks. Batches of `BATCH`
+              swaps a rank go on while they improve the score of the choice, pairs still gain, and swaps are left
 
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank holds
 at most one small chunk, so token counts differ by at most one chunk.
@@ -50,7 +50,8 @@ from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 
-# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come.
+# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come. So a rank
+# keeps room for the chunks that must fill its slots.
 RESERVE = 8
 BATCH = 2
 
@@ -88,7 +89,7 @@ class Chunk:
     small: bool  # empty, or the short last chunk
 
 
-Held = list[Chunk]  # the chunks of one rank, ascending
+Held = list[Chunk]  # the chunks of one rank, or of the sequence, ascending
 Assignment = list[Held]  # by rank
 
 

@@ -33,8 +33,9 @@ Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e b
 A hop has two messages, one for each tensor. If neither k nor v needs a gradient, dk and dv make no hops. FLOPs are those of
 `tiled_forward` and `tiled_backward` for the visible cells of this rank's queries.
 
-Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent. Each step
-hides one hop; nothing hides the last hop of dk and dv. The backend decides about overlap; gloo needs free CPU cores for it.
+Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent. A step
+hides one hop of keys, backward also one of gradients; nothing hides the last hop of dk and dv. The backend decides about
+overlap; gloo needs free CPU cores for it.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).

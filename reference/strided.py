@@ -29,7 +29,7 @@ Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) ele
 
                        messages       bytes received    peak memory, in buffers of n N / m elements
     each pass   K, V   m              (n - 1) N e       3 in the dtype of k; NCCL has one more for each gather in flight
-    backward  dk, dv   m              (n - 1) N E       1 of float32 and 4 of reduce_dtype (parts computed, sent, received)
+    backward  dk, dv   m              (n - 1) N E       5 of float32; with a narrower reduce_dtype 2, and 3 of it
 
 FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's queries; backward as in
 `backward.py`. All terms of the peak memory: notebooks/03_strided.md.

@@ -8,7 +8,7 @@ A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without
             256-383           x             x          /
 
 The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a NaN or an infinity reaches
-exactly the queries that see its token.
+exactly the queries that see its token. In the forward pass a visible score of -inf counts as hidden.
 """
 
 from collections.abc import Iterator
