@@ -27,6 +27,7 @@ HOLE = re.compile(
     r"(?P<solution>(?:.*\n)*?)(?P=indent)# your turn ends(?=\n|$)",
     re.MULTILINE,
 )
+TWIN = re.compile(r"\]\((\w+)\.md(?=[)#])")  # a link to another notebook
 OPEN = (
     "In `{root}`, the command `.venv/bin/jupyter lab {folder}` opens these notebooks. In `{folder}`, the command "
     "`{root}/.venv/bin/canon check my_attention` checks all functions."
@@ -60,13 +61,15 @@ def unprofiled(source: str) -> str:
 
 
 def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """Return the notebook with holes, with folded solutions, and with the command that opens it in its first cell."""
+    """Return the notebook with holes, folded solutions, links to notebooks, and the command that opens it in its first cell."""
     root = HERE.parent
     place = folder.relative_to(root) if folder.is_relative_to(root) else folder
     notebook.cells[0].source += f"\n\n{OPEN.format(root=root, folder=place)}"
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
+        if cell.cell_type == "markdown":
+            cell.source = TWIN.sub(r"](\1.ipynb", cell.source)
         if cell.cell_type == "code" and HOLE.search(cell.source):
             cells.append(new_markdown_cell(FOLDED.format(solution(cell.source))))
             cell.source = with_hole(cell.source)

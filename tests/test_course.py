@@ -124,7 +124,10 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
         assert f"`.venv/bin/jupyter lab {folder}` opens" in nbformat.reads(text, 4).cells[0].source
-    links = {link for twin in FOLDER.glob("*.md") for link in re.findall(r"\]\((\.\./[^)#]+)", twin.read_text())}
+    cells = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
+    texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
+    assert {"05_backward.ipynb", "../paper/records.md"} <= links
     assert not [link for link in links if not (folder / link).exists()]
     program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
     kept = folder / "my_functions" / "merged.py"

@@ -56,6 +56,9 @@ def test_the_simulator_explains_the_absence_of_each_wait_and_arrival_of_the_plai
         assert message.startswith(("Fault: ", "Deadlock: ")), line
         assert ".py:" not in message
     assert len(set(lines)) == 13
+    page = Path(forward_runs.__file__).with_name("07_overlap_on_hopper.md").read_text()
+    line, message = re.search(r"\*\*1\.\*\* .*?: `(.*?)`\..*?```\n(.*?)\n```", page, re.DOTALL).groups()
+    assert forward_runs.fault_without(line, *tensors) == message
     assert not forward_runs.fault_without("fence_async_shared()", *tensors)  # new barriers are visible at once here
     with (
         pytest.raises(ValueError, match=r"forward_plain.py has no line 'q_full.index'"),
