@@ -24,6 +24,7 @@ from canon.fast.backward import plan_gradients
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
 from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
+from canon.fast.latent import latent_attention
 from canon.fast.local import attention, empty_result, forward_for
 from canon.fast.magi import magi_attention
 from canon.fast.messages import gathered_mask, padded_tokens
@@ -34,12 +35,14 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.runtime import public_plans
 from canon.runtime.checks import cached
+from canon.runtime.latent_arguments import hidden_keys
 from canon.runtime.prepared_plans import Preparation
 
 __all__ = ["prepare"]
 
 
-FUNCTIONS = attention, ring_attention, zigzag_attention, striped_attention, strided_attention, magi_attention
+RINGS = ring_attention, zigzag_attention, striped_attention, latent_attention
+FUNCTIONS = attention, *RINGS, strided_attention, magi_attention
 
 
 def _gpu(device: Any) -> Gpu | None:
@@ -94,7 +97,7 @@ def _parts(given: Preparation) -> Iterator[_Part]:
         cached(own_layout, layout.tokens, layout.ranks)
     if given.function == "magi_attention":
         yield from _magi_parts(given, layout)
-    elif layout.ranks == 1:
+    elif layout.ranks == 1 and given.function != "latent_attention":
         yield _Part(layout.local_mask(mask, 0, 0), g)
     elif given.function == "strided_attention":
         yield from _strided_parts(given, layout)
@@ -109,6 +112,8 @@ def _ring_parts(given: Preparation, layout: Layout, forward: bool = True) -> Ite
             active = active_queries_of(mask, all_queries=True)
         else:
             active = active_queries_of(visible_keys(mask)[1])
+        if given.function == "latent_attention":
+            hidden_keys(active.mask)
         yield from _active_parts(active, given, forward, owner == given.rank)
 
 

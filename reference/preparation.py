@@ -9,6 +9,7 @@ time for them. Threads of the training process share its cache: plans that `prep
 
     function                 plans of `canon.reference`
     the ring functions       the local masks of this rank and each owner of keys
+    `latent_attention`       the same, and the keys that no query sees
     `strided_attention`      the local mask of this rank and all keys; those of each owner with backward_schedule="ring"
     `magi_attention`         the cast plan, and the local mask of each of its steps
     `attention`              none
@@ -23,18 +24,21 @@ Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for 
 from typing import Any
 
 from canon.masks.layout import Layout
+from canon.reference.latent import latent_attention
 from canon.reference.local import attention
 from canon.reference.magi import cast_plan, magi_attention
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention
 from canon.runtime import public_plans
 from canon.runtime.checks import cached
+from canon.runtime.latent_arguments import hidden_keys
 from canon.runtime.prepared_plans import Preparation
 
 __all__ = ["prepare"]
 
 
-FUNCTIONS = attention, ring_attention, zigzag_attention, striped_attention, strided_attention, magi_attention
+RINGS = ring_attention, zigzag_attention, striped_attention, latent_attention
+FUNCTIONS = attention, *RINGS, strided_attention, magi_attention
 
 
 def _make(given: Preparation, _: Any) -> None:
@@ -56,7 +60,9 @@ def _make(given: Preparation, _: Any) -> None:
         layout.local_mask(mask, rank, range(layout.ranks))
     if not gathers or given.options["backward_schedule"] == "ring":
         for owner in range(layout.ranks):
-            layout.local_mask(mask, rank, owner)
+            local = layout.local_mask(mask, rank, owner)
+            if given.function == "latent_attention":
+                hidden_keys(local)
 
 
 prepare = public_plans.prepare(_make, FUNCTIONS)

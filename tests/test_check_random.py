@@ -71,6 +71,8 @@ def test_all_kinds_are_drawn():
     assert any((case.shape.scale or 0) < 0 for case in attended)
     assert any((case.shape.scale or 0) > 1e5 for case in attended), "scores near the limit of canon.fast"
     assert any(case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1] for case in attended)
+    assert all(0 < case.shape.latent[1] < case.shape.widths[0] for case in cases if case.has_latents)
+    assert {case.function for case in cases if case.has_latents} == {"latent_attention", "prepare"}
     masks = [draws.evaluated(case.mask) for case in cases]
     several = {case.function for case, mask in zip(cases, masks, strict=True) if isinstance(mask, tuple)}
     assert several == draws.FOR_EACH_SEQUENCE, "a mask for each sequence"
@@ -84,9 +86,11 @@ def test_all_kinds_are_drawn():
                for layout in shared), "a step that is neither contiguous nor striped"  # fmt: skip
 
 
-def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, write_module, tmp_path):
+def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, write_module, tmp_path, monkeypatch):
     write_module("off_ring", FAULTY.format(line="v = v * 1.02"))
-    status, printed, record = run("off_ring", "--random", 30, "--seed", 2)
+    monkeypatch.setattr(draws, "WEIGHTS", {"attention": 1, "ring_attention": 1, "prepare": 1})
+    monkeypatch.setattr(draws, "PREPARED", {"ring_attention": "zigzag"})
+    status, printed, record = run("off_ring", "--random", 12, "--seed", 2)
     assert status == 1
     wrong = {number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"}
     assert wrong
@@ -221,15 +225,17 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
         assert error.max() >= size.max() / 300, name
 
 
-def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits():
+@pytest.mark.parametrize("names", [("dk", "dv"), ("dlatent", "dk_rope")])
+def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits(names):
     case = next(c for c in (draws.drawn(0, i) for i in range(9000))
                 if dict(c.options).get("reduce_dtype") == "bfloat16" and c.dtype == "float32" and c.ranks > 2
-                and isinstance(mask := draws.evaluated(c.mask), Mask) and mask.area > 50 and c.used == "both")  # fmt: skip
+                and isinstance(mask := draws.evaluated(c.mask), Mask) and mask.area > 50 and c.used == "both"
+                and c.has_latents == ("dlatent" in names))  # fmt: skip
     layout = draws.evaluated(case.layout)
     assert isinstance(layout, Layout)
     expected = RandomSource().expected(case, layout, "cpu")
     exact, reach = expected.exact, expected.roundings
-    coarse = Attended(dk=exact.dk.bfloat16().float(), dv=exact.dv.bfloat16().float())
+    coarse = type(exact)(**{name: getattr(exact, name).bfloat16().float() for name in names})
     assert agreement(coarse, exact, expected.honest, reach).agrees
     in_float32 = expected.honest[:4]
     assert not agreement(coarse, exact, in_float32, reach).agrees

@@ -1,6 +1,7 @@
 """Claims about `canon.fast.warm_up`: it compiles every kernel variant that random masks, sizes and layouts can need."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -134,6 +135,8 @@ def ran(program, *arguments, **environment):
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
+        (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
+        (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
     ],
 )
 def test_200_random_calls_need_no_other_variant(
@@ -189,6 +192,7 @@ def outcome(monkeypatch):
         ((), {"heads": 8}, "heads must be"),
         ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
         ((), {"functions": ()}, "functions must be some of attention"),
+        ((), {"functions": "latent_attention"}, "a key head for each query head, so heads must be (32, 32)"),
         ((), {"backend": "cpu"}, "backend must be one of 'triton', 'gluon', 'cuda' or None"),
         ((), {"backward": "none"}, "backward='none': expected one of"),
         ((), {"softcap": 0.0}, "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
@@ -197,7 +201,7 @@ def outcome(monkeypatch):
     ],
 )
 def test_a_bad_argument_is_named(arguments, options, message):
-    with pytest.raises(ValueError, match=message.replace("(", "\\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         warm_up(*arguments, **options)
 
 

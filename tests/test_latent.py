@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
+from canon.check import draws
 from canon.fast.replay import recordings
 from canon.masks.plan_cache import PLANS
 from canon.runtime.latent_arguments import hidden_keys
@@ -89,7 +90,7 @@ def test_the_oracle_is_dense_attention_after_a_linear_layer():
     results = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1), v), scores.logsumexp(-1)
     grads = torch.autograd.grad(results, leaves, (dout, dlse))
     exact, _ = judged(mask, (*leaves, dout, dlse))
-    for mine, theirs in zip(exact, (*results, *grads), strict=True):
+    for mine, theirs in zip(exact[:6], (*results, *grads), strict=True):
         torch.testing.assert_close(mine.view(theirs.shape), theirs, rtol=0, atol=1e-12)
 
 
@@ -152,7 +153,7 @@ def test_only_the_needed_gradients_are_returned(half, needed):
     expected, _ = judged(mask, (*tensors[:5], torch.zeros(1, H, 9, dtype=torch.float64)))
     leaves = {name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=False)}
     half.latent_attention(**leaves, mask=mask).backward(tensors[4])
-    for (name, x), true in zip(leaves.items(), expected[2:], strict=True):
+    for (name, x), true in zip(leaves.items(), expected[2:6], strict=True):
         assert (x.grad is None) == (name not in needed)
         if name in needed:
             torch.testing.assert_close(x.grad, true.view(x.shape), rtol=0, atol=1e-12)
@@ -192,7 +193,7 @@ def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(
 def test_equal_calls_give_equal_bits(half):
     program = partial(shards, half, Mask.causal(9), Layout.striped(9, 2), whole(9, 1, dtype=torch.float32))
     first, second = (process_groups.threads(program, 2)[0] for _ in range(2))
-    assert all(map(torch.equal, first, second))
+    assert all(map(torch.equal, first[:6], second[:6]))
 
 
 def test_a_repeated_call_replays_its_kernels(monkeypatch):
@@ -256,11 +257,30 @@ FAULTS = {  # fault: (a tensor that is off, the wrong method)
     "gradients that travel in bfloat16": ("dlatent is off by", """
     def gradients(self, dk, dv):
         return [x.bfloat16().to(x.dtype) for x in super().gradients(dk, dv)]"""),
-    "up_weight's gradient of the last step": ("dup_weight is off by", """
+    "up_weight's gradient of all steps but the last": ("dup_weight is off by", """
     def gradients(self, dk, dv):
         self.dup_weight.zero_()
         return super().gradients(dk, dv)"""),
+    "up_weight's gradient of one step": ("dup_weight is off by", """
+    def gradients(self, dk, dv):
+        before, self.steps = self.dup_weight.clone(), getattr(self, "steps", 0) + 1
+        grads = super().gradients(dk, dv)
+        self.dup_weight = before if self.steps == 2 else self.dup_weight
+        return grads"""),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_twenty_random_cases_find_a_planted_fault(fault, run, write_module, monkeypatch):
+    """Without a fault, all agree."""
+    message, method = FAULTS[fault]
+    write_module("faulty_latents", FAULTY.format(fault=method))
+    monkeypatch.setattr(draws, "WEIGHTS", {"latent_attention": 1})
+    status, printed, record = run("faulty_latents", "--random", 20, "--ranks", 3, "--seed", 1)
+    assert status == bool(message), printed.out
+    faults = [fault for one_run in record["runs"] for failure in one_run["failures"] for fault in failure["faults"]]
+    assert any(message in fault for fault in faults) == bool(message)
+    assert not any("the reference itself" in fault for fault in faults)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

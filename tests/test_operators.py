@@ -59,6 +59,14 @@ def test_opcheck_accepts_every_operator(half, function):
         torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
 
 
+@pytest.mark.parametrize("shape", [(), (16,), (1, 16, 5)])
+def test_a_traced_weight_without_rows_is_named(shape):
+    """The shapes of the results depend on it. Other errors raise on every rank when the operator runs."""
+    tensors = (torch.zeros(x) for x in ((1, 4, 2, 6), (1, 4, 1, 5), (1, 4, 1, 2), shape))
+    with pytest.raises(ValueError, match="up_weight .rows, rank., got q .1, 4, 2, 6., latent .1, 4, 1, 5."):
+        operators._fake_forward("latent_attention", *tensors)
+
+
 def test_cuda_graphs_of_inductor_leave_every_operator_out():
     names = [name for function in OPTIONS for name in (function, f"{function}_backward")]
     for name in names:

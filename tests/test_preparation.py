@@ -27,6 +27,8 @@ CASES = {
     "ring": ("ring_attention", UNEVEN, {"backward": "head_parallel"}),
     "zigzag": ("zigzag_attention", Layout.zigzag(40, 2), {}),
     "striped": ("striped_attention", Layout.striped(40, 3), {}),
+    "latent": ("latent_attention", UNEVEN, {"backward": "split"}),
+    "latent, one rank": ("latent_attention", Layout.contiguous(40, 1), {}),
     "strided": ("strided_attention", UNEVEN, {"head_stride": 2, "forward_first_stride": 1}),
     "strided, ring": ("strided_attention", UNEVEN, {"backward_schedule": "ring"}),
     "magi, one step": ("magi_attention", UNEVEN, {"stages": 0}),
@@ -45,15 +47,20 @@ def _empty_cache():
 
 def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
     """Return the results of both passes on all ranks."""
-    given = {"layout": layout} if function in ("ring_attention", "strided_attention", "magi_attention") else {}
-    attend = functools.partial(getattr(half, function), mask=mask, return_lse=True, **given, **options)
+    given = {} if function in ("attention", "zigzag_attention", "striped_attention") else {"layout": layout}
+    attend = getattr(half, function)
+    if function == "latent_attention":  # a head of k is the latent, a head of v is k_rope
+        weight = torch.linspace(-1, 1, 4 * (8 - 6 + 6) * 8).view(-1, 8).to(dtype)
+        attend = lambda q, k, v, **given: half.latent_attention(q, k[:, :, 0], v[:, :, 0], weight, **given)
+    attend = functools.partial(attend, mask=mask, return_lse=True, **given, **options)
     layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
     return process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks)
 
 
 def prepared(half, function, layout, options, **more):
     """Return the plans of all ranks, as another process would send them."""
-    given = {"device": "cpu", **SHAPES, **options, **more}
+    heads = {"heads": (4, 4)} if function == "latent_attention" else {}
+    given = {"device": "cpu", **SHAPES, **heads, **options, **more}
     ranks = [None] if layout is None else range(layout.ranks)
     plans = [half.prepare(function, MASK, layout, rank=rank, **given) for rank in ranks]
     PLANS.clear()

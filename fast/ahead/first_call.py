@@ -49,11 +49,10 @@ def compile_for(call: Call) -> None:
 def model_of(call: Call) -> Model:
     """Return the model of a call."""
     (_, _, h, d), (_, _, g, _), (_, _, _, dv), *weights = call.shapes
-    function = call.function
-    if weights:  # the kernels of a ring over the projected K and V
-        function, g, dv = "ring_attention", h, sizes_of(call.shapes[0], call.shapes[2], weights[0]).value
+    if weights:  # K and V are projected
+        g, dv = h, sizes_of(call.shapes[0], call.shapes[2], weights[0]).value
     return Model(
-        call.dtype, d, dv, (h, g), (function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
+        call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
         call.options.get("rank_invariant", False), split_scale(call.scale)[1], call.options["return_max_logits"],
     )  # fmt: skip

@@ -183,6 +183,8 @@ def _checked_model(
     functions = (functions,) if isinstance(functions, str) else tuple(functions)
     if not functions or not set(functions) <= set(FUNCTIONS):
         raise ValueError(f"functions must be some of {', '.join(FUNCTIONS)}, got {functions}")
+    if "latent_attention" in functions and sizes[0] != sizes[1]:
+        raise ValueError(f"latent_attention projects a key head for each query head, so heads must be {sizes[:1] * 2}")
     check_method("backward", backward)
     if backend is not None and backend not in AVAILABLE:
         raise ValueError(f"backend must be one of {', '.join(map(repr, AVAILABLE))} or None, got {backend!r}")
@@ -454,7 +456,7 @@ def _replaced(module: ModuleType, name: str, function: Callable) -> Iterator[Non
 
 
 OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never with rank_invariant
-RINGS = {"ring_attention", "zigzag_attention", "striped_attention"}
+RINGS = {"ring_attention", "zigzag_attention", "striped_attention", "latent_attention"}
 RING = whole_passes, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
     "attention": (whole_passes, masked_rows, few_queries, sinks),

@@ -1,6 +1,6 @@
 """Call a function of a module for a case: its shards, its options, both passes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from canon import reference
 from canon.check.cases import DTYPES, OPTIONAL, REPLICATED, TAKE_A_LAYOUT, Case
-from canon.check.inputs import Inputs, latents_of, placed
+from canon.check.inputs import Inputs, placed
 from canon.masks.layout import mask_between
 from canon.reference import Layout
 from canon.runtime.checks import accumulate_dtype
-from canon.testing.judge import Attended, AttendedWithSink, Results, results_of
+from canon.testing.judge import Attended, AttendedWithSink, Results
 from canon.testing.latent_judge import AttendedLatent
 
 DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
@@ -43,25 +43,35 @@ def on_one_rank(case: Case) -> Case:
 
 def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     forward = case.used.startswith("forward")
-    leaves = [t.detach().requires_grad_(not forward) for t in (q, k, v)]
+    tensors = (q, k, v)
+    if x.up_weight is not None:
+        tensors = (q, k.squeeze(-2), v.squeeze(-2), placed(x.up_weight, case.shape))
+    leaves = [t.detach().requires_grad_(not forward) for t in tensors]
     if case.variant == "plain":  # the mask is causal: None means the same
         out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
-        return Attended(out) if forward else Attended(out.detach(), None, *torch.autograd.grad(out, leaves, dout))
+        return _results(case, x, out, None, () if forward else torch.autograd.grad(out, leaves, dout))
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
     options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
     options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
     if case.has_sink:
         leaves.append(x.sink.detach().requires_grad_(not forward))
-        options["sink"] = leaves[3]
+        options["sink"] = leaves[-1]
     results = getattr(module, case.function)(*arguments, **options)
     out, lse = results if case.returns_lse else (results, None)
     if forward:
-        return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
+        return _results(case, x, out, lse)
     outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
     unused = case.has_sink and case.used == "lse"  # lse does not depend on the sink: its gradient is 0
     grads = torch.autograd.grad(outputs, leaves, grads, allow_unused=unused, materialize_grads=unused)
-    dq, dk, dv, *dsink = grads
-    return results_of((out.detach(), None if lse is None else lse.detach(), dq, dk, dv), *(dsink or [None]))
+    return _results(case, x, out, lse, grads)
+
+
+def _results(case: Case, x: Inputs, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor] = ()) -> Any:
+    """Return the results. Gradients of latent and k_rope get the axis of one head."""
+    out, lse = out.detach(), None if lse is None else lse.detach()
+    if x.up_weight is not None:
+        return AttendedLatent(out, lse, *grads[:1], *(t.unsqueeze(-2) for t in grads[1:3]), *grads[3:])
+    return (AttendedWithSink if case.has_sink else Attended)(out, lse, *grads)
 
 
 def _options(case: Case) -> dict[str, Any]:
@@ -104,7 +114,9 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     batch = q.shape[0] if q.dim() == 4 else 1
-    shape = dict(batch=batch, heads=case.shape.heads, widths=case.shape.widths, dtype=q.dtype, device=q.device)
+    h = case.shape.heads[0]
+    heads = (h, h) if case.has_latents else case.shape.heads
+    shape = dict(batch=batch, heads=heads, widths=case.shape.widths, dtype=q.dtype, device=q.device)
     plans = module.prepare(case.variant, x.mask, layout, rank=dist.get_rank(), **shape)
     plans.load()
     return _attention(module, replace(case, function=case.variant), q, k, v, dout, dlse, x, layout)
@@ -122,23 +134,5 @@ def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     return Attended(*module.merge(*parts))
 
 
-def _latent(module, case, q, k, v, dout, dlse, x, layout) -> Any:
-    """Return the results of latent attention. The gradients of tokens have the axis of one head."""
-    latent, k_rope, up_weight = latents_of(q, k, v)
-    forward = case.used.startswith("forward")
-    leaves = [t.detach().requires_grad_(not forward) for t in (q, latent.squeeze(-2), k_rope.squeeze(-2), up_weight)]
-    options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
-    options = _softcap(x) | {name: value for name, value in options.items() if value != DEFAULTS[name]}
-    mask = None if case.variant == "plain" else x.mask  # causal
-    results = module.latent_attention(*leaves, mask, layout, **options)
-    out, lse = results if case.returns_lse else (results, None)
-    if forward:
-        return AttendedLatent(out, lse)
-    outputs, grads = ((out, lse), (dout, dlse)) if case.used == "both" else (out, dout)
-    dq, dlatent, dk_rope, dup_weight = torch.autograd.grad(outputs, leaves, grads)
-    lse = None if lse is None else lse.detach()
-    return AttendedLatent(out.detach(), lse, dq, dlatent.unsqueeze(-2), dk_rope.unsqueeze(-2), dup_weight)
-
-
 _CALLS = {"attention_forward": _forward, "attention_backward": _backward, "merge": _merge,
-          "decode_attention": _decode, "latent_attention": _latent, "prepare": _prepare}  # fmt: skip
+          "decode_attention": _decode, "prepare": _prepare}  # fmt: skip

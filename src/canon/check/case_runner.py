@@ -140,7 +140,7 @@ class CaseRunner:
         spread = expected.spread if module.__name__.startswith("canon.") else everywhere(exact)
         verdict = agreement(first, *judged_by, spread if case.planted else None)
         reference_verdict = agreement(of_reference, *judged_by)
-        x = with_projected_keys(x) if case.function == "latent_attention" else x
+        x = with_projected_keys(x) if case.has_latents else x
         faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x) + [*verdict.faults]
         faults += worst_places(verdict.faults, first, exact, layout if case.distributed else None)
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]

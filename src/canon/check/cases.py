@@ -31,13 +31,14 @@ LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a t
 }
 METHODS = ("split", "fused", "head_parallel")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-TAKE_A_LAYOUT = {"ring_attention", "strided_attention", "magi_attention"}
+TAKE_A_LAYOUT = {"ring_attention", "latent_attention", "strided_attention", "magi_attention"}
 PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
 EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without attention: `canon.check.exchanges`
 FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
 REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
-ATTEND = ("attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
-DISTRIBUTED = {*ATTEND[1:], "latent_attention", "prepare"} | REPLICATED | EXCHANGES
+RINGS = "ring_attention", "zigzag_attention", "striped_attention", "latent_attention"
+ATTEND = "attention", *RINGS, "strided_attention", "magi_attention"
+DISTRIBUTED = {*ATTEND[1:], "prepare"} | REPLICATED | EXCHANGES
 STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
@@ -65,8 +66,8 @@ LATENT = (  # mask, layout, method
     ("full", "contiguous", "auto"), ("sequences", "contiguous", "head_parallel"),
 )  # fmt: skip
 PREPARED = {  # function: layout
-    "ring_attention": "zigzag", "striped_attention": "striped", "strided_attention": "contiguous",
-    "magi_attention": "planned",
+    "ring_attention": "zigzag", "striped_attention": "striped", "latent_attention": "zigzag",
+    "strided_attention": "contiguous", "magi_attention": "planned",
 }  # fmt: skip
 CASTS = (  # variant, mask, layout
     ("one_stage", "documents", "planned"), ("two_stages", "documents", "planned"), ("one_stage", "documents", "striped"),
@@ -110,6 +111,7 @@ class Shape:
     contiguous: bool = True
     scale: float | None = None
     strides: int | None = None  # seed of random strides
+    latent: tuple[int, int] | None = None  # widths of a random latent and of k_rope
 
 
 SHAPES = {  # by mask: (on the CPU, on GPUs)
@@ -157,6 +159,10 @@ class Case:
     @property
     def distributed(self) -> bool:
         return self.function in DISTRIBUTED
+
+    @property
+    def has_latents(self) -> bool:
+        return "latent_attention" in (self.function, self.variant)  # `prepare` names the prepared function as variant
 
     @property
     def returns_lse(self) -> bool:
@@ -210,6 +216,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
     for mask, layout, method in LATENT:
         add("latent_attention", mask, layout, method)
     add("latent_attention", "window", "zigzag", variant="softcap", softcap=1.5)
+    add("latent_attention", "documents", "zigzag", variant="sink", sink=True)
     _add_decode(add)
     for function, layout in PREPARED.items():
         add("prepare", "documents", layout, variant=function)

@@ -133,7 +133,7 @@ def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Ca
 
 def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
-    attends = case.function in {*ATTEND, "latent_attention", "prepare"} | REPLICATED
+    attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.mask not in masks) or ("forward" in words and case.function == "attention_backward"):
         return None
     if "finite" in words and case.planted:

@@ -11,25 +11,16 @@ from itertools import pairwise
 from random import Random
 
 from canon import reference
-from canon.check.cases import (
-    ATTEND,
-    DISTRIBUTED,
-    EXCHANGES,
-    FIXED_LAYOUTS,
-    PLANS,
-    PREPARED,
-    REPLICATED,
-    Case,
-    Masks,
-    Shape,
-)
+from canon.check.cases import ATTEND, DISTRIBUTED, EXCHANGES, FIXED_LAYOUTS, PLANS, PREPARED, REPLICATED, Case, Shape
 from canon.check.planted_values import TENSORS, VALUES
 from canon.reference import Band, Layout, Mask
+from canon.testing.judge import Masks
 
 WEIGHTS = {
     "attention": 4, "attention_forward": 2, "attention_backward": 3, "merge": 1, "ring_attention": 4,
     "zigzag_attention": 2, "striped_attention": 2, "strided_attention": 4, "magi_attention": 4, "dispatch": 1,
     "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1, "decode_attention": 2, "prepare": 1,
+    "latent_attention": 3,
 }  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
@@ -93,6 +84,7 @@ class Drawn(Case):
             draws |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
             draws |= {"batch": str(shape.batch) if shape.batch else "packed", "scale": str(shape.scale)}
             draws |= {"strides": "contiguous" if shape.strides is None else f"random, seed {shape.strides}"}
+            draws |= {"latent, k_rope": f"{shape.latent} wide"} if shape.latent else {}
             draws |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
             draws |= {"planted": self.planted} if self.planted else {}
         return draws | {name: str(value) for name, value in self.options}
@@ -144,7 +136,8 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         layout = _layout(
             draw, mask, evaluated(mask).keys, ranks, draw.choice(["contiguous", "zigzag", "uneven", "empty"])
         )
-    dtype, shape = _shape(draw, limits, ranks) if function not in PLANS else ("", Shape((1, 1), (1, 1)))
+    has_latents = "latent_attention" in (function, prepared)
+    dtype, shape = ("", Shape((1, 1), (1, 1))) if function in PLANS else _shape(draw, limits, ranks, has_latents)
     method, variant, used, options = _options(draw, function, shape, dtype, invariant)
     if prepared:
         method, variant, options = "auto", prepared, {}
@@ -155,14 +148,14 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         mask, shape = f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})", replace(shape, scale=None)
     elif variant == "plain":
         n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
-        mask, shape = f"Mask.causal({n})", Shape(shape.heads, shape.widths, shape.batch, True, None, shape.strides)
+        mask, shape = f"Mask.causal({n})", replace(shape, contiguous=True, scale=None)
         layout = _layout(draw, mask, n, ranks, fixed) if layout else None
     attends = dtype and function not in EXCHANGES
-    planted = _planted(draw, function, used) if attends else ""
-    may_be_capped = attends and function not in ("merge", "prepare")
-    if attends and variant != "plain" and not planted and _may_be_large(dtype, options) and draw.random() < 1 / 10:
+    planted = _planted(draw, function, used) if attends and not shape.latent else ""
+    unplanted = attends and variant != "plain" and not planted
+    if unplanted and _may_be_large(dtype, shape, options) and draw.random() < 1 / 10:
         shape = replace(shape, scale=draw.choice(LARGE) * shape.widths[0] ** -0.5)
-    elif may_be_capped and variant != "plain" and not planted and draw.random() < 0.2:
+    elif unplanted and function not in ("merge", "prepare") and draw.random() < 0.2:
         options["softcap"] = draw.choice(SOFTCAPS)
     return Drawn(
         function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, seed, index, ranks
@@ -176,9 +169,12 @@ def _planted(draw: Random, function: str, used: str) -> str:
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 
 
-def _may_be_large(dtype: str, options: dict) -> bool:
-    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's share underflows."""
-    return "float16" not in (dtype, options.get("reduce_dtype")) and "sink" not in options
+def _may_be_large(dtype: str, shape: Shape, options: dict) -> bool:
+    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's share underflows.
+
+    Rounding of projected keys changes the largest score.
+    """
+    return "float16" not in (dtype, options.get("reduce_dtype")) and "sink" not in options and not shape.latent
 
 
 def _size(draw: Random, most: int) -> int:
@@ -187,7 +183,7 @@ def _size(draw: Random, most: int) -> int:
     return max(1, round(3 * (most / 3) ** draw.random()))
 
 
-def _shape(draw: Random, limits: Table, ranks: int) -> tuple[str, Shape]:
+def _shape(draw: Random, limits: Table, ranks: int, has_latents: bool) -> tuple[str, Shape]:
     if limits.rows:
         heads, widths, dtype = draw.choice(limits.rows)
     else:
@@ -198,7 +194,12 @@ def _shape(draw: Random, limits: Table, ranks: int) -> tuple[str, Shape]:
     scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * limits.unusual)
     scale = None if scale is None else scale * widths[0] ** -0.5
     strides = draw.choice([None, draw.getrandbits(32)]) if limits.unusual else None
-    return dtype, Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
+    shape = Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
+    if has_latents:  # a head of K for each query head, wider than k_rope
+        d = max(2, widths[0])
+        latent = (draw.choice(limits.widths), draw.randint(1, d - 1)) if limits.unusual else (64, max(8, d // 32 * 8))
+        shape = replace(shape, heads=(heads[0], heads[0]), widths=(d, widths[1]), latent=latent)
+    return dtype, shape
 
 
 def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: bool) -> tuple[str, str, str, dict]:

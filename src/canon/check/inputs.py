@@ -16,7 +16,7 @@ from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
 from canon.runtime.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
-from canon.testing.latent_judge import keys_of, latent_oracle, latent_orders
+from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
 from canon.testing.roundings import sink_roundings
 
 LAST = 5  # queries of `decode_attention`
@@ -61,6 +61,9 @@ class Inputs:
     scale: float | None
     sink: Tensor
     softcap: float | None = None
+    up_weight: Tensor | None = (
+        None  # of `latent_attention`; then k is the latent and v is k_rope, with the axis of a head
+    )
 
     @property
     def scaling(self) -> Scale:
@@ -68,17 +71,22 @@ class Inputs:
         return default_scale(self.q, self.scale, self.softcap)
 
 
-def latents_of(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return latent and k_rope, as a head of k and of v, and the weight of the projection, for `latent_attention`."""
-    h, d, rank = q.shape[-2], q.shape[-1], k.shape[-1]
+def with_latents(x: Inputs) -> Inputs:
+    """Return inputs of `latent_attention`: a head of k is the latent, and a part of a head of v is k_rope."""
+    (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
-    weight = torch.randn(h * (d - rope + v.shape[-1]), rank, generator=torch.Generator().manual_seed(2)) * rank**-0.5
-    return k[..., :1, :], v[..., :1, :rope], weight.to(q.device, q.dtype)
+    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q.device, x.q.dtype)
+    return replace(x, k=x.k[..., :1, :], v=x.v[..., :1, :rope], up_weight=weight)
+
+
+def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Return the weight of a projection in float32: from a latent of variance 1 to K and V of variance 1."""
+    return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
 def with_projected_keys(x: Inputs) -> Inputs:
     """Return the inputs of `latent_attention` with K and V in float64, as the oracle projects them."""
-    k, v = keys_of(*(t.double() for t in latents_of(x.q, x.k, x.v)), x.q.shape[-2], x.q.shape[-1])
+    k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
     return replace(x, k=k, v=v)
 
 
@@ -156,10 +164,15 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 @lru_cache(maxsize=12)
-def _expected_latent(given: tuple, with_lse: bool, softcap: float | None) -> "Expected":
-    x = replace(_inputs(*given), softcap=softcap)
-    arguments = x.q, *latents_of(x.q, x.k, x.v), x.dout, x.mask, x.scaling, x.dlse if with_lse else None
-    return Expected(latent_oracle(*arguments), latent_orders(*arguments))
+def _expected_latent(given: tuple, with_lse: bool, with_sink: bool, softcap: float | None) -> "Expected":
+    x = with_latents(replace(_inputs(*given), softcap=softcap))
+    tensors, sink = (x.q, x.k, x.v, x.up_weight, x.dout), x.sink if with_sink else None
+    arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
+    few = None
+    if sink is not None:
+        keys = with_projected_keys(x)
+        few = AttendedLatent(dsink=sink_roundings(x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, sink))
+    return Expected(latent_oracle(*arguments), latent_orders(*arguments), few)
 
 
 @lru_cache(maxsize=12)
@@ -195,13 +208,14 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        return replace(_inputs(*self._given(case, device)), softcap=case.softcap)
+        x = replace(_inputs(*self._given(case, device)), softcap=case.softcap)
+        return with_latents(x) if case.has_latents else x
 
     def _given(self, case: Case, device: str) -> tuple:
         return case.mask, case.dtype, case.shape, self.documents, device, case.planted
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        if case.function == "latent_attention":
-            return _expected_latent(self._given(case, device), with_lse, case.softcap)
+        if case.has_latents:
+            return _expected_latent(self._given(case, device), with_lse, case.has_sink, case.softcap)
         return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink, case.softcap)

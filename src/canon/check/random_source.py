@@ -4,20 +4,26 @@ One rounding of each intermediate result widens the judge's bounds, because case
 in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs
+from canon.check.inputs import Expected, Inputs, weight_of
 from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout
-from canon.testing.judge import Results, dense, oracle, orders
+from canon.testing.judge import dense, oracle, orders
+from canon.testing.latent_judge import latent_dense, latent_oracle, latent_orders, latent_roundings
 from canon.testing.roundings import roundings
+
+JUDGE = oracle, dense, orders, roundings
+LATENT_JUDGE = latent_oracle, latent_dense, latent_orders, latent_roundings
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,16 @@ class RandomSource:
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
         x = self.inputs(case, device)
         wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
-        tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.dout)]
+        tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
         arguments = (*tensors, x.mask, x.scaling, x.dlse, x.sink if case.has_sink else None)
-        honest = orders(*arguments)
+        exact_of, once, several, distances = LATENT_JUDGE if case.has_latents else JUDGE
+        exact, honest = exact_of(*arguments), several(*arguments)
         reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
         if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
-            honest += [_reduced(arguments, layout, reduce_dtype, one, order) for order, one in enumerate(honest)]
-        exact = oracle(*arguments)
+            given = arguments, layout, reduce_dtype
+            honest += [_reduced(once, *given, one, order) for order, one in enumerate(honest)]
         reach = spread(case.planted, exact, case.shape.heads[0] // case.shape.heads[1]) if case.planted else None
-        return Expected(exact, honest, roundings(*arguments), reach)
+        return Expected(exact, honest, distances(*arguments), reach)
 
 
 @lru_cache(maxsize=4)
@@ -53,6 +60,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     (h, g), (d, dv), b = shape.heads, shape.widths, shape.batch or 1
     queries, keys = masks[0].queries, masks[0].keys
     sizes = [(queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)]
+    if shape.latent:
+        sizes[1:3] = [(keys, 1, width) for width in shape.latent]
     q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
     offset = draw.choice([0, 0, 3])  # an offset makes sums large, so that rounding of partial sums gives large errors
     q, k, v, dout = (x.to(dtype) for x in (q, k, v + offset, dout + offset))
@@ -65,18 +74,28 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     if case.planted:
         plant(case.planted, masks, (q, k, v, dout))
     dout = torch.ones_like(dout) if case.used == "sum" else dout
+    weight = None
+    if shape.latent:
+        rank, rope = shape.latent
+        weight = weight_of((h * (d - rope + dv), rank), generator).to(device, dtype)
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight)
 
 
-def _reduced(arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Results, order: int) -> Results:
-    q, k, v, dout, mask, scale, dlse, sink = arguments
+def _reduced(
+    once: Callable[..., Any], arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Any, order: int
+) -> Any:
+    """Return ``honest`` with the gradients of keys as sums of the ranks' parts, which ``once`` computes."""
+    *tensors, dout, mask, scale, dlse, sink = arguments
+    names = ("dlatent", "dk_rope") if hasattr(honest, "dlatent") else ("dk", "dv")
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
     totals: list[Tensor] = []
     for rank in ranks:
-        mine = torch.zeros(layout.tokens, dtype=torch.bool, device=q.device)
-        mine[layout.positions(rank).to(q.device)] = True
-        part = dense(q, k, v, dout.masked_fill(~mine[:, None, None], 0), mask, scale, dlse.masked_fill(~mine, 0), sink)
-        parts = [x.to(reduce_dtype) for x in (part.dk, part.dv)]
+        mine = torch.zeros(layout.tokens, dtype=torch.bool, device=dout.device)
+        mine[layout.positions(rank).to(dout.device)] = True
+        of_rank = dout.masked_fill(~mine[:, None, None], 0), mask, scale, dlse.masked_fill(~mine, 0), sink
+        part = once(*tensors, *of_rank)
+        parts = [getattr(part, name).to(reduce_dtype) for name in names]
         totals = [total + x for total, x in zip(totals, parts, strict=True)] if totals else parts
-    return honest._replace(dk=totals[0].to(honest.dk.dtype), dv=totals[1].to(honest.dv.dtype))
+    grads = (x.to(getattr(honest, name).dtype) for name, x in zip(names, totals, strict=True))
+    return honest._replace(**dict(zip(names, grads, strict=True)))

@@ -40,8 +40,8 @@ def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
         check_tensor(name, x)
     if not q.ndim == latent.ndim == k_rope.ndim or q.ndim not in (3, 4):
         wrong = "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope), or all three without b"
-    elif q.shape[:-3] != latent.shape[:-3] or latent.shape[:-1] != k_rope.shape[:-1]:
-        wrong = "q, latent and k_rope must share the batch, and latent and k_rope their tokens"
+    elif not q.shape[:-2] == latent.shape[:-2] == k_rope.shape[:-2]:
+        wrong = "q, latent and k_rope must share the batch and the tokens"
     elif 0 in (q.shape[-2], k_rope.shape[-1], latent.shape[-1]) or q.shape[-1] <= k_rope.shape[-1]:
         wrong = "q must be wider than k_rope, and no width may be 0"
     elif up_weight.ndim != 2 or up_weight.shape[1] != latent.shape[-1] or _value_width(*tensors) < 1:

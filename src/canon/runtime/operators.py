@@ -52,6 +52,10 @@ OPTIONS = {
     "magi_attention": f"{RANKS}, bool rank_invariant, int? casts, bool? own_keys_first, int? stages, bool keep_kv",
 }
 TENSORS = {"latent_attention": LATENT_NAMES}  # of other functions: q, k, v
+EXPECTED = (  # without and with a weight
+    "q, k, v all (b, t, heads, width) or all packed (t, heads, width)",
+    "q (b, t, h, d), latent and k_rope (b, t, 1, width), or all three without b, and up_weight (rows, rank)",
+)
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 
 
@@ -185,13 +189,14 @@ def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
 
 def _fake_forward(function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     weights, _ = _parted(function, rest)
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim:
+    no_weights = [x for x in weights if x.ndim != 2 or q.shape[-2] == 0]
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim or no_weights:  # other errors raise when it runs
+        given = zip(_tensors(function), (q, k, v, *weights), strict=True)
         raise ValueError(
-            "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width), "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"expected {EXPECTED[bool(weights)]}, got {', '.join(f'{name} {tuple(x.shape)}' for name, x in given)}"
         )
     *batch, t, h, _ = q.shape
-    width = sizes_of(q.shape, v.shape, weights[0].shape).value if weights else v.shape[-1]
+    width = max(0, sizes_of(q.shape, v.shape, weights[0].shape).value) if weights else v.shape[-1]
     named = _options_by_name(function, rest, {})
     max_logits = q.new_empty(h if named["return_max_logits"] else 0, dtype=torch.float32)
     lse = q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))

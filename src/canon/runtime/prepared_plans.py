@@ -93,6 +93,10 @@ class Preparation:
         heads, widths = _pair("heads", self.heads), _pair("widths", self.widths)
         if heads[0] % heads[1]:
             raise ValueError(f"prepare: {heads[0]} query heads are not a multiple of {heads[1]} key heads")
+        if self.function == "latent_attention" and heads[0] != heads[1]:
+            raise ValueError(
+                f"prepare: latent_attention projects a key head for each query head: heads must be {heads[:1] * 2}"
+            )
         rank = _checked_rank(self.function, self.mask, self.layout, self.rank)
         options = _with_defaults(self.function, by_name[self.function], self.options)
         if self.layout is not None and options.get("head_stride", 1) is None:

@@ -232,11 +232,12 @@ def prepare(make: Callable[[Preparation, Any], None], functions: Sequence[Callab
         """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache of the training process.
 
         Args:
-            function: "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention" or
-                "magi_attention".
+            function: "attention", "ring_attention", "zigzag_attention", "striped_attention", "latent_attention",
+                "strided_attention" or "magi_attention".
             mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for "zigzag_attention".
             rank: the rank that will make the call; None is the rank of this process.
-            batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
+            batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v. `latent_attention` projects K and V
+                of (h, h) heads.
             device: the device of the call. the plans of the reference are the same on all devices.
             backward: the ``backward`` of the call.
             requires_grad: also make the plans of the backward pass.

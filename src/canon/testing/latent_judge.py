@@ -6,17 +6,18 @@ Honest results round K and V, and their gradients, to the dtype of q, as operand
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from canon.runtime.checks import Scale
-from canon.testing.judge import Masks, Results, dense, oracle
+from canon.testing.judge import EXACT, UNIT, Masks, Results, dense, oracle
+from canon.testing.roundings import roundings
 
 
 class AttendedLatent(NamedTuple):
-    """Results of latent attention. On several ranks, dup_weight is the sum of their gradients."""
+    """Results of latent attention. On several ranks, dup_weight and dsink are the sums of their gradients."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -24,6 +25,7 @@ class AttendedLatent(NamedTuple):
     dlatent: Tensor | None = None
     dk_rope: Tensor | None = None
     dup_weight: Tensor | None = None
+    dsink: Tensor | None = None
 
 
 def keys_of(latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: int) -> tuple[Tensor, Tensor]:
@@ -36,36 +38,77 @@ def keys_of(latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: in
 
 def latent_oracle(
     q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
-    dlse: Tensor | None = None,
+    dlse: Tensor | None = None, sink: Tensor | None = None,
 ) -> AttendedLatent:  # fmt: skip
     """Return dense latent attention and its gradients in float64."""
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(oracle, torch.float64, torch.float64, *tensors, mask, scale, dlse)
+    return _attend(oracle, torch.float64, torch.float64, *tensors, mask, scale, dlse, sink)
 
 
-def latent_orders(
+def latent_dense(
     q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
-    dlse: Tensor | None = None,
-) -> list[AttendedLatent]:  # fmt: skip
-    """Return four results in the dtype of q, with the orders of summation of `judge.dense`."""
+    dlse: Tensor | None = None, sink: Tensor | None = None, *, order: int = 0,
+) -> AttendedLatent:  # fmt: skip
+    """Return the same in the dtype of q, with an order of summation of `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tensors = [x.detach() for x in (q, latent, k_rope, up_weight, dout)]
-    return [
-        _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse) for order in range(4)
-    ]  # fmt: skip
+    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse, sink)
+
+
+def latent_orders(*arguments: Any) -> list[AttendedLatent]:
+    """Return four results of `latent_dense`, as `judge.orders` does."""
+    return [latent_dense(*arguments, order=order) for order in range(4)]
 
 
 def _attend(
     judge: Callable[..., Results], narrow: torch.dtype, wide: torch.dtype, q: Tensor, latent: Tensor, k_rope: Tensor,
     up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None, dlse: Tensor | None,
+    sink: Tensor | None,
 ) -> AttendedLatent:  # fmt: skip
     latent, weight = torch.where(latent.isfinite(), latent, 0).to(wide), up_weight.to(wide)
     k, v = (x.to(narrow) for x in keys_of(latent, k_rope.to(wide), weight, q.shape[-2], q.shape[-1]))
-    of_keys = judge(q, k, v, dout, mask, scale, dlse)
+    of_keys = judge(q, k, v, dout, mask, scale, dlse, sink)
     assert of_keys.dk is not None
     assert of_keys.dv is not None
     nope = q.shape[-1] - k_rope.shape[-1]
     rows = torch.cat([of_keys.dk[..., :nope], of_keys.dv], -1).to(wide).flatten(-2)
     dlatent, dk_rope = (rows @ weight).unsqueeze(-2), of_keys.dk[..., nope:].to(wide).sum(-2, keepdim=True)
     dup_weight = rows.flatten(0, -2).mT @ latent.flatten(0, -2)
-    return AttendedLatent(*of_keys[:3], *(x.to(narrow) for x in (dlatent, dk_rope, dup_weight)))
+    return AttendedLatent(*of_keys[:3], *(x.to(narrow) for x in (dlatent, dk_rope, dup_weight)), *of_keys[5:])
+
+
+def latent_roundings(
+    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None,
+    dlse: Tensor | None, sink: Tensor | None,
+) -> AttendedLatent:  # fmt: skip
+    """Return the distances of `roundings` in float64, for the roundings of K, V and the projected gradients, too.
+
+    K and V move up or down by one rounding, drawn at random, four times. The largest change is their distance. Independent
+    distances of dK and dV add as root of the sum of squares.
+    """
+    narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
+    wide = EXACT if q.dtype == torch.float64 else UNIT
+    (h, d), nope = q.shape[-2:], q.shape[-1] - k_rope.shape[-1]
+    c, weight = torch.where(latent.isfinite(), latent, 0).double(), up_weight.double()
+    keys = keys_of(c, k_rope.double(), weight, h, d)
+    sizes = keys_of(c.abs(), torch.zeros_like(k_rope, dtype=torch.float64), weight.abs(), h, d)
+    sizes = [wide * size + narrow * x.abs() for size, x in zip(sizes, keys, strict=True)]
+    sizes[0][..., nope:] = 0  # no rounding changes k_rope
+    exact, draw = oracle(q, *keys, dout, mask, scale, dlse, sink), torch.Generator().manual_seed(0)
+    reach = roundings(q, *keys, dout, mask, scale, dlse, sink)
+    changes = []
+    for _ in range(4):
+        signs = (2 * torch.randint(2, x.shape, generator=draw).to(x.device) - 1 for x in keys)
+        moved = (x + sign * size for x, sign, size in zip(keys, signs, sizes, strict=True))
+        changed = oracle(q, *moved, dout, mask, scale, dlse, sink)
+        changes.append([(x - y).abs().nan_to_num(0.0) for x, y in zip(changed, exact, strict=True)])
+    reach = [x + torch.stack(moved).amax(0) for x, *moved in zip(reach, *changes, strict=True)]
+    rows = torch.cat([exact.dk[..., :nope], exact.dv], -1).flatten(-2).abs()
+    of_rows = torch.cat([reach[3][..., :nope], reach[4]], -1).flatten(-2) + narrow * rows
+    rss = lambda x, y: (x.square() @ y.square()).sqrt()
+    dlatent = rss(of_rows, weight) + wide * rows @ weight.abs()
+    rows, of_rows, c = (x.flatten(0, -2) for x in (rows, of_rows, c))
+    dup_weight = rss(of_rows.mT, c) + wide * rows.mT @ c.abs()
+    of_rope, dk_rope = (x[..., nope:] for x in (reach[3], exact.dk))
+    dk_rope = of_rope.square().sum(-2, keepdim=True).sqrt() + wide * dk_rope.abs().sum(-2, keepdim=True)
+    return AttendedLatent(*reach[:3], dlatent.unsqueeze(-2), dk_rope, dup_weight, *reach[5:])
