@@ -8,7 +8,7 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
 
 With a soft-cap, s becomes softcap * tanh(s / softcap) before hidden cells are masked.
 
-A mask becomes a work table (`tiles.py`): tiles that are visible from end to end need no mask comparisons.
+A mask becomes a work table (`kernels/work_tables.py`): tiles that are visible from end to end need no mask comparisons.
 `device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
 Few queries over many keys are computed in parts of the keys: `kernels/key_parts.py` has the rule and the memory.
 
@@ -106,11 +106,11 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 def forward_part(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: Scale, out_dtype: torch.dtype,
-    max_logits: Tensor | None = None,
+    max_logits: Tensor | None = None, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of the arguments."""
     out, lse = empty_result(q, v, out_dtype)
-    forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits)
+    forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits, whole=whole)
     return out, lse
 
 
@@ -161,9 +161,7 @@ def forward_for(
 def _attention_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    out, lse = empty_result(q, v, out_dtype)
-    forward_into(q, k, v, mask, scale, out, lse, whole=True)
-    return out, lse
+    return forward_part(q, k, v, mask, scale=scale, out_dtype=out_dtype, whole=True)
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

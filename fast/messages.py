@@ -355,10 +355,10 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and start after the messages launched from it."""
+        """Make later kernels wait for the communication stream, and usually start after the messages launched from it."""
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                self._delay.zero_()  # takes 2 us; meanwhile the messages start on streams of their own
+                self._delay.zero_()  # takes 2 us; meanwhile messages start on their streams, if these are free
             self.join()
 
     def join(self) -> None:

@@ -33,7 +33,7 @@ from canon.fast.kernels.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
-SMS = 132  # of an H200; constant, so that all GPUs get the same order and bits
+SMS = 132  # of an H200; constant, so that a method has one order, and one set of bits, on all GPUs
 
 # Heads in flight. Waits grow with the CTAs of one head. More heads shorten waits, but CTAs of a head share L2 reads only while
 # they stay close: additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:

@@ -105,7 +105,7 @@ class MaskedTokens(NamedTuple):
 class TileSchedule(NamedTuple):
     """The schedule ``work`` as `tile_queue` reads it. All CTAs together make ``visits`` of a tile.
 
-    The launch fills ``fully_masked_rows`` (those without spans) first.
+    The launch fills ``fully_masked_rows`` first: those without spans, and rows between them, which a kernel writes later.
     """
 
     work: Any  # an array, or a tensor on a device
