@@ -1,5 +1,6 @@
-"""Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the one message; for a list of masks
-it is copied there.
+"""Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the one message.
+
+With a list of masks the part is copied there.
 
 The algorithm and its cost are those of `canon.reference.decode`.
 
