@@ -221,62 +221,50 @@ class AllGather:
 
 
 class ReduceScatter:
-    """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i, through two buffers that alternate.
+    """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i.
 
-    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype. `start` exchanges them all
-    to all. `finish` sums the received parts in rank order and writes dk and dv of the own keys. While one buffer is in
-    flight, kernels write the other one. Each buffer has at most one exchange in flight.
+    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype. `start` exchanges them all to
+    all. `PendingReduction.wait` sums the received parts in rank order and writes dk and dv of the own keys. Kernels write one
+    buffer while the other one is sent. At most one exchange is in flight, so one buffer receives: the next exchange starts
+    after the sum, because later work of the compute stream waits for it.
 
-    Memory: 2 (1 for a single step) buffers to send and as many to receive, in reduce_dtype. A buffer has W T b (most heads of
-    a step) (d + dv) elements. Traffic: one message a step; a rank receives (W - 1) T b (heads) (d + dv) elements.
+    Memory: 2 (1 for a single step) buffers to send and 1 to receive, in reduce_dtype. A buffer has W T b (most heads of a step)
+    (d + dv) elements. Traffic: one message a step; a rank receives (W - 1) T b (heads) (d + dv) elements.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):
         self.grads, self.steps = (dk, dv), steps
         self.transport = transport_for(call.group, dk.device)
-        elements, slots = max(step.elements for step in steps), range(min(2, len(steps)))
-        self.sent, self.received = (
-            [torch.empty(elements, dtype=call.reduce_dtype, device=dk.device) for _ in slots] for _ in range(2)
-        )
-        self.pending: list[tuple[Any, int] | None] = [None, None]  # by buffer: the exchange in flight and its step
+        elements = max(step.elements for step in steps)
+        new = lambda: torch.empty(elements, dtype=call.reduce_dtype, device=dk.device)
+        self.sent, self.received = [new() for _ in range(min(2, len(steps)))], new()
 
     def start(self, step: int) -> "PendingReduction":
-        """Exchange the gradients in the buffer. Raise RuntimeError if the last exchange of the buffer is not finished."""
-        slot, elements = step % 2, self.steps[step].elements
-        if self.pending[slot] is not None:
-            raise RuntimeError(f"step {step} needs buffer {slot}, where an exchange is in flight: finish it first")
-        work = self.transport.all_to_all(self.received[slot][:elements], self.sent[slot][:elements])
-        self.pending[slot] = work, step
-        return PendingReduction(self, slot)
+        """Exchange the gradients in the step's buffer. The exchange before must be finished."""
+        elements = self.steps[step].elements
+        work = self.transport.all_to_all(self.received[:elements], self.sent[step % 2][:elements])
+        return PendingReduction(self, work, self.steps[step])
 
-    def finish(self, slot: int) -> None:
-        """Write the sums of the exchange that is in flight in a buffer, if any. Later kernels may read them in dk and dv."""
-        pending, self.pending[slot] = self.pending[slot], None
-        if pending is None:
-            return
-        work, step = pending
-        group = self.steps[step]
-        with self.transport.on_communication_stream(after_compute=False):
-            work.wait()
-            replayed(_sum_parts, (self.received[slot], *self.grads), group, kind=group)
-        self.transport.join()
+
+class PendingReduction:
+    """An exchange of gradients in flight."""
+
+    def __init__(self, reduction: ReduceScatter, work: Any, group: HeadGroup):
+        self.reduction, self.work, self.group = reduction, work, group
+
+    def wait(self) -> None:
+        """Write the sums. Later kernels may read them in dk and dv."""
+        received, transport = self.reduction.received, self.reduction.transport
+        with transport.on_communication_stream(after_compute=False):
+            self.work.wait()
+            replayed(_sum_parts, (received, *self.reduction.grads), self.group, kind=self.group)
+        transport.join()
 
 
 def _sum_parts(received: Tensor, dk: Tensor, dv: Tensor, group: HeadGroup) -> None:
     """Write the sums over the ranks, in rank order, into the heads of dk and dv."""
     for grad, part in zip((dk, dv), group.by_rank(received, dk.shape[1]), strict=True):
         sum_ranks(part, grad[:, :, group.heads.start : group.heads.stop])
-
-
-class PendingReduction:
-    """An exchange of gradients in flight."""
-
-    def __init__(self, reduction: ReduceScatter, slot: int):
-        self.reduction, self.slot = reduction, slot
-
-    def wait(self) -> None:
-        """Finish it."""
-        self.reduction.finish(self.slot)
 
 
 @cached_plan

@@ -19,7 +19,7 @@ Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same a
 reduce_dtype.
 
     scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather, in the dtype of the inputs;
-                backward also two to send and two to receive, in reduce_dtype; delta; the scratch of the backward method.
+                backward also two to send and one to receive, in reduce_dtype; delta; the scratch of the backward method.
                 With a single step, one buffer each.
 
 Sources: as `canon.reference.strided`.
