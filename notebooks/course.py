@@ -28,8 +28,11 @@ HOLE = re.compile(
     re.MULTILINE,
 )
 TWIN = re.compile(r"\]\((\w+)\.md(?=[)#])")  # a link to another notebook
+SOLVED = (
+    "*This copy is solved. `make course` writes a copy with holes, functions that you write, into `build/course`.*\n\n"
+)
 OPEN = (
-    "In `{root}`, the command `.venv/bin/jupyter lab {folder}` opens these notebooks. In `{folder}`, the command "
+    "In `{root}`, the command `.venv/bin/jupyter lab {above}` opens the folder of these notebooks. In `{folder}`, the command "
     "`{root}/.venv/bin/canon check my_attention` checks all functions."
 )
 FOLDED = "<details><summary>Solution</summary>\n\n```python\n{}\n```\n\n</details>"
@@ -60,11 +63,16 @@ def unprofiled(source: str) -> str:
     return re.sub(r"named_steps\((.*)\):", r"\1:", source)
 
 
+def from_root(folder: Path) -> Path:
+    """Return the path of a folder from the root of the repository. Links of notebooks lead out of it, so open its parent."""
+    return folder.relative_to(HERE.parent) if folder.is_relative_to(HERE.parent) else folder
+
+
 def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
     """Return the notebook with holes, folded solutions, links to notebooks, and the command that opens it in its first cell."""
-    root = HERE.parent
-    place = folder.relative_to(root) if folder.is_relative_to(root) else folder
-    notebook.cells[0].source += f"\n\n{OPEN.format(root=root, folder=place)}"
+    first, place = notebook.cells[0], from_root(folder)
+    opens = OPEN.format(root=HERE.parent, folder=place, above=place.parent)
+    first.source = f"{first.source.replace(SOLVED, '')}\n\n{opens}"
     cells = []
     for cell in notebook.cells:
         cells.append(cell)
@@ -98,4 +106,8 @@ def write(folder: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it; `make course` has build/course")
-    write(parser.parse_args().folder.resolve())
+    chosen = parser.parse_args().folder.resolve()
+    write(chosen)
+    place = from_root(chosen)
+    print(f"Start: .venv/bin/jupyter lab {place.parent}", f"First: {place.name}/00_softmax_in_pieces.ipynb", sep="\n")
+    print("Notebooks that you have begun stay.")

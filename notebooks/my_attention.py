@@ -11,6 +11,7 @@ it from then on. If the folder `my_functions` exists, it also keeps the source t
 import argparse
 import io
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
@@ -51,8 +52,8 @@ class Row(NamedTuple):
 ROWS = {
     "merged": Row("00_softmax_in_pieces", "--only merge/"),
     "zigzag": Row("01_masks_and_layouts", "--only zigzag_attention/"),
-    "ring_forward": Row("02_ring_and_zigzag", "--only ring_attention/*/causal --features forward"),
-    "ring_backward": Row("02_ring_and_zigzag", "--only ring_attention/*/causal"),
+    "ring_forward": Row("02_ring_and_zigzag", "--only 'ring_attention/*/causal' --features forward"),
+    "ring_backward": Row("02_ring_and_zigzag", "--only 'ring_attention/*/causal'"),
     "pick": Row("02_ring_and_zigzag", "--only attention_forward/"),
     "strided_forward": Row("03_strided", "--only strided_attention/"),
     "start_cast": Row("04_magi", "--only group_cast/"),
@@ -226,7 +227,8 @@ def mine(function: Callable) -> Callable:
         path, empty = FOLDER / f"{name}.py", "raise NotImplementedError" in source
         if not empty:
             path.write_text(source.replace("@mine\n", "", 1))
-        print(f"{name}: {'not kept, it raises NotImplementedError' if empty else f'kept in {path}'}")
+        unwritten = "used in this notebook, but not kept: it raises NotImplementedError"
+        print(f"{name}: {unwritten if empty else f'kept in {path}, not checked yet'}")
     PLANS.clear()  # calls with an older layout
     globals()[name] = _here(function)
     return globals()[name]
@@ -241,7 +243,7 @@ def check(options: str) -> None:
     console = Console(file=io.StringIO(), width=160, force_terminal=False, force_jupyter=False)
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
         here = ["--world", "threads", "--record", f"{folder}/record.json"]  # ranks of this process call your functions
-        status = check_command.run(parser.parse_args(["my_attention", *options.split(), *here]), console)
+        status = check_command.run(parser.parse_args(["my_attention", *shlex.split(options), *here]), console)
     lines = map(str.rstrip, console.file.getvalue().splitlines())
     shown = [line for line in lines if not line.startswith(("No GPU in use", "Skipped", "Record:"))]
     print(f"$ canon check my_attention {options}", *shown, sep="\n")

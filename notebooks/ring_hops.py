@@ -1,6 +1,6 @@
-"""Record the messages of a ring of `canon.reference`, with their tensors, and the dtypes of its parts."""
+"""Record what a ring of `canon.reference` sends and computes, and require that every hop and every mask has the right owner."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -9,10 +9,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from canon.runtime.call import Call
+
 
 @dataclass(frozen=True)
 class SentHop:
-    """A message of a reference ring: the ``tensors`` of the keys of ``owner``."""
+    """A message of a ring, in the order of its sender. By its ``step`` the ``tensors`` belong to the keys of ``owner``."""
 
     step: int
     sender: int
@@ -24,9 +26,18 @@ class SentHop:
         return sum(x.nbytes for x in self.tensors)
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the forward pass: ``rank`` computes with the keys ``k``, under the mask of ``owner`` (None: of no owner)."""
+
+    rank: int
+    k: Tensor
+    owner: int | None
+
+
 @contextmanager
 def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
-    """Yield a list of every hop that `canon.reference.ring` sends inside the block, on all ranks."""
+    """Yield a list of every hop that the ring sends inside the block, on all ranks."""
     hops: list[SentHop] = []
 
     class RecordedHop(ring.Hop):
@@ -36,6 +47,29 @@ def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
 
     with mock.patch.object(ring, "Hop", RecordedHop):
         yield hops
+
+
+@contextmanager
+def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
+    """Yield a list of every part that the forward pass of the ring computes inside the block, on all ranks."""
+    parts: list[Part] = []
+    given: dict[int, tuple] = {}  # by the identity of a mask; it also keeps the masks
+    local_mask, tiled_forward = Call.local_mask, ring.tiled_forward
+
+    def recorded_mask(call, owner):
+        mask = local_mask(call, owner)
+        given[id(mask)] = owner, mask
+        return mask
+
+    def recorded_forward(q, k, v, mask, **options):
+        parts.append(Part(torch.distributed.get_rank(), k, given.get(id(mask), (None,))[0]))
+        return tiled_forward(q, k, v, mask, **options)
+
+    with (
+        mock.patch.object(Call, "local_mask", recorded_mask),
+        mock.patch.object(ring, "tiled_forward", recorded_forward),
+    ):
+        yield parts
 
 
 @contextmanager
@@ -50,3 +84,63 @@ def merged_dtypes(ring: ModuleType) -> Iterator[set[torch.dtype]]:
 
     with mock.patch.object(ring, "merged", recorded):
         yield dtypes
+
+
+def owner_of(k: Tensor, shards: Sequence[Tensor]) -> int | None:
+    """Return the rank whose shard of the keys is ``k``, None if there is none."""
+    return next((rank for rank, shard in enumerate(shards) if torch.equal(k, shard.to(k.dtype))), None)
+
+
+def keys_and_gradients(hops: Sequence[SentHop], shards: Sequence[Tensor]) -> tuple[list[SentHop], list[SentHop]]:
+    """Return the hops of keys, and the others: they bring gradients."""
+    owners = [owner_of(hop.tensors[0], shards) for hop in hops]
+    keys, gradients = (
+        [hop for hop, owner in zip(hops, owners, strict=True) if (owner is None) == flag] for flag in (False, True)
+    )
+    return keys, gradients
+
+
+def require_key_hops(hops: Sequence[SentHop], shards: Sequence[Tensor], passes: int = 1) -> None:
+    """Raise AssertionError unless every rank sends the keys that it holds in each step of a pass but the last."""
+    ranks = len(shards)
+    for rank in range(ranks):
+        own, expected = [hop for hop in hops if hop.sender == rank], passes * (ranks - 1)
+        count = f"rank {rank}: {len(own)} hops of keys, expected {expected}"
+        assert len(own) == expected, f"{count}: one in each step of a pass but the last"
+        for place, hop in enumerate(own):
+            step, sent = place % (ranks - 1), owner_of(hop.tensors[0], shards)
+            held, where = (rank - step) % ranks, f"rank {rank}, step {step}"
+            assert sent == held, f"{where}: it sends {_keys(sent)}, expected {_keys(held)}"
+            named = f"{where}: the hop names step {hop.step + 1}"
+            assert hop.step == step, f"{named}, expected {step + 1}, the present step plus 1"
+
+
+def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
+    """Raise AssertionError unless every rank computes once with the keys of each rank, under the mask of their owner."""
+    ranks = len(shards)
+    for rank in range(ranks):
+        own = [part for part in parts if part.rank == rank]
+        assert len(own) == ranks, f"rank {rank}: {len(own)} parts, expected {ranks}: one in each step"
+        for step, part in enumerate(own):
+            held, where = owner_of(part.k, shards), f"rank {rank}, step {step}"
+            assert held == (rank - step) % ranks, (
+                f"{where}: it holds {_keys(held)}, expected {_keys((rank - step) % ranks)}"
+            )
+            assert part.owner == held, f"{where}: it holds {_keys(held)}, but the mask is that of owner {part.owner}"
+
+
+def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless every rank sends a gradient of this dtype in each step but the first."""
+    for rank in range(ranks):
+        own = [hop for hop in hops if hop.sender == rank]
+        count = f"rank {rank}: {len(own)} gradient hops, expected {ranks - 1}"
+        assert len(own) == ranks - 1, f"{count}: the part of step 0 stays, and every later step sends"
+        for step, hop in enumerate(own, 1):
+            where, dtypes = f"rank {rank}, step {step}: the gradient hop", {x.dtype for x in hop.tensors}
+            assert dtypes == {dtype}, f"{where} has {', '.join(map(str, dtypes))}, expected call.reduce_dtype, {dtype}"
+            assert hop.step == step, f"{where} names step {hop.step + 1}, expected {step + 1}, the present step plus 1"
+            assert all(x.is_contiguous() for x in hop.tensors), f"{where} has tensors that are not contiguous"
+
+
+def _keys(owner: int | None) -> str:
+    return "no rank's keys" if owner is None else f"the keys of {owner}"

@@ -13,7 +13,8 @@ def first_difference(verdict: Agreement) -> str:
     if verdict.agrees:
         return ""
     wrong = next((measure for measure in verdict.measures if not measure.ratio <= 1), None)
-    return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if wrong else verdict.faults[0]
+    finite = wrong and wrong.error < float("inf")
+    return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if finite else verdict.faults[0]
 
 
 def require(name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> None:

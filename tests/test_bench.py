@@ -82,11 +82,12 @@ def test_every_method_agrees_before_it_is_timed():
     assert "forward_to_peer" not in rows[0]  # nobody to compare it with
 
 
-def test_a_method_that_disagrees_gets_no_figure(monkeypatch):
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
     from canon import fast
 
     attention = fast.attention
-    monkeypatch.setattr(fast, "attention", lambda q, k, v, mask, **kw: attention(q, k, v, mask, **kw) * 1.01)
+    monkeypatch.setattr(fast, "attention", lambda q, k, v, mask, **kw: attention(q, k, v, mask, **kw) * factor)
     shape = shapes.shape_of("1,40,2,2,16", "causal")
     (rows,) = kernels.measure([shape], torch.float32, CPU, "canon triton split", 2, CEILINGS)
     assert "disagrees" in rows[0]["failed"]

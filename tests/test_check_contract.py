@@ -1,5 +1,6 @@
 """Claims about `canon check MODULE`: the template passes, limits hold, failures have a place, Ctrl-C keeps results."""
 
+import io
 import json
 import os
 import signal
@@ -9,10 +10,11 @@ from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
 import canon
 from canon.__main__ import main
-from canon.check import cases, contract, run_cases
+from canon.check import cases, check_report, contract, run_cases
 from canon.check.cases import all_cases, covered
 from canon.check.places import place
 from canon.reference import Layout
@@ -202,7 +204,51 @@ def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
     (result,) = record["results"]
     assert result["faults"][0].startswith("out has ")
+    assert (result["measures"][0]["tensor"], result["measures"][0]["ratio"]) == ("out", "inf"), "the worst measure"
     assert not any("other bits" in fault for fault in result["faults"])
+
+
+UNGUARDED = """
+import torch
+
+def merge(out, lse, other_out, other_lse):
+    whole = torch.logaddexp(lse, other_lse)
+    weights = (torch.exp(x - whole).nan_to_num().mT[..., None] for x in (lse, other_lse))
+    return sum(weight * part for weight, part in zip(weights, ({parts}), strict=True)), whole
+"""
+
+
+def test_a_merge_that_multiplies_nan_by_a_weight_of_0_disagrees(run, write_module):
+    for name, parts, expected in (
+        ("unguarded", "out, other_out", 1),
+        ("guarded", "out.nan_to_num(), other_out.nan_to_num()", 0),
+    ):
+        write_module(name, UNGUARDED.format(parts=parts))
+        status, _, record = run(name, "--tokens", 150, "--only", "merge/", "--features", "finite")
+        assert status == expected
+        assert len(set(verdicts(record).values())) == 1
+
+
+def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_reason():
+    waits = "no rank can continue: " + "; ".join(
+        f"rank {rank} waits in a receive from rank {rank - 1}" for rank in range(9)
+    )
+    texts = {
+        "shapes": ["rank 1: RuntimeError: the sizes differ"],
+        "norms": ["out is worst at token 3", "out is off by 1.00e+00 in the l2 norm"],
+        "deadlock": [waits],
+        "arguments": ["rank 0: ValueError: the ranks disagree:\n  mask: rank 0: causal; rank 1: full"],
+    }
+    results = [{"case": case, "verdict": "failed", "faults": faults} for case, faults in texts.items()]
+    console = Console(file=io.StringIO(), width=100)
+    check_report.faults(results, console)
+    printed = " ".join(console.file.getvalue().split())
+    for line in (
+        "norms: out is off by 1.00e+00 in the l2 norm (and 1 more)",
+        f"deadlock: {waits}",
+        "arguments: rank 0: ValueError: the ranks disagree: mask: rank 0: causal; rank 1: full",
+    ):
+        assert line in printed
 
 
 def test_version():

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import linecache
 import re
 import runpy
 import textwrap
@@ -51,17 +52,42 @@ EXCERPTS = {
     "start_cast": (CAST.__init__, {"self.": ""}),
     "scores": (backward._Backward._scores, {"self.": "tile."}),
 }
+# Wrong answers by function: words of the solution, other words, and the message of the cell below.
+WRONG = {
+    "merged": [
+        ("part.to(lse.dtype).masked_fill(~visible, 0)", "part.to(lse.dtype)", "^out: "),
+        ("whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)", "whole)", "^out if both lse are -inf: "),
+    ],
+    "ring_forward": [
+        ("if step + 1 < call.ranks else None", "", "^rank 0: 4 hops of keys, expected 3"),
+        ("(call.rank - step)", "(call.rank + step)", "step 1: it holds the keys of 3, but the mask is that of owner 1$"),
+        ("Hop(held", "Hop([k.contiguous(), v.contiguous()]", "step 1: it sends the keys of 0, expected the keys of 3$"),
+        ("Hop(held, step + 1", "Hop(held, step", "^rank 0, step 0: the hop names step 0, expected 1, the present step plus 1$"),
+        ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
+    ],
+    "ring_backward": [
+        ("elif keys_need_grad", "if keys_need_grad", "^rank 0: 4 gradient hops, expected 3: the part of step 0 stays"),
+        ("elif keys_need_grad", "else", "'NoneType' object has no attribute 'to'"),
+        ("x.to(call.reduce_dtype)", "x", "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$"),
+        ("x.to(call.reduce_dtype)", "x.to(q.dtype)", "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$"),
+        ("reduce_dtype).contiguous()", "reduce_dtype)", "hop has tensors that are not contiguous$"),
+        ("part], step + 1", "part], step", "^rank 0, step 1: the gradient hop names step 1, expected 2"),
+        ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
+    ],
+    "pick": [("(band.hi - offset) // step", "-((offset - band.hi) // step)", "^expected Band")],
+}  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Return ``run(cell)``, which runs the cell of a hole. Afterwards `my_attention` is as before."""
+    """Return ``run(cell, names)``, which runs the cell of a hole. Afterwards `my_attention` is as before."""
     kept = dict(vars(my_attention))
 
-    def run(cell):
+    def run(cell, names=None):
         path = tmp_path / "cell.py"
         path.write_text(f"from my_attention import mine, tl, triton\n\n\n{cell}\n")
-        return runpy.run_path(str(path))
+        linecache.checkcache(str(path))
+        return runpy.run_path(str(path), names)
 
     yield run
     vars(my_attention).update(kept)
@@ -116,14 +142,36 @@ def test_an_empty_hole_fails_with_the_sentence_that_says_what_to_write(name, run
     assert sentence[:50] in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["00_softmax_in_pieces", "02_ring_and_zigzag"])
+def test_a_wrong_answer_fails_the_cell_below_it_with_its_reason(name, run, monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    monkeypatch.chdir(FOLDER)
+    monkeypatch.setattr(my_attention, "check", lambda options: None)
+    cells = [cell.source for cell in TWINS[name].cells if cell.cell_type == "code"]
+    answers = {cell: function for function, (notebook, cell) in CELLS.items() if notebook == name}
+    names: dict = {}
+    for cell, below in zip(cells, [*cells[1:], ""], strict=True):
+        function = answers.pop(cell, None)
+        for words, other, message in WRONG.get(function, []):
+            assert cell.count(words) == 1, words
+            with pytest.raises((AssertionError, RuntimeError), match=message):
+                exec(below, run(cell.replace(words, other), names))
+        if function:
+            names.update(run(cell, names))
+        elif answers:
+            exec(cell, names)
+
+
 def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_path):
     folder = tmp_path / "build" / "course"
     course.write(folder)
+    assert course.SOLVED in TWINS["00_softmax_in_pieces"].cells[0].source
     for notebook in {notebook for notebook, _ in CELLS.values()}:
         text = (folder / f"{notebook}.ipynb").read_text()
+        assert "This copy is solved" not in text
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
-        assert f"`.venv/bin/jupyter lab {folder}` opens" in nbformat.reads(text, 4).cells[0].source
+        assert f"`.venv/bin/jupyter lab {folder.parent}` opens" in nbformat.reads(text, 4).cells[0].source
     cells = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
     texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
     links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
@@ -134,7 +182,8 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     empty = course.with_hole(CELLS["zigzag"][1])
     (folder / "cell.py").write_text(f"from my_attention import mine\n{CELLS['merged'][1]}\n{empty}")
     output = printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
-    assert f"merged: kept in {kept}\nzigzag: not kept, it raises NotImplementedError\n" in output
+    unwritten = "used in this notebook, but not kept: it raises NotImplementedError"
+    assert f"merged: kept in {kept}, not checked yet\nzigzag: {unwritten}\n" in output
     assert [path.name for path in kept.parent.iterdir()] == ["merged.py"]
     assert lines_of(kept.read_text())[1:] == lines_of(CELLS["merged"][1])[2:]
     kept.write_text(kept.read_text().replace("logaddexp", "maximum"))

@@ -123,14 +123,15 @@ def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Merge two parts of the keys, one third and two thirds, that the reference computed."""
+    """Merge two parts of the keys, one third and two thirds, that the reference computed. Fully masked rows of out hold NaN."""
     middle, n = x.mask.keys // 3, x.mask.keys
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):
         kv_part = (t[..., keys.start : keys.stop, :, :] for t in (k, v))
-        parts += reference.attention_forward(
+        out, lse = reference.attention_forward(
             q, *kv_part, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(q.dtype)
         )
+        parts += [out.masked_fill((lse == -torch.inf).transpose(-1, -2)[..., None], torch.nan), lse]
     return Attended(*module.merge(*parts))
 
 

@@ -1,6 +1,7 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +12,11 @@ from canon.testing.judge import short
 
 MARKS = {"agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim"}  # verdicts
 NUMBERS = {"error", "bound", "ratio", "time"}
+TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
+    "no rank can continue", "the ranks disagree", " sees ", "does not see", "times the expected", "not finite", "-inf at",
+    "is off by",
+)  # fmt: skip
+LINE = 300  # characters of a fault that is not printed in full
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
@@ -29,21 +35,27 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the first wrong case, and one line for each other case with faults."""
-    wrong = next((result for result in results if result["faults"] and result["verdict"] != "declined"), None)
+    """Print all faults of the case with the most specific one, and the most specific one of each other case."""
+    wrong = [result for result in results if result["faults"] and result["verdict"] != "declined"]
+    in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
         if result["faults"]:
-            fault(result, console, in_full=result is wrong)
+            fault(result, console, in_full=result is in_full)
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
-    """Print the faults of a case, or one line with the first of them."""
+    """Print the faults of a case, or a line with the beginning of the most specific one."""
     texts, style = result["faults"], MARKS[result["verdict"]]
-    for text in (
-        texts if in_full else [f"{texts[0].splitlines()[0]}" + f" (and {len(texts) - 1} more)" * (len(texts) > 1)]
-    ):
-        line = Text.assemble((result["case"], style), ": ", text)
-        console.print(line, no_wrap=not in_full, overflow=None if in_full else "ellipsis")
+    if not in_full:
+        more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+        texts = [shorten(min(texts, key=_place), LINE, placeholder=" ...") + more]
+    for text in texts:
+        console.print(Text.assemble((result["case"], style), ": ", text), soft_wrap=not in_full)
+
+
+def _place(fault: str) -> int:
+    """Return the place of a fault in `TELLING`."""
+    return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
 def summary(verdicts: Sequence[str], console: Console) -> int:

@@ -353,13 +353,14 @@ def judged(
 ) -> tuple[list[Measure], list[str]]:
     """Return measures and faults of the tensor ``name`` (..., tokens, heads, width)."""
     kept, unseen, missing = honest[0].dtype, exact == -torch.inf, ~got.to(exact.device).isfinite()
+    wrong = [Measure(name, "nan/inf", float("inf"), 0.0)]  # if their places are not those of the oracle
     if name == "lse" and not torch.equal(got.to(exact.device) == -torch.inf, unseen):
-        return [], [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
+        return wrong, [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
     stray = missing & exact.isfinite() if spread is None else missing & exact.isfinite() & ~spread.to(exact.device)
     if bool(stray.any()):
-        return [], [f"{name} has {int(stray.sum())} values that are not finite"]
+        return wrong, [f"{name} has {int(stray.sum())} values that are not finite"]
     if hidden := int((~missing & ~exact.isfinite()).sum()):
-        return [], [f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"]
+        return wrong, [f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"]
     got, exact, *honest = (x.to(exact.device).double().masked_fill(missing, 0) for x in (got, exact, *honest))
     floor = 0.0 if roundings is None else roundings.to(exact.device)  # below it, the oracle's own value may be rounding
     significant = bool((exact.abs() > floor).any())
