@@ -4,7 +4,7 @@ Without Triton's interpreter, a function that launches a kernel raises RuntimeEr
 `attention` gives the range of scores and the reach of a NaN, for all functions.
 """
 
-from canon.fast.ahead.kernel_variants import warm_up
+from canon.fast.ahead.warm import warm_up
 from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
 from canon.fast.device import backend

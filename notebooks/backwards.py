@@ -4,20 +4,14 @@ The notebook computes the data with the package. These functions only draw it.
 """
 
 import matplotlib.pyplot as plt
-from drawing import INK, PALE, RANKS
+from drawing import INK, PALE, RANKS, bare, colour
 from matplotlib.patches import Rectangle
 
 OTHER = "#6a6a6a"  # colour of steps without a tile
 
 
-def _bare(ax):
-    ax.tick_params(length=0)
-    for side in ax.spines.values():
-        side.set_visible(False)
-
-
-def _box(ax, x, y, width, height, colour, **style):
-    style = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.6} | style
+def _box(ax, x, y, width, height, fill, **style):
+    style = {"facecolor": fill, "edgecolor": "white", "linewidth": 0.6} | style
     ax.add_patch(Rectangle((x, y), width, height, **style))
 
 
@@ -45,7 +39,7 @@ def walks(panels, size):
                     _box(ax, *place, RANKS[owner])
             _text(ax, *((size + 0.7, -0.25) if name == "dq" else (-0.45, size + 0.7)), name, INK)
         ax.set(xlim=(-1, size + 1.2), ylim=(size + 1.2, -0.5), xticks=[], yticks=[], aspect="equal", title=title)
-        _bare(ax)
+        bare(ax)
     axes[0, 0].set_ylabel("tiles of queries")
     axes[0, 0].set_xlabel("tiles of keys")
     figure.tight_layout()
@@ -61,7 +55,7 @@ def owners_by_head(query_heads, key_heads, tiles):
         for tile in range(tiles):
             for number, head in enumerate(range(0, query_heads, rows)):
                 owner = tile * (query_heads // rows) + number
-                _box(ax, tile + 0.04, head + 0.06, 0.92, rows - 0.12, RANKS[owner % len(RANKS)])
+                _box(ax, tile + 0.04, head + 0.06, 0.92, rows - 0.12, colour(owner))
                 _text(ax, tile + 0.5, head + rows / 2, f"owner {owner}")
             for head in range(0, query_heads, group):
                 _box(ax, tile + 0.04, query_heads + 0.6 + head / group, 0.92, 0.8, "white", edgecolor=INK)
@@ -72,7 +66,7 @@ def owners_by_head(query_heads, key_heads, tiles):
         ax.set_yticks(
             [head + 0.5 for head in range(query_heads)], [f"query head {head}" for head in range(query_heads)]
         )
-        _bare(ax)
+        bare(ax)
     figure.tight_layout()
     plt.show()
 
@@ -95,7 +89,7 @@ def schedules(panels):
         ax.set(ylim=(len(found) - 0.5, -0.5), yticks=range(0, len(found), len(found) - 1))
         ax.set_xlim(0, max(1.005 * end, ax.get_xlim()[1]))
         ax.set_title(title, loc="left")
-        _bare(ax)
+        bare(ax)
     for ax in axes[-1]:
         ax.set_xlabel("tiles of queries visited (hatched: idle)")
     for ax in axes[:, 0]:
@@ -119,7 +113,7 @@ def clocks(panels):
         ax.set(ylim=(len(units) - 0.5, -0.5), xlim=(0, longest), yticks=range(len(units)))
         ax.set_yticklabels(units, color=INK)
         ax.set_title(title, loc="left")
-        _bare(ax)
+        bare(ax)
     axes[-1].set_xlabel("time, in clocks of one SM (hatched: idle)")
     figure.tight_layout()
     plt.show()
@@ -159,5 +153,5 @@ def events(steps, waits, title):
     ax.set_yticks([tops[lane] + heights[lane] / 2 for lane in lanes], lanes, color=INK)
     ax.set_title(title, loc="left")
     ax.set_xlabel("number of the event in one simulated run: order, not time")
-    _bare(ax)
+    bare(ax)
     plt.show()

@@ -5,16 +5,11 @@ The notebook computes the data with the package. These functions only draw it.
 
 import matplotlib.pyplot as plt
 import torch
-from drawing import INK, PALE, RANKS, matrix
+from drawing import INK, PALE, RANKS, bare, colour, matrix, mean_line, rank_legend, traffic
 from matplotlib.colors import LinearSegmentedColormap
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 GREYS = LinearSegmentedColormap.from_list("greys", ["white", "#4a4a4a"])
-
-
-def _legend(owner, ranks, **place):
-    handles = [Patch(color=RANKS[rank % len(RANKS)], label=f"rank {rank}") for rank in range(ranks)]
-    owner.legend(handles=handles, handlelength=1, **place)
 
 
 def plans_by_hand(mask, chunk, plans):
@@ -36,7 +31,7 @@ def plans_by_hand(mask, chunk, plans):
         )
         ax.tick_params(labelleft=True)
         ax.set_xlabel("keys")
-    _legend(figure, layout.ranks, loc="outside right center")
+    rank_legend(figure, layout.ranks, loc="outside right center")
     plt.show()
 
 
@@ -50,13 +45,11 @@ def chunks(cu_seqlens, layouts, chunk):
             for tokens in ranges:
                 for start in range(tokens.start, tokens.stop, chunk):
                     width = min(start + chunk, tokens.stop) - start
-                    ax.add_patch(Rectangle((start, row + 0.1), width, 0.8, color=RANKS[rank % len(RANKS)], linewidth=0))
+                    ax.add_patch(Rectangle((start, row + 0.1), width, 0.8, color=colour(rank), linewidth=0))
     ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xlabel="token")
     ax.set_yticks([row + 0.5 for row in range(1 + len(layouts))], ["documents", *layouts], color=INK)
-    ax.tick_params(length=0)
-    for side in ax.spines.values():
-        side.set_visible(False)
-    _legend(figure, max(layout.ranks for layout in layouts.values()), loc="outside right center")
+    bare(ax)
+    rank_legend(figure, max(layout.ranks for layout in layouts.values()), loc="outside right center")
     plt.show()
 
 
@@ -65,11 +58,10 @@ def work(reports):
     figure, axes = plt.subplots(2, len(reports), figsize=(3 * len(reports), 3.6), sharey="row", squeeze=False)
     for (upper, lower), (name, report) in zip(axes.T, reports.items(), strict=True):
         ranks, mean = range(len(report.areas)), sum(report.areas) / len(report.areas)
-        upper.bar(ranks, [area / mean for area in report.areas], color=[RANKS[rank % len(RANKS)] for rank in ranks])
-        upper.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        upper.bar(ranks, [area / mean for area in report.areas], color=[colour(rank) for rank in ranks])
+        mean_line(upper)
         upper.set_title(f"{name}\nbalance {report.balance:.2f}, volume {report.volume:.2f}")
-        lower.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
-        lower.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")
+        traffic(lower, report)
         lower.set_xticks(ranks, [f"{rank}" for rank in ranks])
         lower.set_xlabel("rank")
         upper.set_xticks(ranks)
@@ -90,7 +82,7 @@ def exchanges(tables):
     for ax, (name, table) in zip(axes.flat, tables.items(), strict=True):
         image = ax.imshow(table, cmap=GREYS, vmin=0, vmax=most)
         for rank in range(len(table)):
-            ax.add_patch(Rectangle((rank - 0.5, rank - 0.5), 1, 1, color=RANKS[rank % len(RANKS)]))
+            ax.add_patch(Rectangle((rank - 0.5, rank - 0.5), 1, 1, color=colour(rank)))
         ax.set(title=name, xticks=range(len(table)), yticks=range(len(table)), xlabel="from rank")
         ax.tick_params(length=0)
     axes[0, 0].set_ylabel("to rank")
@@ -146,5 +138,5 @@ def buffer(mask, local, own, keys, owner):
     right.set_xticks(range(local.keys), keys, fontsize=7)
     right.set_yticks(range(local.queries), own, fontsize=7)
     right.set_aspect("equal")
-    _legend(figure, 1 + max(owner), loc="outside right center", title="keys of")
+    rank_legend(figure, 1 + max(owner), loc="outside right center", title="keys of")
     plt.show()

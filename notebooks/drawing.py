@@ -9,9 +9,10 @@ from matplotlib.patches import Rectangle
 
 from canon.show import layout_figures, mask_figures, timeline_figures
 from canon.show.mask_figures import bands
-from canon.show.style import INK, PALE, RANKS, STYLE, matrix, plt
+from canon.show.style import INK, PALE, RANKS, STYLE, bare, colour, matrix, mean_line, plt, rank_legend, traffic
 
-__all__ = ["INK", "PALE", "RANKS", "bands", "matrix", "plt"]  # for the notebooks and their modules
+# For the notebooks and their modules.
+__all__ = ["INK", "PALE", "RANKS", "bands", "bare", "colour", "matrix", "mean_line", "plt", "rank_legend", "traffic"]
 plt.rcParams.update(STYLE)
 
 
@@ -58,13 +59,13 @@ def shares(weights, pieces, parts):
     """Draw the softmax of one query over each piece of its keys, and below it the same times the share of the piece."""
     figure, axes = plt.subplots(2, 1, figsize=(8, 3.8), sharex=True, sharey=True)
     highest = max(weights[piece.start : piece.stop].max() / part for piece, part in zip(pieces, parts, strict=True))
-    for piece, part, colour in zip(pieces, parts, RANKS, strict=False):
+    for piece, part, fill in zip(pieces, parts, RANKS, strict=False):
         scaled, middle = weights[piece.start : piece.stop], (piece.start + piece.stop - 1) / 2
-        axes[0].bar(piece, scaled / part, color=colour)
-        axes[1].bar(piece, scaled / part, color="none", edgecolor=colour, linewidth=0.6, linestyle=":")
-        axes[1].bar(piece, scaled, color=colour)
+        axes[0].bar(piece, scaled / part, color=fill)
+        axes[1].bar(piece, scaled / part, color="none", edgecolor=fill, linewidth=0.6, linestyle=":")
+        axes[1].bar(piece, scaled, color=fill)
         for ax, text in zip(axes, ("sums to 1", f"times {part:.2f}"), strict=True):
-            ax.text(middle, 1.06 * highest, text, ha="center", va="bottom", color=colour)
+            ax.text(middle, 1.06 * highest, text, ha="center", va="bottom", color=fill)
         axes[0].axvline(piece.start - 0.5, color=PALE, zorder=0)
         axes[1].axvline(piece.start - 0.5, color=PALE, zorder=0)
     axes[0].set_title("the softmax of each piece, for one query", loc="left")

@@ -1,7 +1,7 @@
 """Figures of 08: the lanes that hold the elements of a matrix, and the banks of shared memory that a load reads."""
 
 import matplotlib.pyplot as plt
-from drawing import INK, RANKS
+from drawing import INK, RANKS, bare
 
 
 def lanes(panels):
@@ -13,7 +13,7 @@ def lanes(panels):
             colour = RANKS[registers[row, column]]
             ax.add_patch(plt.Rectangle((column, row), 1, 1, facecolor=colour, alpha=0.35, edgecolor="white"))
             ax.text(column + 0.5, row + 0.5, str(lane), ha="center", va="center", fontsize=6, color=INK)
-        _bare(ax, held.shape, title)
+        _placed(ax, held.shape, title)
     plt.show()
 
 
@@ -25,7 +25,7 @@ def banks(panels):
             colour = RANKS[1] if chunk == 0 else RANKS[0]
             ax.add_patch(plt.Rectangle((place, row), 1, 1, facecolor=colour, alpha=0.35, edgecolor="white"))
             ax.text(place + 0.5, row + 0.5, str(chunk), ha="center", va="center", fontsize=7, color=INK)
-        _bare(ax, chunks.shape, title)
+        _placed(ax, chunks.shape, title)
     plt.show()
 
 
@@ -33,7 +33,6 @@ def _cells(matrix):
     return (((row, column), matrix[row, column]) for row in range(matrix.shape[0]) for column in range(matrix.shape[1]))
 
 
-def _bare(ax, shape, title):
+def _placed(ax, shape, title):
     ax.set(xlim=(0, shape[1]), ylim=(shape[0], 0), xticks=[], yticks=[], title=title, aspect="equal")
-    for side in ax.spines.values():
-        side.set_visible(False)
+    bare(ax)

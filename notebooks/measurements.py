@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import real_ranks
+from canon.show.spans import KERNELS, Span, recorded
 
 FOLDER = Path("../paper/data")
 
@@ -29,9 +29,12 @@ def timeline(schedule: str) -> list[list[tuple[float, float, str]]]:
 
     Four H200s hold 16,384 tokens each, with 32 query heads and 8 key heads of width 128.
     """
+    return _profiled(schedule)[KERNELS]
+
+
+def _profiled(schedule: str) -> dict[str, Any]:
     rows = [row for row in load("schedules_timeline_four_h200")["results"] if row["schedule"] == schedule]
-    row = next(row for row in rows if "default" in row.get("transport", "default"))
-    return row["kernels_of_both_by_rank"]
+    return next(row for row in rows if "default" in row.get("transport", "default"))
 
 
 def gather_rate() -> float:
@@ -48,11 +51,7 @@ def _slowest_first(schedule: str, kernel: str) -> float:
     return max(next(us for _, us, name in kernels if kernel in name) for kernels in timeline(schedule))
 
 
-def spans(schedule: str) -> dict[str, list[real_ranks.Span]]:
+def spans(schedule: str) -> dict[str, list[Span]]:
     """Return the spans of `timeline` by "rank R", in milliseconds, to draw them."""
-    return {
-        f"rank {rank}": [
-            real_ranks.Span(real_ranks.kind_of(name), name, us / 1e3, (us + of) / 1e3) for us, of, name in kernels
-        ]
-        for rank, kernels in enumerate(timeline(schedule))
-    }
+    (found,) = recorded({"results": [_profiled(schedule)]}).values()
+    return found

@@ -4,7 +4,7 @@ The notebook computes the data with the package. These functions only draw it. E
 """
 
 import matplotlib.pyplot as plt
-from drawing import INK, PALE, RANKS
+from drawing import INK, PALE, RANKS, bare, colour
 from matplotlib.patches import Rectangle
 
 
@@ -13,15 +13,12 @@ def head_groups(patterns):
     figure, axes = plt.subplots(len(patterns), 1, figsize=(7, 0.55 * len(patterns)), squeeze=False)
     for ax, (name, groups) in zip(axes.flat, patterns.items(), strict=True):
         for step, heads in enumerate(groups):
-            colour = RANKS[step % len(RANKS)]
-            ax.add_patch(Rectangle((heads.start + 0.03, 0.06), len(heads) - 0.06, 0.88, color=colour))
+            ax.add_patch(Rectangle((heads.start + 0.03, 0.06), len(heads) - 0.06, 0.88, color=colour(step)))
             for head in heads:
                 ax.text(head + 0.5, 0.5, head, ha="center", va="center", color="white", fontsize=8)
         ax.set(xlim=(0, groups[-1].stop), ylim=(0, 1), yticks=[0.5], xticks=[])
         ax.set_yticklabels([name], fontsize=9, color=INK)
-        ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        bare(ax)
     axes[-1, 0].set_xlabel("key heads, in the order of the steps")
     figure.tight_layout(h_pad=0.3)
     plt.show()
@@ -30,8 +27,8 @@ def head_groups(patterns):
 def errors(curves, rounding):
     """Draw the gradient error by the number of ranks. curves[name] is ({ranks: error}, colour number, line style)."""
     figure, ax = plt.subplots(figsize=(6, 3.2))
-    for name, (points, colour, style) in curves.items():
-        ax.plot(list(points), list(points.values()), style, color=RANKS[colour], marker="o", markersize=4, label=name)
+    for name, (points, number, style) in curves.items():
+        ax.plot(list(points), list(points.values()), style, color=RANKS[number], marker="o", markersize=4, label=name)
     ax.axhline(rounding, color="#9a9a9a", linewidth=0.8, linestyle=(0, (2, 2)))
     ax.text(1, 0.95 * rounding, "one rounding to bfloat16", fontsize=8, va="top", color="#6a6a6a")
     ax.set_xscale("log", base=2)

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from verdicts import first_difference
 
-from canon.bench.schedules import meet
+from canon.bench.schedules import after_meeting, meet
 from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
 from canon.show.spans import Span, kind_of
@@ -306,21 +306,17 @@ def _profiled() -> Iterator[list[Span]]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         yield spans
     on_gpu = [event for event in profiled.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans += spans_of([(event.name, event.time_range.start, event.time_range.end) for event in on_gpu])
+    spans += spans_of([(event.time_range.start, event.time_range.end, event.name) for event in on_gpu])
 
 
-def spans_of(ran: list[tuple[str, float, float]]) -> list[Span]:
-    """Return the spans of (name, start, end) in microseconds: kernels, and copies between GPUs, after `meet` if it ran.
+def spans_of(ran: list[tuple[float, float, str]]) -> list[Span]:
+    """Return the spans of (start, end, name) in microseconds: kernels, and copies between GPUs, after `meet` if it ran.
 
     Time 0 is the start of the first one.
     """
-    paused = max((end for name, _, end in ran if "spin_kernel" in name), default=None)
-    if paused is not None:
-        met = min((end for name, start, end in ran if "nccl" in name.lower() and start >= paused), default=paused)
-        ran = [one for one in ran if one[1] >= met]
-    ran = [one for one in ran if not any(name in one[0] for name in NOT_DRAWN)]
-    zero = min((start for _, start, _ in ran), default=0.0)
-    return [Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3) for name, start, end in ran]
+    ran = [one for one in after_meeting(ran) if not any(name in one[2] for name in NOT_DRAWN)]
+    zero = min((start for start, _, _ in ran), default=0.0)
+    return [Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3) for start, end, name in ran]
 
 
 # ---------------------------------------------------------------------- in the caller's process

@@ -75,22 +75,14 @@ def schedules() -> dict[str, str]:
 
     eight, four = "schedules_eight_h200", "schedules_four_h200"
     share = lambda record, name, n: f"{both(record, name, n) / both(record, 'one GPU', n):.0%}"
-    over_torch = [
-        best(r, "strided zigzag", n) / best(r, "torch", n)
-        for r, sizes in ((eight, (32768, 131072)), (four, (16384, 65536, 262144)))
-        for n in sizes
-    ]
-    over_ring = [
-        best(r, "strided zigzag", n) / best(r, "ring", n)
-        for r, sizes in ((eight, (32768, 131072)), (four, (16384, 65536, 262144)))
-        for n in sizes
-    ]
+    runs = [(eight, n) for n in (32768, 131072)] + [(four, n) for n in (16384, 65536, 262144)]
+    strided_over = lambda kind: span(best(r, "strided zigzag", n) / best(r, kind, n) for r, n in runs)
     return {
         "eight": schedule_table((eight, "schedules_long_eight_h200"), (32768, 131072, 524288)),
         "four": schedule_table((four,), (16384, 65536, 262144)),
         "two": schedule_table(("schedules_two_h200",), (8192, 32768, 131072)),
-        "strided_over_torch": span(over_torch),
-        "strided_over_ring": span(over_ring),
+        "strided_over_torch": strided_over("torch"),
+        "strided_over_ring": strided_over("ring"),
         "ring_share_short": share(eight, "ring zigzag", 32768),
         "strided_share_short": share(eight, "strided zigzag 8", 32768),
         "strided_share_two": share(eight, "strided zigzag 2", 131072),
@@ -155,10 +147,11 @@ HOST_PARTS = ("arguments", "results", "look-up", "launches", "other")  # of a ca
 
 def host() -> dict[str, str]:
     """Return the tables of host time."""
+    results = load("host_h200")["results"]
     clocks = lambda row, name: f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
     rows = [
         [row["shape"], row["contender"], *(clocks(row, name) for name in ("forward", "both", "chain"))]
-        for row in load("host_h200")["results"]
+        for row in results
     ]
     header = ("shape", "wall (host) ms", "forward", "both passes", "a layer of 8")
     new_masks = [
@@ -177,23 +170,14 @@ def host() -> dict[str, str]:
     )
     parts = [
         [row["shape"], *(f"{1e3 * median(row['part_ms'][part]):.0f}" for part in HOST_PARTS)]
-        for row in load("host_h200")["results"]
+        for row in results
         if row["contender"] == "canon auto"
     ]
-    both = {(row["shape"], row["contender"]): median(row["both_wall_ms"]) for row in load("host_h200")["results"]}
-    share = [
-        both[x, "no kernels"] / both[x, "canon auto"] for x in dict.fromkeys(x for x, _ in both) if "S8192" not in x
-    ]
-    ratios = {
-        name: [
-            median(row[f"{name}_wall_ms"]) / median(peer[f"{name}_wall_ms"])
-            for row in load("host_h200")["results"]
-            for peer in load("host_h200")["results"]
-            if row["contender"] == "canon auto" and peer["contender"] == "SDPA cudnn" and row["shape"] == peer["shape"]
-            if "S8192" not in row["shape"]
-        ]
-        for name in ("forward", "both", "chain")
-    }
+    timed = {(row["shape"], row["contender"]): row for row in results}
+    short = dict.fromkeys(shape for shape, _ in timed if "S8192" not in shape)
+    wall = lambda shape, who, name: median(timed[shape, who][f"{name}_wall_ms"])
+    to_cudnn = lambda name: span(wall(x, "canon auto", name) / wall(x, "SDPA cudnn", name) for x in short)
+    share = [wall(x, "no kernels", "both") / wall(x, "canon auto", "both") for x in short]
     launched = [int(row[4]) / sum(map(int, row[1:])) for row in parts]
     beside = [
         [row["shape"], row["kernel"], *(f"{median(row['held_ms'][x]):.3f}" for x in HELD)]
@@ -208,9 +192,9 @@ def host() -> dict[str, str]:
     return {
         "host_calls": table(header, rows, left=2),
         "host_short": table(header, [row for row in rows if row[1] in ("canon auto", "SDPA cudnn")], left=2),
-        "short_forward": span(ratios["forward"]),
-        "short_both": span(ratios["both"]),
-        "short_chain": span(ratios["chain"]),
+        "short_forward": to_cudnn("forward"),
+        "short_both": to_cudnn("both"),
+        "short_chain": to_cudnn("chain"),
         "no_kernels": span([100 * x for x in share], 0),
         "launched": span([100 * x for x in launched], 0),
         "beside": table(("GPU ms, SMs held", "kernel", *(f"{x}" for x in HELD)), beside, left=2),

@@ -117,6 +117,28 @@ def sent(monkeypatch):
 
 
 @pytest.fixture
+def empty_cache():
+    """Run the test with an empty cache of plans."""
+    from canon.masks.plan_cache import PLANS
+
+    PLANS.clear()
+    yield
+    PLANS.clear()
+
+
+@pytest.fixture
+def replays(monkeypatch, empty_cache):
+    """Replay passes on the CPU, too. Return a function that lists for each pass why it cannot be replayed, or ""."""
+    from interpreted_replay import EVERYWHERE
+
+    from canon.fast.replay import recordings
+    from canon.masks.plan_cache import PLANS
+
+    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
+    return lambda: [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, recordings.PreparedPass)]
+
+
+@pytest.fixture
 def own_errors():
     """Disable the type checker of the tests, so that arguments of wrong types reach the library's own errors."""
     from jaxtyping import config

@@ -12,6 +12,7 @@ from sharded import DEVICE, ON_HOPPER
 
 from canon.fast import backend, backward, local
 from canon.fast.kernels.device_plans import uploaded
+from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -44,12 +45,30 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
     return q, k, v, dout, dlse
 
 
-def attend(q, k, v, dout, dlse, mask, scale=None, method="split", **how) -> Attended:
-    """Return the results of both passes on the Hopper kernels."""
-    with hopper(**how):
-        out, lse = local.attention_forward(q, k, v, mask, scale=scale)
-        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
+    """Return the results of both passes on the kernels that surround the call."""
+    out, lse = local.attention_forward(q, k, v, mask, scale=scale)
+    grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
     return Attended(out, lse, *grads)
+
+
+def attend(*given, **more) -> Attended:
+    """Return the results of `both_passes` on the Hopper kernels. ``order`` and ``seed``: those of `hopper`."""
+    how = {name: more.pop(name) for name in ("order", "seed") if name in more}
+    with hopper(**how):
+        return both_passes(*given, **more)
+
+
+def forward(q, k, v, mask, tiles, **how) -> Attended:
+    """Return out and lse of the Hopper forward with this configuration."""
+    with config.forced(forward=tiles), hopper(**how):
+        return Attended(*local.attention_forward(q, k, v, mask))
+
+
+def assert_methods(run, arguments, mask, scale=None, methods=METHODS):
+    """Fail unless the judge accepts ``run(*arguments, mask, scale, method)`` for each method."""
+    for method in methods:
+        assert_exact(run(*arguments, mask, scale, method), *arguments, mask, scale)
 
 
 def assert_exact(got, q, k, v, dout, dlse, mask, scale=None):

@@ -61,6 +61,12 @@ def on_this_rank(attend, layout, tensors, group=None):
     )
 
 
+def close(mine, theirs, atol=1e-12):
+    """Fail unless all tensors are equal up to ``atol``."""
+    for x, y in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=atol)
+
+
 def assert_agrees(got, mask, q, k, v, dout, dlse):
     """Fail unless the judge accepts ``got``."""
     verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))

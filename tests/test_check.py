@@ -220,6 +220,16 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["canon.reference", "--backend", "gluon"], "canon.reference has no backends"),
         (["canon.reference", "--world", "gpus", "--ranks", "99"], "a GPU for each rank: 99 ranks"),
+        (["--backend", "cuda"], "--backend cuda needs a GPU"),
+        (["--backend", "cuda", "--random", "5"], "--backend cuda needs a GPU"),
+        (["canon.reference", "--features", "causal,fast"], "--features fast: expected one or more of"),
+        (["canon.reference", "--features", "batched,packed"], "expected one of them"),
+        (["canon.reference", "--features", "no-mask,full"], "allows causal only"),
+        (["--random", "0"], "--random needs N >= 1"),
+        (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
+        (["--random", "2", "--only", "no such mask"], "no function or mask of these cases has 'no such mask'"),
+        (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
+        (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
     ],
 )
 def test_invalid_arguments_are_errors(run, words, message):

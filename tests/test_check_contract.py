@@ -99,15 +99,6 @@ def test_the_reference_agrees_under_every_limit(words, run):
     assert ("dq" in tensors) == ("forward" not in words)
 
 
-@pytest.mark.parametrize(("text", "message"), [("causal,fast", "--features fast: expected one or more of"),
-                                               ("batched,packed", "expected one of them"),
-                                               ("no-mask,full", "allows causal only")])  # fmt: skip
-def test_unknown_and_contradictory_features_raise(text, message, run):
-    status, printed, _ = run("canon.reference", "--features", text)
-    assert status == 2
-    assert message in printed.err
-
-
 def test_a_failure_names_token_rank_and_head(run, write_module):
     write_module("off_attention", OFF)
     status, printed, record = run("off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents")

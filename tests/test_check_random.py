@@ -177,22 +177,6 @@ def test_only_selects_functions_and_masks_of_random_cases(run):
     assert record["runs"][0]["command"] == "canon check canon.reference --random 40 --seed 5 --only tree"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--random", "0"], "--random needs N >= 1"),
-        (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
-        (["--random", "2", "--only", "no such mask"], "no function or mask of these cases has 'no such mask'"),
-        (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
-        (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
-    ],
-)
-def test_invalid_arguments_of_random_checks_are_errors(run, words, message):
-    status, printed, _ = run(*words)
-    assert status == 2
-    assert message in printed.err
-
-
 # ---------------------------------------------------------------------- the judge with few elements
 def test_the_judge_accepts_only_rounding_of_few_elements():
     """With one key per query, dq is exactly 0. At width 1 no honest evaluation has the rounding noise of float32."""

@@ -6,14 +6,10 @@ On a CPU, the source of the kernels runs in an emulation (`canon.testing.cuda_em
 import pytest
 import torch
 from cuda_backend import cuda, inputs
-from hopper import assert_exact
-from interpreted_replay import EVERYWHERE
+from hopper import assert_exact, both_passes
 from sharded import DEVICE
 
 from canon import Layout, Mask, fast
-from canon.fast import backward, local
-from canon.fast.replay import recordings as prepared
-from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -35,12 +31,10 @@ MASKS = {
 }
 
 
-def attend(q, k, v, dout, dlse, mask, scale=None, method="split"):
+def attend(*given, **options):
     """Return the results of both passes."""
     with cuda():
-        out, lse = local.attention_forward(q, k, v, mask, scale=scale)
-        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
-    return Attended(out, lse, *grads)
+        return both_passes(*given, **options)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -74,17 +68,12 @@ def test_all_bits_repeat_over_8_runs_and_on_two_streams():
         assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
 
 
-def test_a_repeated_call_is_replayed(monkeypatch):
-    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
-    PLANS.clear()
+def test_a_repeated_call_is_replayed(replays):
     mask = Mask.causal(33)
     for seed in range(3):
         tensors = inputs(mask, seed=seed)
         assert_exact(attend(*tensors, mask), *tensors, mask)
-    found = [plan for plan, _ in PLANS.plans.values() if isinstance(plan, prepared.PreparedPass)]
-    assert len(found) == 2, "one pass forward and one backward"
-    assert not [made.reason for made in found if made.reason]
-    PLANS.clear()
+    assert replays() == ["", ""], "one pass forward and one backward"
 
 
 @pytest.mark.parametrize("function", ["ring_attention", "strided_attention", "magi_attention"])

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from canon.check import cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import Case, all_cases, declined_by
@@ -36,10 +34,3 @@ def test_a_declined_case_does_not_run():
     runner = CaseRunner("no_such_module", (fused,), source, "cpu", Path(), "cuda")
     (result,) = run_cases("threads", 1, runner)
     assert (result["verdict"], result["faults"]) == ("declined", ["the CUDA backend has no fused kernel"])
-
-
-@pytest.mark.parametrize("words", [(), ("--random", 5)])
-def test_a_cpu_is_no_place_for_the_check(run, words):
-    status, printed, _ = run("--backend", "cuda", *words)
-    assert status == 2
-    assert "--backend cuda needs a GPU" in printed.err

@@ -10,7 +10,8 @@ from triton import knobs
 from canon import Mask, fast
 from canon.fast.ahead import first_call
 from canon.fast.ahead.compilation import Outcome
-from canon.fast.ahead.kernel_variants import _checked_model, identities
+from canon.fast.ahead.kernel_variants import identities
+from canon.fast.ahead.warm import _checked_model
 from canon.fast.local import LOCAL
 from canon.fast.magi import MAGI
 from canon.fast.ring import RING, ZIGZAG
@@ -80,7 +81,7 @@ def test_a_team_that_fails_warns_once(teams, monkeypatch):
 
 
 def test_warm_up_leaves_the_stamps_of_first_calls():
-    warmed = _checked_model(torch.bfloat16, 32, 32, (4, 2), ("attention", "ring_attention"), None, "auto", None)
+    warmed = _checked_model(torch.bfloat16, 32, 32, (4, 2), ("attention", "ring_attention"))
     for algorithm in (LOCAL, RING):
         assert set(identities(first_call.model_of(call(algorithm)))) <= set(identities(warmed))
     other = first_call.model_of(call(RING, reduce_dtype=torch.float16))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
+from hopper import HOPPER_ONLY, METHODS, assert_exact, assert_methods, attend, forward, hopper, inputs
 from sharded import DEVICE, ON_HOPPER, assert_agrees, on_this_rank, whole
 
 from canon import Layout, Mask, fast
@@ -10,7 +10,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config, launch
 from canon.fast.kernels.gluon.config import Config
 from canon.testing import process_groups, simulated_kernels
-from canon.testing.judge import Attended, oracle
+from canon.testing.judge import oracle
 
 pytestmark = HOPPER_ONLY
 MASKS = {
@@ -31,8 +31,7 @@ EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at al
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_method_equals_the_oracle(mask, method):
-    arguments = inputs(mask, h=4, g=2)
-    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+    assert_methods(attend, inputs(mask, h=4, g=2), mask, methods=[method])
 
 
 @pytest.mark.parametrize(
@@ -50,9 +49,7 @@ def test_head_widths(d, dv):
 @pytest.mark.parametrize(("h", "g"), [(8, 1), (6, 2), (3, 3)])
 def test_the_heads_of_a_group_are_summed(h, g):
     mask = Mask.causal(150)
-    arguments = inputs(mask, h=h, g=g, dtype=torch.float16)
-    for method in METHODS:
-        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+    assert_methods(attend, inputs(mask, h=h, g=g, dtype=torch.float16), mask)
 
 
 def test_heads_of_a_group_share_tiles_where_documents_are_short():
@@ -67,23 +64,14 @@ def test_heads_of_a_group_share_tiles_where_documents_are_short():
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-3, 2.5])
 def test_any_scale(scale):
     mask = Mask.window(140, 39, 4)
-    arguments = inputs(mask)
+    assert_methods(attend, inputs(mask), mask, scale)
+
+
+@pytest.mark.parametrize(("mask", "b"), [*((mask, 1) for mask in EMPTY.values()), (Mask.causal(5), 0)])
+def test_empty_inputs_and_an_empty_batch(mask, b):
     for method in METHODS:
-        assert_exact(attend(*arguments, mask, scale, method), *arguments, mask, scale)
-
-
-def test_an_empty_batch():
-    mask = Mask.causal(5)
-    for method in METHODS:
-        got = attend(*inputs(mask, b=0), mask, method=method)
-        assert [x.shape[0] for x in got] == [0] * 5
-
-
-@pytest.mark.parametrize("mask", EMPTY.values(), ids=EMPTY)
-def test_empty_inputs(mask):
-    arguments = inputs(mask)
-    for method in METHODS:
-        got = attend(*arguments, mask, method=method)
+        got = attend(*inputs(mask, b=b), mask, method=method)
+        assert [x.shape[0] for x in got] == [b] * 5
         assert not any(x.any() for x in (got.out, got.dq, got.dk, got.dv))
         assert got.lse.isneginf().all()
 
@@ -98,9 +86,7 @@ def test_any_strides_and_any_alignment():
     heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
     backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # the width is not the last in memory
     same = dout[:, :1].expand_as(dout)  # stride 0
-    arguments = odd, heads_first, backwards, same, dlse
-    for method in METHODS:
-        assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+    assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask)
 
 
 def test_partial_results_come_in_float32():
@@ -139,9 +125,7 @@ def test_three_warpgroups_may_share_a_tile(shared):
     mask = Mask.documents([0, 31, 420])
     arguments = inputs(mask, h=4, g=1)
     for order in ("late", "early"):
-        with config.forced(forward=shared), hopper(order=order):
-            got = local.attention_forward(*arguments[:3], mask)
-        assert_exact(Attended(*got), *arguments, mask)
+        assert_exact(forward(*arguments[:3], mask, shared, order=order), *arguments, mask)
 
 
 # --- the plain forward ---
@@ -154,10 +138,9 @@ PLAIN = Config(128, 64, 3, plain=True)
 def test_the_plain_forward_equals_the_oracle(mask, dtype):
     for d, tiles, order in ((64, PLAIN, "late"), (128, Config(128, 128, 2, plain=True), "early")):
         arguments = inputs(mask, b=2, h=4, g=2, d=d, dv=d, dtype=dtype)
-        with config.forced(forward=tiles), hopper(order=order):
-            got = local.attention_forward(*arguments[:3], mask)
+        got = forward(*arguments[:3], mask, tiles, order=order)
         if mask.queries and mask.keys:
-            assert_exact(Attended(*got), *arguments, mask)
+            assert_exact(got, *arguments, mask)
         else:
             assert not got[0].any()
             assert got[1].isneginf().all()

@@ -112,39 +112,23 @@ def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
         assert calls == ["forward_kernel", "dkdv_kernel", "dq_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "method", "message"),
-    [
-        ({"dtype": torch.float32}, "split", "bfloat16 and float16"),
-        ({"d": 264, "dv": 64}, "split", "264"),
-        ({"d": 256, "dv": 64}, "fused", "fused"),
-    ],
-)
-def test_unsupported_inputs_raise(changes, method, message):
+PLAIN = Config(128, 64, 2, plain=True)
+REFUSED = [  # sizes, method, configuration of the forward, and a part of the error
+    ({"dtype": torch.float32}, "split", None, "bfloat16 and float16"),
+    ({"d": 264, "dv": 64}, "split", None, "264"),
+    ({"d": 256, "dv": 64}, "fused", None, "fused"),
+    *(({}, "split", Config(*sizes), "at least 2 stages") for sizes in ((128, 64, 1), (64, 64, 2), (256, 64, 2))),
+    *(({}, "split", replace(PLAIN, **wrong), "no switches")
+      for wrong in ({"rows": 192}, {"buffers": 2}, {"ping_pong": True}, {"stale_maximum": True})),
+    ({}, "split", Config(128, 128, 9), r"needs \d+ bytes.*232448"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "method", "tiles", "message"), REFUSED)
+def test_unsupported_inputs_and_configurations_raise(sizes, method, tiles, message):
     mask = Mask.causal(9)
-    with pytest.raises(ValueError, match=message):
-        attend(*inputs(mask, **changes), mask, method=method)
-
-
-@pytest.mark.parametrize("wrong", [Config(128, 64, 1), Config(64, 64, 2), Config(256, 64, 2)])
-def test_configurations_that_would_hang_raise(wrong):
-    mask = Mask.causal(9)
-    with config.forced(forward=wrong), pytest.raises(ValueError, match="at least 2 stages"):
-        attend(*inputs(mask), mask)
-
-
-@pytest.mark.parametrize("wrong", [{"rows": 192}, {"buffers": 2}, {"ping_pong": True}, {"stale_maximum": True}])
-def test_the_plain_forward_has_no_switches(wrong):
-    mask = Mask.causal(9)
-    plain = replace(Config(128, 64, 2, plain=True), **wrong)
-    with config.forced(forward=plain), pytest.raises(ValueError, match="no switches"):
-        attend(*inputs(mask), mask)
-
-
-def test_too_much_shared_memory_raises_with_numbers():
-    mask = Mask.causal(9)
-    with config.forced(forward=Config(128, 128, 9)), pytest.raises(ValueError, match=r"needs \d+ bytes.*232448"):
-        attend(*inputs(mask), mask)
+    with config.forced(**({"forward": tiles} if tiles else {})), pytest.raises(ValueError, match=message):
+        attend(*inputs(mask, **sizes), mask, method=method)
 
 
 def test_long_rows_have_their_own_tiles():

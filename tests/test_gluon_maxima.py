@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
+from hopper import HOPPER_ONLY, assert_exact, forward, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
 from triton.experimental.gluon import language as gl
 
@@ -10,7 +10,6 @@ from canon import Band, Mask, simulator
 from canon.fast import local
 from canon.fast.kernels.gluon import config, ptx, stale_maximum
 from canon.fast.kernels.gluon.config import Config
-from canon.testing.judge import Attended
 
 pytestmark = HOPPER_ONLY
 LN2 = 0.6931471805599453
@@ -36,9 +35,7 @@ def test_maxima_may_grow(steps, d, tiles):
     height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
     q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
     k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
-    with config.forced(forward=tiles), hopper():
-        out, lse = local.attention_forward(q, k, v, mask)
-    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+    assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
@@ -48,9 +45,7 @@ def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(scor
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
     q[..., 0], k[..., 0] = d**0.5, score
-    with config.forced(forward=tiles), hopper():
-        out, lse = local.attention_forward(q, k, v, mask)
-    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+    assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
 
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
@@ -62,8 +57,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tile
     results = []
     for slope in following:
         q[..., 0] = torch.where(alone, 0, slope)[None, :, None]
-        with config.forced(forward=tiles), hopper():
-            results.append(local.attention_forward(q, k, v, mask))
+        results.append(forward(q, k, v, mask, tiles)[:2])
     (out, lse), (again, lse_again) = results
     assert torch.equal(out[:, alone], again[:, alone])
     assert torch.equal(lse[..., alone], lse_again[..., alone])
@@ -94,9 +88,7 @@ def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
     d, tiles = TILES[tiles]
     q, k, v, dout, dlse = inputs(mask := Mask.causal(600), h=1, d=d, dv=d, dtype=dtype)
     q *= nats
-    with config.forced(forward=tiles), hopper():
-        out, lse = local.attention_forward(q, k, v, mask)
-    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+    assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
     if not ON_HOPPER:
         outweighed, again = votes
         assert len(outweighed) > 15
@@ -113,9 +105,7 @@ def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
     q *= 0.01
     q[..., 0], k[..., 0] = d**0.5, torch.arange(keys, device=DEVICE)[None, :, None] // 128 * 1.15
-    with config.forced(forward=tiles), hopper():
-        out, lse = local.attention_forward(q, k, v, mask)
-    assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+    assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="simulated votes are counted")
@@ -131,9 +121,7 @@ def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits,
         outweighed.clear()
         again.clear()
         q[..., 0], k[:, 191, :, 0] = d**0.5 * LN2, bits + more
-        with config.forced(forward=tiles), hopper():
-            out, lse = local.attention_forward(q, k, v, mask)
-        assert_exact(Attended(out, lse), q, k, v, dout, dlse, mask)
+        assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
         assert set(outweighed) == {0, 1}
         assert any(again) == (more > 0), more
 

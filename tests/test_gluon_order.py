@@ -22,6 +22,16 @@ def test_the_same_bits_whatever_the_interleaving(method):
             assert torch.equal(getattr(first, name), getattr(again, name)), name
 
 
+def assert_equal_bits(arguments, mask, monkeypatch, *runs):
+    """Fail unless "fused" is exact, and has the same bits in all runs (SMs, order, seed)."""
+    first = attend(*arguments, mask, method="fused")
+    assert_exact(first, *arguments, mask)
+    for sms, order, seed in runs:
+        monkeypatch.setattr(launch, "SIMULATED_SMS", sms)
+        again = attend(*arguments, mask, method="fused", order=order, seed=seed)
+        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (sms, order)
+
+
 @pytest.mark.parametrize("d", [64, 80], ids=["all columns in turns", "halves"])
 @pytest.mark.parametrize(
     "mask",
@@ -30,12 +40,7 @@ def test_the_same_bits_whatever_the_interleaving(method):
 )
 def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, deterministic, monkeypatch):
     arguments = inputs(mask, b=2 if ON_HOPPER else 1, h=4, g=2, d=d, dv=64)
-    first = attend(*arguments, mask, method="fused")
-    assert_exact(first, *arguments, mask)
-    for processors, order, seed in ((1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4)):
-        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
-        again = attend(*arguments, mask, method="fused", order=order, seed=seed)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
+    assert_equal_bits(arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4))
 
 
 @pytest.mark.parametrize("some", [1, 2, 3])
@@ -46,12 +51,7 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     monkeypatch.setattr(dq_order, "SMS", 2 * some)
     monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
     monkeypatch.setattr(launch, "tile_schedule", new_schedule)
-    first = attend(*arguments, mask, method="fused")
-    assert_exact(first, *arguments, mask)
-    for processors, order, seed in ((1, "early", 1), (3, "random", 2), (11, "late", 3)):
-        monkeypatch.setattr(launch, "SIMULATED_SMS", processors)
-        again = attend(*arguments, mask, method="fused", order=order, seed=seed)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (processors, order)
+    assert_equal_bits(arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (11, "late", 3))
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="a GPU finds room for all programs when it likes")

@@ -22,7 +22,7 @@ from random import Random
 import torch
 from canon import fast
 from canon.fast import backward, local, sinks
-from canon.fast.ahead import kernel_variants
+from canon.fast.ahead import kernel_variants, warm
 from canon.fast.ahead.compilation import recorded_jobs
 from canon.fast.kernels import key_parts
 from canon.fast.kernels.cuda import kernel, launch as cuda
@@ -64,7 +64,7 @@ def cases():
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
     shape = getattr(torch, dtype), *widths, heads, functions
-    model = kernel_variants._checked_model(*shape, None, method, None, None, invariant, softcap)
+    model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
     reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
     kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
     warmed, seen, kinds = set(jobs), set(), set()

@@ -8,16 +8,14 @@ import functools
 import hopper
 import pytest
 import torch
-from hopper import assert_exact
+from hopper import METHODS, assert_exact, assert_methods, both_passes
 from sharded import DEVICE
 
 from canon import Mask
 from canon.fast import backward, local
 from canon.fast.kernels.triton.config import Config, forced
-from canon.testing.judge import Attended
 
 pytestmark = pytest.mark.gpu
-METHODS = ("split", "fused", "head_parallel")
 KERNELS = ("forward", "dq", "dkdv", "fused")
 N = 52
 
@@ -36,12 +34,6 @@ def small_tiles():
 inputs = functools.partial(hopper.inputs, d=16, dv=16, dtype=torch.float64)
 
 
-def attend(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
-    out, lse = local.attention_forward(q, k, v, mask, scale=scale)
-    grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
-    return Attended(out, lse, *grads)
-
-
 MASKS = {
     "causal": Mask.causal(N),
     "window": Mask.window(N, 9, 4),
@@ -57,26 +49,24 @@ EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at al
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_method_equals_the_oracle(mask, method):
-    arguments = inputs(mask, h=4, g=2)
-    assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+    assert_methods(both_passes, inputs(mask, h=4, g=2), mask, methods=[method])
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(16, 16), (16, 64), (64, 16), (64, 64)])
-def test_the_tile_size_does_not_matter(rows, columns):
-    mask = Mask.documents([0, 20, 25, N], window=(17, 0))
-    arguments = inputs(mask)
-    with tiles(rows, columns):
-        for method in METHODS:
-            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
-
-
-@pytest.mark.parametrize("partial_columns", [16, 32])
-def test_partial_tiles_may_be_smaller_than_full_ones(partial_columns):
-    mask = Mask.documents([0, 90, 110], window=(70, 3))
-    arguments = inputs(mask)
-    with tiles(16, 32, partial_columns=partial_columns, tma=True):
-        for method in METHODS:
-            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+@pytest.mark.parametrize(
+    ("mask", "config"),
+    [
+        (Mask.documents([0, 20, 25, N], window=(17, 0)), Config(*x, 4, 1))
+        for x in ((16, 16), (16, 64), (64, 16), (64, 64))
+    ]
+    + [
+        (Mask.documents([0, 90, 110], window=(70, 3)), Config(16, 32, 4, 1, partial_columns=x, tma=True))
+        for x in (16, 32)
+    ],
+    ids=str,
+)
+def test_the_size_of_tiles_and_of_partial_tiles_does_not_matter(mask, config):
+    with forced(**dict.fromkeys(KERNELS, config)):
+        assert_methods(both_passes, inputs(mask), mask)
 
 
 @pytest.mark.parametrize(
@@ -84,10 +74,8 @@ def test_partial_tiles_may_be_smaller_than_full_ones(partial_columns):
 )
 def test_head_widths(d, dv):
     mask = Mask.causal(20)
-    arguments = inputs(mask, d=d, dv=dv, h=2, g=2)
     with tiles(16, 16):  # float64 and 256 wide: larger ones do not fit into an H200
-        for method in METHODS:
-            assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
+        assert_methods(both_passes, inputs(mask, d=d, dv=dv, h=2, g=2), mask)
 
 
 @pytest.mark.parametrize("name", ["forward", "dq", "dkdv", "fused"])
@@ -95,9 +83,9 @@ def test_descriptors_load_what_pointers_load(name):
     mask = Mask.documents([0, 20, N])
     arguments = inputs(mask, h=4, g=2, d=32, dv=32, dtype=torch.bfloat16)
     method = "fused" if name == "fused" else "split"
-    by_pointer = attend(*arguments, mask, method=method)
+    by_pointer = both_passes(*arguments, mask, method=method)
     with forced(**{name: Config(32, 16, 4, 1, tma=True)}):
-        by_descriptor = attend(*arguments, mask, method=method)
+        by_descriptor = both_passes(*arguments, mask, method=method)
     assert_exact(by_descriptor, *arguments, mask)
     if name != "fused" or DEVICE == "cpu":
         assert all(torch.equal(a, b) for a, b in zip(by_pointer, by_descriptor, strict=True))
@@ -105,9 +93,8 @@ def test_descriptors_load_what_pointers_load(name):
 
 def test_dk_and_dv_may_come_from_two_launches():
     mask = Mask.causal(N)
-    arguments = inputs(mask, h=4, g=2)
     with forced(dkdv=Config(32, 16, 4, 1, apart=True)):
-        assert_exact(attend(*arguments, mask), *arguments, mask)
+        assert_methods(both_passes, inputs(mask, h=4, g=2), mask, methods=["split"])
 
 
 def strided(x, how):
@@ -135,7 +122,7 @@ def test_any_strides(how, tma):
     arguments = *(strided(x, how) for x in tensors), dlse.transpose(1, 2).contiguous().transpose(1, 2)
     with tiles(16, 16, tma=tma):
         for method in METHODS:
-            assert_exact(attend(*arguments, mask, method=method), *tensors, dlse, mask)
+            assert_exact(both_passes(*arguments, mask, method=method), *tensors, dlse, mask)
 
 
 @pytest.mark.parametrize("mask", [*MASKS.values(), *EMPTY.values()], ids=[*MASKS, *EMPTY])
@@ -143,7 +130,7 @@ def test_every_output_is_written(mask, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(_shape(shape), torch.nan, **options))
     q, k, v, dout, dlse = inputs(mask, h=2, g=1)
     for method in METHODS:
-        got = attend(q, k, v, dout, dlse, mask, method=method)
+        got = both_passes(q, k, v, dout, dlse, mask, method=method)
         assert all(x.isfinite().all() for x in (got.out, got.dq, got.dk, got.dv))
         assert not got.lse.isnan().any()
 
@@ -181,8 +168,8 @@ def test_a_destination_too_wide_for_32_bits_is_refused():
 def test_parts_of_query_heads_are_capped_key_by_key(monkeypatch):
     mask = Mask.window(N, 30, 2)
     arguments = inputs(mask, b=2, h=4, g=2)
-    expected = attend(*arguments, mask, method="head_parallel")
+    expected = both_passes(*arguments, mask, method="head_parallel")
     monkeypatch.setattr(backward, "PARTIAL_BYTES", 2 * 4 * 32 * 8 * 20)  # of 20 keys
-    got = attend(*arguments, mask, method="head_parallel")
+    got = both_passes(*arguments, mask, method="head_parallel")
     assert torch.equal(got.dq, expected.dq)
     assert_exact(got, *arguments, mask)

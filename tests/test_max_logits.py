@@ -3,15 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-from interpreted_replay import EVERYWHERE
 from sharded import CALLS, OWN_LAYOUTS, layout_of, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.device import computing_with
 from canon.fast.kernels import key_parts
 from canon.fast.local import forward_for
-from canon.fast.replay import recordings
-from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 
 N = 60
@@ -68,44 +65,38 @@ def test_packed_tensors_masks_of_sequences_and_heads_that_see_nothing(half):
     assert torch.equal(nothing, torch.full((4,), -torch.inf))
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag", "striped", "strided, split", "magi"])
+RANKED = {  # of several ranks: the function, the mask, the layout and options
+    name: (CALLS[name][0], MASK, layout_of(name, N, 3, Layout.zigzag(N, 3)), CALLS[name][1])
+    for name in ("ring", "zigzag", "striped", "strided, split", "magi")
+}
+RANKED |= {
+    f"{name}, rank invariant": (name, Mask.causal(200), Layout.contiguous(200, 2, 128), {"rank_invariant": True})
+    for name in ("strided_attention", "magi_attention")
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
 def test_all_ranks_return_the_maximum_over_all_ranks(half, name):
-    q, k, v, _ = inputs()
-    layout, (function, of_call) = layout_of(name, N, 3, Layout.zigzag(N, 3)), CALLS[name]
+    function, mask, layout, options = RANKED[name]
+    q, k, v, _ = inputs(mask)
     placed = {} if function in OWN_LAYOUTS else {"layout": layout}
 
     def program():
         shards = (layout.shard(x, dist.get_rank()) for x in (q, k, v))
-        return getattr(half, function)(*shards, MASK, **placed, **of_call, **OPTIONS)[-1]
+        return getattr(half, function)(*shards, mask, **placed, **options, **OPTIONS)[-1]
 
-    for largest in process_groups.threads(program, 3):
-        torch.testing.assert_close(largest, definition(q, k, MASK), rtol=1e-6, atol=0)
-
-
-@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
-def test_rank_invariant_calls_return_them_too(half, function):
-    mask = Mask.causal(200)
-    q, k, v, _ = inputs(mask, b=1)
-    layout = Layout.contiguous(200, 2, 128)
-
-    def program():
-        shards = (layout.shard(x, dist.get_rank()) for x in (q, k, v))
-        return getattr(half, function)(*shards, mask, layout, rank_invariant=True, **OPTIONS)[-1]
-
-    for largest in process_groups.threads(program, 2):
+    for largest in process_groups.threads(program, layout.ranks):
         torch.testing.assert_close(largest, definition(q, k, mask), rtol=1e-6, atol=0)
 
 
+@pytest.mark.usefixtures("replays")
 def test_parts_of_the_keys_and_replays_raise_the_same_maximum(monkeypatch):
     monkeypatch.setattr(key_parts, "FEWEST_KEYS", 64)
-    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
-    PLANS.clear()
     mask = Mask.causal(5, 300)
     q, k, v, _ = inputs(Mask.causal(300))
     for shift in (0.0, 0.0, 1.0):
         _, largest = fast.attention(q[:, :5] + shift, k, v, mask, **OPTIONS)
         torch.testing.assert_close(largest, definition(q[:, :5] + shift, k, mask), rtol=1e-6, atol=0)
-    PLANS.clear()
 
 
 def test_other_chosen_backends_raise():

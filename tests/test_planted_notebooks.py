@@ -182,14 +182,14 @@ def test_exposed_time_is_that_of_messages_without_a_kernel():
 
 def test_spans_of_a_profile_begin_after_the_ranks_have_met():
     """The message by which they meet follows the pause. Copies to and from the host are no part of the timeline."""
-    before = [("forward_kernel", 0, 5), ("spin_kernel", 5, 35), ("ncclDevKernel_AllReduce", 36, 40)]
+    before = [(0, 5, "forward_kernel"), (5, 35, "spin_kernel"), (36, 40, "ncclDevKernel_AllReduce")]
     after = [
-        ("ncclDevKernel_SendRecv", 50, 60),
-        ("Memcpy HtoD", 41, 42),
-        ("dkdv_kernel", 52, 80),
-        ("delta_kernel", 80, 90),
+        (50, 60, "ncclDevKernel_SendRecv"),
+        (41, 42, "Memcpy HtoD"),
+        (52, 80, "dkdv_kernel"),
+        (80, 90, "delta_kernel"),
     ]
-    expected = [Span("message", after[0][0], 0.0, 0.01), Span("backward", "dkdv_kernel", 0.002, 0.03)]
+    expected = [Span("message", after[0][2], 0.0, 0.01), Span("backward", "dkdv_kernel", 0.002, 0.03)]
     expected += [Span("other", "delta_kernel", 0.03, 0.04)]
     assert real_ranks.spans_of(before + after) == expected
     assert real_ranks.spans_of(after) == expected  # threads on one GPU do not meet

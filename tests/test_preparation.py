@@ -18,6 +18,8 @@ from canon.masks import plan_cache
 from canon.masks.plan_cache import PLANS, PlanCache
 from canon.testing import process_groups
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 MASK = Mask.documents([0, 1, 9, 20, 33, 40], window=(20, 0))
 UNEVEN = Layout([[range(0, 17)], [range(30, 40), range(17, 20)], [range(20, 30)]], 40)
 SHAPES = {"heads": (4, 2), "widths": (8, 6), "dtype": torch.float32}
@@ -36,13 +38,6 @@ CASES = {
     "one rank": ("magi_attention", Layout.contiguous(40, 1), {}),
 }
 UNPREPARED = {"row_indices", "_positions_on"}  # a range, or the layout itself
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache():
-    PLANS.clear()
-    yield
-    PLANS.clear()
 
 
 def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):

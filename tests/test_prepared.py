@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from interpreted_replay import EVERYWHERE
 from sharded import DEVICE
 
 from canon import Mask
@@ -15,17 +14,9 @@ from canon.fast.replay import recorder
 from canon.fast.replay import recordings as prepared
 from canon.masks.plan_cache import PLANS
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("replays")]
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 MASK = Mask.documents([0, 7, 40, 96], window=(30, 0))
-
-
-@pytest.fixture(autouse=True)
-def _replays(monkeypatch):
-    PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
-    yield
-    PLANS.clear()
 
 
 def inputs(seed, h=4, g=2, d=16, dv=8, b=2):

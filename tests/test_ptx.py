@@ -165,38 +165,21 @@ def test_columns_outside_the_bounds_of_a_row_are_hidden(columns, hidden):
         np.testing.assert_array_equal([after[f"${i}"] for i in range(number)], expected)
 
 
-@pytest.mark.parametrize("growing", [[], [(3, 0)], [(17, 1)], [(0, 0), (31, 1)]])
-def test_a_warp_rescales_its_rows_if_any_factor_is_not_1(growing):
+@pytest.mark.parametrize(("ptx", "factor"), [(rescale_rows_ptx, 0.25), (zero_rows_ptx, 0.0)])
+@pytest.mark.parametrize("rows", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
+def test_a_warp_rescales_its_rows_if_any_factor_is_not_1_and_a_factor_of_0_removes_nan(rows, ptx, factor):
     number = 8  # elements, of rows 0 and 1 in pairs
     factors = np.ones((2, 32))
-    for lane, row in growing:
-        factors[row, lane] = 0.25
-    x = np.arange(number * 32, dtype=float).reshape(number, 32)
-    operands = {f"${i}": x[i] for i in range(number)} | {
-        f"${2 * number + i}": factors[i // 2 % 2] for i in range(number)
-    }
-    after = run(rescale_rows_ptx(number), operands)
+    for lane, row in rows:
+        factors[row, lane] = factor
+    factors, x = factors[np.arange(number) // 2 % 2], np.arange(number * 32, dtype=float).reshape(number, 32)
+    given = np.where(factors == 0, np.nan, x)
+    operands = {f"${i}": given[i] for i in range(number)} | {f"${2 * number + i}": factors[i] for i in range(number)}
+    after = run(ptx(number), operands)
     for i in range(number):
-        np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i // 2 % 2])
+        np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i])
     touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
-    assert touched == bool(growing), "a warp without such rows skips the work"
-
-
-@pytest.mark.parametrize("masked", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
-def test_rows_with_a_factor_of_0_become_0(masked):
-    number = 8  # elements, of rows 0 and 1 in pairs
-    factors = np.ones((2, 32))
-    for lane, row in masked:
-        factors[row, lane] = 0.0
-    x = np.where(factors[np.arange(number) // 2 % 2] == 0, np.nan, 2.0)
-    operands = {f"${i}": x[i] for i in range(number)} | {
-        f"${2 * number + i}": factors[i // 2 % 2] for i in range(number)
-    }
-    after = run(zero_rows_ptx(number), operands)
-    for i in range(number):
-        np.testing.assert_array_equal(after[f"${i}"], 2.0 * factors[i // 2 % 2])
-    touched = any(after[f"${i}"] is not operands[f"${i}"] for i in range(number))
-    assert touched == bool(masked), "a warp without such rows skips the work"
+    assert touched == bool(rows), "a warp without such rows skips the work"
 
 
 @pytest.mark.parametrize("above", [[], [(5, 0)], [(31, 1)], [(0, 0), (9, 1)]])

@@ -5,7 +5,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from interpreted_replay import EVERYWHERE
 from sharded import whole
 
 from canon import Layout, Mask, fast
@@ -29,15 +28,6 @@ CASES = [
     ("strided", "zigzag", "v"), ("magi", "zigzag", "qkv"), ("magi", "uneven", "q"), ("magi keeps", "zigzag", "qkv"),
     ("magi in one step", "zigzag", "qkv"),
 ]  # fmt: skip
-
-
-@pytest.fixture
-def _replays(monkeypatch):
-    """Replay passes on the CPU, too."""
-    PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
-    yield
-    PLANS.clear()
 
 
 # Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in visible tiles.
@@ -79,14 +69,14 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
         assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
 
 
-@pytest.mark.usefixtures("_replays")
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
     assert_a_replay_has_the_bits_of_steps_as_written(RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted)
 
 
-@pytest.mark.usefixtures("_replays")
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi keeps"])
 def test_calls_with_a_mask_for_each_sequence_replay_too(function):
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
@@ -95,7 +85,7 @@ def test_calls_with_a_mask_for_each_sequence_replay_too(function):
     assert_a_replay_has_the_bits_of_steps_as_written(*call)
 
 
-@pytest.mark.usefixtures("_replays")
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")])
 def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
@@ -112,7 +102,7 @@ def attention(q, k, v, mask, _, scale):
 NEGATIVE = Mask.causal(70), whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1)
 
 
-@pytest.mark.usefixtures("_replays")
+@pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["attention", "ring", "strided", "magi"])
 def test_no_scale_excludes_replay(function):
     (mask, tensors), ranks = NEGATIVE, 1 if function == "attention" else 2
@@ -127,7 +117,7 @@ def test_no_scale_excludes_replay(function):
         assert set().union(*process_groups.threads(program, ranks)) == {""}
 
 
-@pytest.mark.usefixtures("_replays")
+@pytest.mark.usefixtures("replays")
 def test_a_negative_scale_replays_with_the_same_bits():
     mask, tensors = NEGATIVE
     call = functools.partial(attention, scale=-0.2), mask, Layout.contiguous(70, 1), "qkv"

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from interpreted_replay import EVERYWHERE
+from sharded import close
 
 from canon import Layout, Mask, fast
 from canon.fast import sinks as fast_sinks
 from canon.fast.replay import recordings as prepared
-from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 from canon.testing.judge import oracle
 
@@ -28,11 +27,6 @@ def gradients(attend, leaves, dout):
     leaves = [x.detach().requires_grad_() for x in leaves]
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
-
-def close(mine, theirs, atol=1e-12):
-    for x, y in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=atol)
 
 
 def test_lse_stays_that_of_the_keys_and_both_results_are_differentiable(half):
@@ -134,16 +128,13 @@ def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
     assert sorted(process_groups.threads(program, 3)) == [(0, False), (1, True), (1, True)]
 
 
-def test_both_passes_are_replayed_with_equal_bits(monkeypatch):
-    PLANS.clear()
-    monkeypatch.setattr(prepared, "REPLAYED", EVERYWHERE)
+def test_both_passes_are_replayed_with_equal_bits(replays, monkeypatch):
     runs = []
     for shift in (0, 0, 1):
         *leaves, dout = (x + shift for x in inputs(dtype=torch.float32))
         runs.append(gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout))
     assert all(torch.equal(x, y) for x, y in zip(*runs[:2], strict=True))
-    assert not [x.reason for x, _ in PLANS.plans.values() if isinstance(x, prepared.PreparedPass) and x.reason]
+    assert not any(replays())
     monkeypatch.setattr(prepared, "REPLAYED", {})
     expected = gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
     assert all(torch.equal(x, y) for x, y in zip(runs[2], expected, strict=True))
-    PLANS.clear()

@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from interpreted_replay import EVERYWHERE
 from invariant_worlds import LAYOUTS, attended, different
-from sharded import attending, layout_of, on_this_rank, whole
+from sharded import attending, close, layout_of, on_this_rank, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.kernels.cuda import launch as cuda
-from canon.fast.replay import recordings
-from canon.masks.plan_cache import PLANS
 from canon.runtime.checks import CappedScale
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, oracle, orders
@@ -50,11 +47,6 @@ def passes(attend, tensors, *more):
 
 def seen():
     return MASK.dense().any(1)
-
-
-def close(mine, theirs):
-    for x, y in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", ["auto", "split", "fused", "head_parallel"])
@@ -119,9 +111,8 @@ def test_bits_do_not_depend_on_the_number_of_ranks(half, function):
     assert not different(one, attended(half, function, mask, LAYOUTS["contiguous"](mask, 2), tensors, **options))
 
 
-def test_a_replayed_pass_belongs_to_one_softcap(monkeypatch):
-    PLANS.clear()
-    monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
+@pytest.mark.usefixtures("replays")
+def test_a_replayed_pass_belongs_to_one_softcap():
     tensors, runs = whole(MASK), {}
     for softcap in (1.0, 2.0, None, 1.0, 2.0, None):
         attend = lambda q, k, v, softcap=softcap: fast.attention(q, k, v, MASK, softcap=softcap, return_lse=True)
@@ -130,7 +121,6 @@ def test_a_replayed_pass_belongs_to_one_softcap(monkeypatch):
         assert all(map(torch.equal, first, replayed))
     close(runs[2.0][1], passes(lambda q, k, v: definition(q, k, v, MASK, 8**-0.5), tensors))
     assert not torch.allclose(runs[1.0][0][0], runs[2.0][0][0])
-    PLANS.clear()
 
 
 @pytest.mark.parametrize(

@@ -50,30 +50,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"canon {canon.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    purpose, raw = "compare the functions of a module with the reference", argparse.RawDescriptionHelpFormatter
-    epilog = EPILOG.format(conventions=CONVENTIONS)
-    command = commands.add_parser("check", help=purpose, description=DESCRIPTION, epilog=epilog, formatter_class=raw)
-    check_command.add_arguments(command)
-    purpose = "name the first call and tensor in which two recorded runs part"
-    diff = commands.add_parser("diff", help=purpose, description=diff_command.__doc__, formatter_class=raw)
-    diff_command.add_arguments(diff)
-    purpose = "measure the speed of kernels and schedules, after checking their results"
-    bench = commands.add_parser("bench", help=purpose, description=bench_command.__doc__, formatter_class=raw)
-    bench_command.add_arguments(bench)
-    purpose = "draw a mask, a layout, a plan or a recorded timeline into a file"
-    show = commands.add_parser("show", help=purpose, description=show_command.__doc__, formatter_class=raw)
-    show_command.add_arguments(show)
-    purpose = "compile every kernel variant that a model can need"
-    warm = commands.add_parser("warm", help=purpose, description=warm_command.__doc__, formatter_class=raw)
-    warm_command.add_arguments(warm)
+    found = {
+        "check": (check_command, "compare the functions of a module with the reference"),
+        "diff": (diff_command, "name the first call and tensor in which two recorded runs part"),
+        "bench": (bench_command, "measure the speed of kernels and schedules, after checking their results"),
+        "show": (show_command, "draw a mask, a layout, a plan or a recorded timeline into a file"),
+        "warm": (warm_command, "compile every kernel variant that a model can need"),
+    }
+    texts = {"check": {"description": DESCRIPTION, "epilog": EPILOG.format(conventions=CONVENTIONS)}}
+    for name, (module, purpose) in found.items():
+        shown = {"help": purpose, "formatter_class": argparse.RawDescriptionHelpFormatter}
+        module.add_arguments(commands.add_parser(name, **shown, **texts.get(name, {"description": module.__doc__})))
     try:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
-    modules = {"check": check_command, "diff": diff_command, "bench": bench_command}
-    run = (modules | {"show": show_command, "warm": warm_command})[arguments.command].run
     try:
-        return run(arguments)
+        return found[arguments.command][0].run(arguments)
     except KeyboardInterrupt:
         print("canon: interrupted", file=sys.stderr)
         return 130

@@ -12,7 +12,8 @@ import time
 
 import torch
 
-from canon.fast.ahead.kernel_variants import DEFAULT, FUNCTIONS, warm_up
+from canon.fast.ahead.kernel_variants import FUNCTIONS
+from canon.fast.ahead.warm import DEFAULT, warm_up
 from canon.fast.device import AVAILABLE
 from canon.runtime.checks import METHODS
 

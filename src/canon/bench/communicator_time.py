@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from canon.bench.shapes import Shape, asked_for, shapes_of
-from canon.bench.timing import eager, synchronize, table
+from canon.bench.timing import eager, slowest, synchronize, table
 from canon.masks.layout import Layout
 from canon.testing import process_groups
 
@@ -115,7 +115,7 @@ def _timed(ways: list[tuple], steps: int, device: torch.device) -> list[dict]:
             for name, run in (("step", step), ("both", both)):
                 dist.barrier()
                 wall, _ = eager(run, window, device)
-                row[f"{name}_wall_ms"].append(_slowest(wall, device))
+                row[f"{name}_wall_ms"].append(slowest(wall, device))
     rows = [row for row, _, _ in ways]
     return rows if equal.item() else [row | {"failed": "own communicators change the bits"} for row in rows]
 
@@ -147,12 +147,6 @@ def nccl_mb(device: torch.device) -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info(device)
     return (total - free - torch.cuda.memory_reserved(device)) / 1e6
-
-
-def _slowest(milliseconds: float, device: torch.device) -> float:
-    longest = torch.tensor([milliseconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.item()
 
 
 def program(options: argparse.Namespace) -> Bench:

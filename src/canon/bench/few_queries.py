@@ -11,7 +11,6 @@ around the call. Wall time is that of a call between two synchronisations. TB/s 
 import argparse
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from canon.bench import timing
-from canon.bench.peers import Attend, Contender, contenders
+from canon.bench.peers import Attend, Contender, contenders, last_head
 from canon.bench.shapes import Shape, asked_for
 from canon.fast.kernels import key_parts
 from canon.fast.kernels.triton import config, launch, parts
@@ -109,7 +108,7 @@ def measure(
     """Return a row for each contender, and one for a copy of as many bytes."""
     q, k, v, dout = shape.inputs(dtype, device)
     group = shape.h // shape.g
-    one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
+    one = last_head(shape, q, k, v, dout)
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     moved = sum(x.numel() for x in (q, k, v, q)) * dtype.itemsize
     copy_tbs = timing.ceilings(dtype, device)["copy_tbs"]
@@ -170,7 +169,8 @@ def time_cold(runs: Sequence[tuple[dict, Callable[[], Any]]], rounds: int, devic
         for row, run in order:
             with torch.no_grad():
                 row["gpu_ms"] += _gpu_times(run, flush, times=5)
-                row["wall_ms"].append(_wall_time(run, flush, device))
+                flush()
+                row["wall_ms"].append(timing.eager(run, 1, device)[0])
 
 
 def _gpu_times(run: Callable[[], Any], flush: Callable[[], Any], times: int) -> list[float]:
@@ -183,15 +183,6 @@ def _gpu_times(run: Callable[[], Any], flush: Callable[[], Any], times: int) -> 
         end.record()
     torch.cuda.synchronize()
     return [start.elapsed_time(end) for start, end in events]
-
-
-def _wall_time(run: Callable[[], Any], flush: Callable[[], Any], device: torch.device) -> float:
-    flush()
-    timing.synchronize(device)
-    start = time.perf_counter()
-    run()
-    timing.synchronize(device)
-    return 1e3 * (time.perf_counter() - start)
 
 
 def add_speeds(rows: Sequence[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from canon.bench.host_parts import PARTS, host_parts
-from canon.bench.peers import Contender, attended, contenders
+from canon.bench.peers import Contender, attended, both_passes, contenders
 from canon.bench.shapes import Shape
 from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize, table
 from canon.fast.local import empty_result
@@ -89,9 +89,7 @@ def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[C
 def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
     q, k, v = leaves
     plain = [x.detach() for x in leaves]
-
-    def both() -> None:
-        torch.autograd.grad(attend(q, k, v), leaves, dout)
+    both = partial(both_passes, attend, leaves, dout)
 
     def chain() -> None:
         x = q

@@ -9,7 +9,7 @@ Agreement comes first, then times in rounds. A CUDA graph of both passes is time
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,10 +18,10 @@ import torch
 
 from canon.bench import roofline, shapes
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import Contender, contenders, installed
+from canon.bench.peers import Contender, both_passes, contenders, installed, last_head, of_last_head, verdict_of
 from canon.bench.shapes import Shape
 from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
-from canon.testing.judge import Attended, dense, oracle
+from canon.testing.judge import dense, oracle
 
 
 def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
@@ -92,19 +92,17 @@ def _prepare(
     shape: Shape, dtype: torch.dtype, device: torch.device, found: list[Contender], timed: Timed
 ) -> list[dict]:
     q, k, v, dout = shape.inputs(dtype, device)
-    group = shape.h // shape.g
-    # The last sequence and the last key head with its queries: a wrong offset shows there.
-    one = [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
+    one = last_head(shape, q, k, v, dout)
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     rows, forwards = [], set()
     for contender in found:
         rows.append(row := _row(shape, contender))
-        passes = partial(_passes, contender, (q, k, v), dout, group)
+        passes = partial(_passes, contender, shape, (q, k, v), dout)
         if not (made := contender.agreeing(row, passes, exact, honest)):
             continue
         forward, backward, _ = made
-        both = contender.inside(partial(_both, forward, q, k, v, dout))
+        both = contender.inside(partial(both_passes, forward, (q, k, v), dout))
         row |= {"peak_mb": peak_mb(both, device), "backward_ms": []}
         timed.runs.append((backward, row["backward_ms"]))
         timed.graphs.append((row, contender, (forward, q, k, v, dout)))
@@ -117,18 +115,12 @@ def _prepare(
     return rows
 
 
-def _passes(contender: Contender, leaves: tuple, dout: torch.Tensor, group: int) -> tuple:
+def _passes(contender: Contender, shape: Shape, leaves: tuple, dout: torch.Tensor) -> tuple:
     """Return both passes, and the results of the last sequence and key head."""
     forward = contender.inside(contender.make())
     out = forward(*leaves)
     backward = contender.inside(partial(torch.autograd.grad, out, leaves, dout, retain_graph=True))
-    dq, dk, dv = backward()
-    heads = out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:]
-    return forward, backward, Attended(*heads)
-
-
-def _both(forward: Callable, q, k, v, dout) -> None:
-    torch.autograd.grad(forward(q, k, v), (q, k, v), dout)
+    return forward, backward, of_last_head(shape, out, *backward())
 
 
 def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
@@ -176,6 +168,5 @@ def _line(row: dict) -> tuple[str, ...]:
     forms = {"tflops": ".0f", "roofline": ".0%", "to_peer": ".2f"}
     keys = [(f"{name}_{kind}", form) for name in roofline.PASSES for kind, form in forms.items()]
     numbers = [format(row[key], form) if key in row else "-" for key, form in keys]
-    verdict = row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
     times = [clocks(row, name) for name in ("forward", "both", "graph")]
-    return row["contender"], verdict, *times, *numbers, shown_mb(row)
+    return row["contender"], verdict_of(row), *times, *numbers, shown_mb(row)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from canon.bench.peers import Attend, Contender, attended, attention, contenders, forced
+from canon.bench.peers import Attend, Contender, attended, attention, contenders, forced, measured_both
 from canon.bench.shapes import Shape, asked_for
-from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
+from canon.bench.timing import Run, clocks, shown_mb, table
 from canon.testing.judge import Attended, dense, oracle
 
 SHAPES = ["2,1024,8,1,256,prefix:768"]
@@ -29,18 +29,8 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int,
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    rows, runs, eager = [], [], []
-    for contender in layer_contenders(shape, device, only):
-        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "layers": LAYERS}
-        rows.append(row)
-        made = contender.agreeing(row, partial(_made, contender, shape, leaves, dout), exact, honest)
-        if made:
-            row |= {"peak_mb": peak_mb(made[0], device), "both_ms": []}
-            runs.append((made[0], row["both_ms"]))
-            eager.append(Eager.listed(row, "both", made[0]))
-    take_turns(runs, rounds)
-    eager_rounds(eager, rounds, device)
-    return rows
+    found, made = layer_contenders(shape, device, only), partial(_made, shape, leaves, dout)
+    return measured_both(found, made, exact, honest, rounds, device, shape=str(shape), layers=LAYERS)
 
 
 def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
@@ -67,7 +57,7 @@ def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
     return x + attend(x, x[:, :, :key_heads], x[:, :, -key_heads:])
 
 
-def _made(contender: Contender, shape: Shape, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Run, Attended]:
+def _made(shape: Shape, leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> tuple[Run, Attended]:
     attend = contender.make()
     step = contender.inside(partial(both, attend, shape.g, leaves[0], dout))
     got = contender.inside(partial(attended, attend, leaves, dout))()

@@ -13,7 +13,6 @@ sums over the copies are the results of the tree. TFLOP/s count the cells of the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from canon.bench import peers
 from canon.bench.peers import FLASH4, Attend, Contender
 from canon.bench.shapes import Shape, asked_for, tree
-from canon.bench.timing import Eager, Run, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
+from canon.bench.timing import Run, clocks, shown_mb, table
 from canon.testing.judge import Attended, dense, oracle
 
 SHAPES = ["1,40960,32,8,128,tree:8192+32x1024"]
@@ -47,20 +46,15 @@ class Star:
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
     """Return a row for each contender. An absent one has its reason."""
     star, tensors = Star(*tree(shape.n, shape.mask_name) or ()), shape.inputs(dtype, device)
-    group = shape.h // shape.g
-    last = [x[-1:, :, -heads:] for x, heads in zip(tensors, (group, 1, 1, group), strict=True)]
-    exact, honest = oracle(*last, shape.mask), dense(*last, shape.mask)
-    rows, runs, eager = [], [], []
-    for contender in contenders(shape, star, device, only):
-        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape), "canon": contender.canon}
-        rows.append(row)
+    last = peers.last_head(shape, *tensors)
+
+    def made(contender: Contender) -> tuple[Run, Attended]:
         passes = separate_passes if contender.name == SEPARATE else packed_passes
-        if made := contender.agreeing(row, partial(passes, contender, star, tensors, group), exact, honest):
-            row |= {"peak_mb": peak_mb(made[0], device), "both_ms": []}
-            runs.append((made[0], row["both_ms"]))
-            eager.append(Eager.listed(row, "both", made[0]))
-    take_turns(runs, rounds)
-    eager_rounds(eager, rounds, device)
+        return passes(contender, star, tensors, shape)
+
+    judged_by = oracle(*last, shape.mask), dense(*last, shape.mask)
+    found = contenders(shape, star, device, only)
+    rows = peers.measured_both(found, made, *judged_by, rounds, device, shape=str(shape))
     add_ratios(rows, shape)
     return rows
 
@@ -80,14 +74,14 @@ def contenders(shape: Shape, star: Star, device: torch.device, only: str) -> lis
     return [contender for contender in found if asked_for(contender.name, only)]
 
 
-def packed_passes(contender: Contender, star: Star, tensors: Sequence[Tensor], group: int) -> tuple[Run, Attended]:
+def packed_passes(contender: Contender, star: Star, tensors: Sequence[Tensor], shape: Shape) -> tuple[Run, Attended]:
     """Return both passes of a function of the packed tensors, and the results of the last key head."""
     leaves, dout, attend = [x.detach().requires_grad_() for x in tensors[:3]], tensors[3], contender.make()
     got = peers.attended(attend, leaves, dout)
-    return partial(_both, attend, leaves, dout), _of_last_head(group, got.out, got.dq, got.dk, got.dv)
+    return partial(peers.both_passes, attend, leaves, dout), peers.of_last_head(shape, got.out, got.dq, got.dk, got.dv)
 
 
-def separate_passes(contender: Contender, star: Star, tensors: Sequence[Tensor], group: int) -> tuple[Run, Attended]:
+def separate_passes(contender: Contender, star: Star, tensors: Sequence[Tensor], shape: Shape) -> tuple[Run, Attended]:
     """Return both passes of a function of the separate sequences, and the results of the tree."""
     attend, rows = contender.make(), star.paths().flatten().to(tensors[0].device)
     q, k, v, dout = (x.index_select(1, rows) for x in tensors)
@@ -99,15 +93,7 @@ def separate_passes(contender: Contender, star: Star, tensors: Sequence[Tensor],
     out = got.out.unflatten(1, (star.branches, -1))
     out = torch.cat([out[:, -1, : star.trunk], out[:, :, star.trunk :].flatten(1, 2)], 1)
     gradients = (added(x, star) for x in (got.dq, got.dk, got.dv))
-    return partial(_both, attend, leaves, dout), _of_last_head(group, out, *gradients)
-
-
-def _both(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> None:
-    torch.autograd.grad(attend(*leaves), leaves, dout)
-
-
-def _of_last_head(group: int, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Attended:
-    return Attended(out[-1:, :, -group:], None, dq[-1:, :, -group:], dk[-1:, :, -1:], dv[-1:, :, -1:])
+    return partial(peers.both_passes, attend, leaves, dout), peers.of_last_head(shape, out, *gradients)
 
 
 def added(x: Tensor, star: Star, own: Tensor | None = None) -> Tensor:
@@ -120,31 +106,15 @@ def added(x: Tensor, star: Star, own: Tensor | None = None) -> Tensor:
 
 def _separate(star: Star, batch: int, device: torch.device) -> Attend:
     lengths = [star.trunk + star.tokens] * (star.branches * batch)
-    return _varlen(lengths, lengths, device)
+    return peers.flash4_varlen(lengths, lengths, device)
 
 
 def _gathered(star: Star, batch: int, device: torch.device, summed: bool) -> Attend:
     rows = torch.cat([torch.arange(star.trunk), star.paths().flatten()]).to(device)
     queries = [star.trunk] + [star.tokens] * star.branches
     keys = [star.trunk] + [star.trunk + star.tokens] * star.branches
-    attend = _varlen(queries * batch, keys * batch, device)
+    attend = peers.flash4_varlen(queries * batch, keys * batch, device)
     return lambda q, k, v: attend(q, *(_Gathered.apply(x, rows, star, summed) for x in (k, v)))
-
-
-def _varlen(queries: list[int], keys: list[int], device: torch.device) -> Attend:
-    """Return flash-attn-4 over sequences of these lengths. The last query of each sees all its keys."""
-    module, version = peers.flash4_module()
-    if module is None:
-        raise ModuleNotFoundError(version)
-    options: dict[str, Any] = {"causal": True, "max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
-    for name, lengths in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys)):
-        options[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-    def attend(q, k, v):
-        out = peers.first(module.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options))
-        return out.unflatten(0, q.shape[:2])
-
-    return attend
 
 
 class _Gathered(torch.autograd.Function):
@@ -179,7 +149,7 @@ def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
     columns, lines = ("contender", "agrees", "wall (host) ms", "GPU ms", "TFLOP/s", "Canon: wall", "GPU", "peak MB"), []
     for row in rows:
-        cells = [row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"]
+        cells = [peers.verdict_of(row)]
         if "both_tflops" in row:
             cells += [clocks(row, "both"), f"{median(row['both_ms']):.3f}", f"{row['both_tflops']:.0f}"]
             cells += [f"{row[x]:.2f} x" if x in row else "-" for x in ("canon_by_both_wall", "canon_by_both")]

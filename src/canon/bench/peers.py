@@ -12,17 +12,19 @@ flash-attn-4 (deterministic)     where it is installed
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from canon.bench.shapes import Shape, asked_for, blocks, packed, tree
+from canon.bench.timing import Eager, Run, eager_rounds, peak_mb, take_turns
 from canon.testing.judge import Agreement, Attended, agreement
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -84,6 +86,45 @@ def contenders(
     if others:
         found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
     return [contender for contender in found if asked_for(contender.name, only)]
+
+
+def measured_both(
+    found: Iterable[Contender], call: Callable[[Contender], tuple[Run, Attended]], exact: Attended, honest: Attended,
+    rounds: int, device: torch.device, **fields: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Return a row with ``fields`` for each contender. ``call`` returns both of its passes, and results for the judge."""
+    rows, runs, eager = [], [], []
+    for contender in found:
+        rows.append(row := {"contender": contender.name, **fields, "canon": contender.canon})
+        if made := contender.agreeing(row, partial(call, contender), exact, honest):
+            row |= {"peak_mb": peak_mb(made[0], device), "both_ms": []}
+            runs.append((made[0], row["both_ms"]))
+            eager.append(Eager.listed(row, "both", made[0]))
+    take_turns(runs, rounds)
+    eager_rounds(eager, rounds, device)
+    return rows
+
+
+def verdict_of(row: dict[str, Any]) -> str:
+    """Return the column "agrees" of a row."""
+    return row.get("failed") or row.get("declined") or f"{row['agrees']} ({row['worst']})"
+
+
+def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> None:
+    """Run both passes of a function."""
+    torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def last_head(shape: Shape, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """Return views of the last sequence and of the last key head with its queries: a wrong offset shows there."""
+    group = shape.h // shape.g
+    return [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
+
+
+def of_last_head(shape: Shape, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Attended:
+    """Return the results for `last_head`."""
+    dq, dk, dv, out = last_head(shape, dq, dk, dv, out)
+    return Attended(out, None, dq, dk, dv)
 
 
 def attended(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> Attended:
@@ -225,7 +266,8 @@ DENSE: dict[str, Callable[[Shape, torch.device], Attend]] = {
 def _varlen(shape: Shape, device: torch.device) -> Attend:
     from torch.nn.attention import varlen
 
-    cu_seqlens, longest = _cu_seqlens(shape, device)
+    lengths = [b - a for a, b in pairwise(packed(shape.n, shape.mask_name) or ())] * shape.b
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     options: dict[str, Any] = {"window_size": (-1, 0)}
     repeated = 1  # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
@@ -236,19 +278,10 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
     def attend(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
-        out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
+        out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
         return out.unflatten(0, (shape.b, shape.n))
 
     return attend
-
-
-def _cu_seqlens(shape: Shape, device: torch.device) -> tuple[Tensor, int]:
-    own = packed(shape.n, shape.mask_name)
-    if own is None:
-        raise ValueError(f"mask {shape.mask_name!r} has no documents")
-    ends = [0, *(i * shape.n + end for i in range(shape.b) for end in own[1:])]
-    longest = max(b - a for a, b in zip(own, own[1:], strict=False))
-    return torch.tensor(ends, dtype=torch.int32, device=device), longest
 
 
 def flex(shape: Shape, device: torch.device, kernel_options: dict[str, Any] | None = None) -> Attend:
@@ -333,14 +366,23 @@ def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: boo
     return lambda q, k, v: first(module.flash_attn_func(q, k, v, **options))
 
 
-def _flash4_packed(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
-    cu_seqlens, longest = _cu_seqlens(shape, device)
-    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "causal": True}
-    options |= {"max_seqlen_q": longest, "max_seqlen_k": longest, "deterministic": deterministic}
+def _flash4_packed(_, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
+    lengths = [b - a for a, b in pairwise(packed(shape.n, shape.mask_name) or ())] * shape.b
+    return flash4_varlen(lengths, lengths, device, deterministic=deterministic)
+
+
+def flash4_varlen(queries: list[int], keys: list[int], device: torch.device, **options: Any) -> Attend:
+    """Return flash-attn-4 over sequences of these lengths. The last query of each sees all its keys."""
+    module, version = flash4_module()
+    if module is None:
+        raise ModuleNotFoundError(version)
+    options |= {"causal": True, "max_seqlen_q": max(queries), "max_seqlen_k": max(keys)}
+    for name, lengths in (("cu_seqlens_q", queries), ("cu_seqlens_k", keys)):
+        options[name] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
     def attend(q, k, v):
-        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-        return first(module.flash_attn_varlen_func(q, k, v, **options)).unflatten(0, (shape.b, shape.n))
+        out = first(module.flash_attn_varlen_func(*(x.flatten(0, 1) for x in (q, k, v)), **options))
+        return out.unflatten(0, q.shape[:2])
 
     return attend
 

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from canon.bench import ring_flash_attn_peer
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import installed, verdict_row
+from canon.bench.peers import both_passes, installed, verdict_row
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.bench.timing import eager, peak_mb, shown_mb, table
+from canon.bench.timing import eager, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -97,7 +97,7 @@ def measure(
     for turn in range(rounds + 1):  # the first one is not counted
         for each, run, times, _, _ in runs:
             with each.around():
-                taken = [_slowest(x, device) for x in _timed(run, device)]
+                taken = [slowest(x, device) for x in _timed(run, device)]
             for some, x in zip(times, taken, strict=True):
                 some += [x] if turn else []
     for each, run, times, row, name in runs:
@@ -123,7 +123,7 @@ def _eager(
             dist.barrier()
             taken = eager(run, calls, device)
         for some, x in zip((wall, host), taken, strict=True):
-            some.append(_slowest(x, device))
+            some.append(slowest(x, device))
 
 
 def _replay(row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group) -> None:
@@ -186,12 +186,10 @@ def _ready(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.devic
         with torch.no_grad():
             each.attend(*leaves)
 
-    def both() -> None:
-        torch.autograd.grad(each.attend(*leaves), leaves, dout)
-
+    both = partial(both_passes, each.attend, leaves, dout)
     exposed = _exposed(both, device)
     peak = peak_mb(both, device)
-    more = {} if peak is None else {"peak_mb": _slowest(peak, device)}  # of the rank with the most
+    more = {} if peak is None else {"peak_mb": slowest(peak, device)}  # of the rank with the most
     return {"passes": {"forward": forward, "both": both}, "exposed_ms": exposed, **more}
 
 
@@ -207,12 +205,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, floa
     return first.elapsed_time(last), 1e3 * launched
 
 
-def _slowest(milliseconds: float, device: torch.device) -> float:
-    longest = torch.tensor([milliseconds], dtype=torch.float64, device=device)
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
-    return longest.item()
-
-
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
     from torch.profiler import ProfilerActivity, profile
 
@@ -226,7 +218,7 @@ def _exposed(run: Callable[[], object], device: torch.device) -> float:
         for event in profiled.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA
     ]
-    return _slowest(uncovered(ran) / 1e3, device)
+    return slowest(uncovered(ran) / 1e3, device)
 
 
 def meet(device: torch.device) -> None:
@@ -237,11 +229,18 @@ def meet(device: torch.device) -> None:
     dist.all_reduce(torch.zeros(MEETING, device=device))
 
 
+def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
+    """Return what ran after the message of `meet`, if it ran, from (start, end, name) of each activity."""
+    waited = max((end for _, end, name in ran if "spin_kernel" in name), default=None)
+    if waited is None:
+        return ran
+    met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=waited)
+    return [one for one in ran if one[0] >= met]
+
+
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
     """Return how long only NCCL or copies ran after `meet`, from (start, end, name) of each activity."""
-    waited = max((end for _, end, name in ran if "spin_kernel" in name), default=0.0)
-    met = min((end for start, end, name in ran if "nccl" in name.lower() and start >= waited), default=0.0)
-    spans = sorted(span for span in ran if span[0] >= max(waited, met))
+    spans = sorted(after_meeting(ran))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:
         if "nccl" not in name.lower() and "memcpy" not in name.lower():

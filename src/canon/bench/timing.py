@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds; a longer run is its own warm-up
@@ -121,6 +122,13 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown
+
+
+def slowest(milliseconds: float, device: torch.device) -> float:
+    """Return the largest number of all ranks."""
+    longest = torch.tensor([milliseconds], dtype=torch.float64, device=device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
 
 
 def synchronize(device: torch.device) -> None:

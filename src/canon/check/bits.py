@@ -22,10 +22,10 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from canon import reference, trees
+from canon import trees
 from canon.check import bits_report
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import DTYPES, parameters_of
+from canon.check.cases import DTYPES, TILED_LAYOUTS, has_option
 from canon.check.documents import Documents, projected
 from canon.check.inputs import FromDocuments
 from canon.masks.layout import TILE, Layout
@@ -40,12 +40,6 @@ OTHER_WIDTHS = {"cpu": (64,), "cuda": (64, 128, 256)}
 CHUNKS = {"cpu": (1, 17, 128, 200, 256), "cuda": (1, 17, 128, 1000, 4096)}  # queries of a prefill
 SAMPLED = {"cpu": 6, "cuda": 32}  # calls of a row at most
 RANKS = 8
-LAYOUTS = {
-    "contiguous": lambda tokens, ranks: Layout.contiguous(tokens, ranks, TILE),
-    "zigzag": lambda tokens, ranks: Layout.zigzag(tokens, ranks, TILE),
-    "striped": Layout.striped,
-    "dispatch": lambda tokens, ranks: reference.dispatch(Mask.causal(tokens), ranks, rank_invariant=True),
-}
 ON_RANKS = {
     "strided_attention": ("contiguous", "zigzag", "striped"),
     "magi_attention": ("zigzag", "dispatch"),
@@ -132,7 +126,7 @@ def decode(x: Trial) -> Iterator[Part]:
 
 def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
     """Compute the queries on all ranks of the process group."""
-    held = LAYOUTS[layout](x.tokens, dist.get_world_size())
+    held = TILED_LAYOUTS[layout](Mask.causal(x.tokens), dist.get_world_size())
     q, k, v = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
     out, lse = x.call(function, q, k, v, mask=Mask.causal(x.tokens), layout=held)
     yield slice(0, x.tokens), held.unshard(out, dim=1)[0], held.unshard(lse, dim=2)[0]
@@ -230,7 +224,7 @@ class BitsRunner(CaseRunner):
 
 def _verdict(x: Trial, row: Row) -> dict[str, Any]:
     """Return the verdict on a row. ValueError, TypeError and NotImplementedError are raised on every rank."""
-    if "rank_invariant" not in parameters_of(x.module, row.function):
+    if not has_option(x.module, row.function):
         return {"verdict": "no option"}
     try:
         parts = list(row.compute(x))
@@ -270,7 +264,7 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
 
 def run(arguments: argparse.Namespace, console: Console, device: str, module: Any) -> int:
     """Print the matrix, write the record, and return the number of wrong cells. Raises ValueError for bad arguments."""
-    if "rank_invariant" not in parameters_of(module, "attention"):
+    if not has_option(module, "attention"):
         raise ValueError(
             f"--bits compares with the whole call of attention(..., rank_invariant=True), and {arguments.module} has no "
             "function attention with this keyword"
@@ -303,9 +297,8 @@ def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]
     """Return the verdicts of one number of ranks. A world that fails gives the error to each of its cells."""
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
-    start = process_groups.threads if kind == "threads" else partial(getattr(process_groups, kind), timeout=1800)
     try:
-        return start(runner, ranks)[0]
+        return process_groups.run(kind, runner, ranks, timeout=1800)[0]
     except (RuntimeError, TimeoutError) as error:
         heads = [
             {"row": row.name, "ranks": ranks, **asdict(column)} for column in runner.columns for row in runner.rows

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from canon import reference
+from canon.masks.layout import TILE
 from canon.reference import Layout
 from canon.testing.judge import Masks
 
@@ -28,6 +29,12 @@ LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a t
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.keys, ranks),
     "striped": lambda mask, ranks: Layout.striped(mask.keys, ranks),
     "planned": lambda mask, ranks: reference.dispatch(mask, ranks, **interleaving(mask, ranks)),
+}
+TILED_LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # with ``rank_invariant=True``; "striped" has no whole tiles
+    "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks, TILE),
+    "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, TILE),
+    "striped": LAYOUTS["striped"],
+    "dispatch": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
 }
 METHODS = ("split", "fused", "head_parallel")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -312,6 +319,11 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
         return inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
         return {}
+
+
+def has_option(module: Any, function: str) -> bool:
+    """Return whether the module has the function, with a parameter ``rank_invariant``."""
+    return "rank_invariant" in parameters_of(module, function)
 
 
 @dataclass(frozen=True)

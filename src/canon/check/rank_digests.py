@@ -7,7 +7,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -16,20 +15,13 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from canon import reference
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import SHAPES, Case, parameters_of
-from canon.reference import Layout
+from canon.check.cases import SHAPES, TILED_LAYOUTS, Case, has_option
 from canon.testing import process_groups
 from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended
 
 DIGITS = 12
-LAYOUTS = {
-    "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks, 128),
-    "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, 128),
-    "dispatch": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
-}
 FUNCTIONS = {"contiguous": "strided_attention", "zigzag": "strided_attention", "dispatch": "magi_attention"}
 
 
@@ -69,11 +61,6 @@ def calls_of(module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: st
     return [call for call in calls if only is None or fnmatch(call.inputs, f"*{only}*")]
 
 
-def has_option(module: Any, function: str) -> bool:
-    """Return whether the module has the function, with a parameter ``rank_invariant``."""
-    return "rank_invariant" in parameters_of(module, function)
-
-
 @dataclass(frozen=True)
 class DigestRunner(CaseRunner):
     """A picklable program for every rank: it returns the digest of each tensor of each call."""
@@ -88,7 +75,7 @@ class DigestRunner(CaseRunner):
 
     def _digests(self, module: Any, call: RankedCall) -> tuple[str, ...]:
         mask, x, rank = self.source.mask(call.case), self.source.inputs(call.case, self.device), dist.get_rank()
-        layout = LAYOUTS[call.layout or "contiguous"](mask, dist.get_world_size())
+        layout = TILED_LAYOUTS[call.layout or "contiguous"](mask, dist.get_world_size())
         packed = x.q.ndim == 3
         dims = dict(q=0, k=0, v=0, dout=0, dlse=1) if packed else dict(q=1, k=1, v=1, dout=1, dlse=2)
         q, k, v, dout, dlse = (layout.shard(getattr(x, name), rank, dim) for name, dim in dims.items())
@@ -110,9 +97,8 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
     for ranks in sorted({call.ranks for call in runner.calls}):
         some = tuple(call for call in runner.calls if call.ranks == ranks)
         program = replace(runner, calls=some)
-        start = process_groups.threads if kind == "threads" else partial(getattr(process_groups, kind), timeout=600)
         try:
-            found |= start(program, ranks)[0]
+            found |= process_groups.run(kind, program, ranks, timeout=600)[0]
         except (RuntimeError, TimeoutError) as error:
             failures |= {call: str(error) for call in some}
     results = []

@@ -48,7 +48,7 @@ def run_cases(
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
             rest = replace(runner, cases=tuple(left), sink=Path(folder) / "results")
             rest.sink.touch()
-            start = partial(_starter(kind, len(left)), rest, ranks)
+            start = partial(process_groups.run, kind, rest, ranks, timeout=120 + 20 * len(left))
             try:
                 error = _run_with_progress(start, rest.sink, before + len(results), total, verbose)
             except KeyboardInterrupt:
@@ -76,12 +76,6 @@ def _failed_case(error: Exception, left: list[Case], results: dict[str, Any]) ->
 
 def _finished(sink: Path) -> dict[str, dict[str, Any]]:
     return {result["case"]: result for result in map(json.loads, _lines(sink))}
-
-
-def _starter(kind: str, cases: int) -> Callable:
-    if kind == "threads":
-        return process_groups.threads
-    return partial(getattr(process_groups, kind), timeout=120 + 20 * cases)
 
 
 def _failure(case: Case, error: Exception | str) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.runtime.agreement import refused_together
 from canon.runtime.autograd import Attention, check_differentiation
-from canon.runtime.call import Algorithm, call_of, check_size, default_layout, mask_and_layout, tensors_of
+from canon.runtime.call import Algorithm, call_of, mask_and_layout, tensors_of
 from canon.runtime.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
 from canon.runtime.group import place_in
 from canon.runtime.operators import call_operator, is_traced
 from canon.runtime.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
+from canon.runtime.plan_arguments import check_size
 from canon.runtime.sink_weights import weighted
 
 
@@ -92,8 +93,7 @@ def _layout_of_each(
 ) -> Layout:  # fmt: skip
     """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a mask does not fit it."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
-    default = default_layout(algorithm, rank_invariant)
-    _, layout = mask_and_layout(q, k, masks[0] if masks else None, layout, default, rank, ranks)
+    _, layout = mask_and_layout(algorithm, q, k, masks[0] if masks else None, layout, rank, ranks, rank_invariant)
     for place, mask in enumerate(masks):
         check_size(mask, layout, f"mask[{place}]")
     if not masks or not differ(masks):

@@ -26,22 +26,21 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 from canon.runtime.agreement import GroupState, group_state, refused_together
 from canon.runtime.checks import (
-    DTYPES,
     Scale,
-    accumulate_dtype,
     any_device,
     cached,
     check_mask_type,
     check_method,
     check_tensors,
     default_mask,
+    default_reduce_dtype,
     default_scale,
     split_scale,
     transpose_hint,
 )
 from canon.runtime.digests import Fields, digest_of
 from canon.runtime.group import ENDED, Group, place_in
-from canon.runtime.plan_arguments import stages_of
+from canon.runtime.plan_arguments import check_size, stages_of
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
@@ -350,8 +349,7 @@ def _checked(
         mask, layout = default_mask(q, k, mask), None
     else:
         invariant = own.get("rank_invariant", False)
-        default = default_layout(algorithm, invariant)
-        mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
+        mask, layout = mask_and_layout(algorithm, q, k, mask, layout, rank, ranks, invariant)
         if invariant:
             check_tiled(algorithm.function, layout)
     if not isinstance(own["return_max_logits"], bool):
@@ -364,19 +362,14 @@ def _checked(
     return Call(
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
         default_scale(q, options["scale"], options["softcap"]),
-        _reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
+        default_reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
         algorithm.half.settings(None) if key is None else key[-1], shapes, q.dtype, q.device, sink,
     )  # fmt: skip
 
 
-def default_layout(algorithm: Algorithm, rank_invariant: bool) -> Callable[[int, int], Layout]:
-    """Return the constructor of the layout of calls without one."""
-    return algorithm.layout or (contiguous_tiles if rank_invariant else Layout.contiguous)
-
-
 def mask_and_layout(
-    q: Tensor, k: Tensor, mask: Mask | None, layout: Layout | None, default: Callable[[int, int], Layout], rank: int,
-    ranks: int,
+    algorithm: Algorithm, q: Tensor, k: Tensor, mask: Mask | None, layout: Layout | None, rank: int, ranks: int,
+    rank_invariant: bool = False,
 ) -> tuple[Mask, Layout]:  # fmt: skip
     """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
     if q.shape[-3] != k.shape[-3]:
@@ -389,7 +382,8 @@ def mask_and_layout(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
         )
     tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
-    layout = cached(default, tokens, ranks) if layout is None else layout
+    if layout is None:
+        layout = cached(algorithm.layout or (contiguous_tiles if rank_invariant else Layout.contiguous), tokens, ranks)
     mask = cached(Mask.causal, tokens) if mask is None else mask
     check_size(mask, layout)
     if layout.ranks != ranks:
@@ -398,18 +392,3 @@ def mask_and_layout(
         hint = transpose_hint((q, layout.size(rank)))
         raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
     return mask, layout
-
-
-def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
-    """Raise ValueError unless the mask is over the layout's tokens."""
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
-
-
-def _reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
-    if reduce_dtype is None:
-        return accumulate_dtype(q.dtype)
-    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
-        raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
-    return reduce_dtype

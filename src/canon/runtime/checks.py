@@ -191,6 +191,15 @@ def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) 
     return number if cap is None else CappedScale(number, cap)
 
 
+def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
+    if reduce_dtype is None:
+        return accumulate_dtype(q.dtype)
+    if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
+        raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
+    return reduce_dtype
+
+
 def checked_softcap(softcap: float | None) -> float | None:
     """Return the soft-cap. Raise TypeError or ValueError unless it is None or a positive number."""
     if softcap is None:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.call import ALGORITHMS, default_layout, mask_and_layout
+from canon.runtime.call import ALGORITHMS, mask_and_layout
 from canon.runtime.checks import batched, default_mask
 from canon.runtime.group import group_named
 from canon.runtime.latent_arguments import sizes_of
@@ -99,6 +99,5 @@ def _local_mask(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) ->
         return default_mask(q, k, mask)
     group = group_named(options["group"])
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    default = default_layout(algorithm, options.get("rank_invariant", False))
-    mask, layout = mask_and_layout(q, k, mask, layout, default, rank, ranks)
+    mask, layout = mask_and_layout(algorithm, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False))
     return layout.local_mask(mask, rank, range(ranks))

@@ -153,8 +153,13 @@ def check_cast(mask: Mask, layout: Layout) -> None:
     for name, value, kind in (("mask", mask, Mask), ("layout", layout, Layout)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
+    check_size(mask, layout)
+
+
+def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
+    """Raise ValueError unless the mask is over the layout's tokens."""
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+        raise ValueError(f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
 
 
 def stages_of(

@@ -21,7 +21,7 @@ from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.runtime.checks import DTYPES, check_mask_type, check_method
-from canon.runtime.plan_arguments import stages_of
+from canon.runtime.plan_arguments import check_size, stages_of
 
 GIVEN_APART = ("mask", "layout", "group", "backward")  # arguments of a function that are not options of `prepare`
 
@@ -125,8 +125,7 @@ def _checked_rank(function: str, mask: Mask, layout: Any, rank: Any) -> int:
         return 0
     if not isinstance(layout, Layout):
         raise TypeError(f"prepare: layout must be a canon.Layout, got {shown(layout)}: {function} has several ranks")
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+    check_size(mask, layout)
     if rank is None:
         if layout.ranks == 1:
             return 0

@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 import torch
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Rectangle
 
 from canon.masks.mask import Mask
 from canon.show.mask_figures import cells, sample_step
-from canon.show.style import INK, RANKS, colour, matrix, plt, styled
+from canon.show.style import INK, RANKS, bare, colour, matrix, mean_line, plt, rank_legend, styled
 
 if TYPE_CHECKING:
     from canon.masks.layout import Layout
@@ -47,14 +47,10 @@ def owners(layouts):
                 ax.text(token + 0.47, 0.5, token, ha="center", va="center", color="white", fontsize=7)
         ax.set(xlim=(0, layout.tokens), ylim=(0, 1), yticks=[0.5], xticks=range(0, layout.tokens + 1, 4))
         ax.set_yticklabels([name], fontsize=9, color=INK)
-        ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        bare(ax)
     axes[-1, 0].set_xlabel("position in the sequence")
-    axes[0, 0].legend(
-        handles=[Patch(color=RANKS[r], label=f"rank {r}") for r in range(layout.ranks)],
-        ncols=layout.ranks, loc="lower right", bbox_to_anchor=(1, 1), borderpad=0, handlelength=1,
-    )  # fmt: skip
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderpad": 0}
+    rank_legend(axes[0, 0], layout.ranks, ncols=layout.ranks, **place)
     figure.tight_layout(h_pad=0.4)
     return figure
 
@@ -67,35 +63,27 @@ def local_masks(layouts, mask):
     parts = figure.subfigures(1, len(layouts), squeeze=False)[0]
     for part, (name, layout) in zip(parts, layouts.items(), strict=True):
         part.suptitle(name, y=1.0, fontsize=10, va="bottom")
-        axes = part.subplots(
-            ranks,
-            ranks,
-            squeeze=False,
-            gridspec_kw={"hspace": 0.06, "wspace": 0.06, "left": 0.08, "right": 0.98, "bottom": 0.01, "top": 0.88},
-        )
-        for rank in range(ranks):
-            for owner in range(ranks):
-                local = layout.local_mask(mask, rank, owner)
-                matrix(axes[rank, owner], local.dense().long(), [RANKS[owner]])
-            axes[rank, 0].set_ylabel(f"rank {rank}")
-            axes[0, rank].set_title(f"keys of {rank}", fontsize=8)
+        _pairs(part, layout, mask, hspace=0.06, wspace=0.06, left=0.08, right=0.98, bottom=0.01, top=0.88)
     return figure
+
+
+def _pairs(part, layout, mask, **inside):
+    """Draw the local masks of all pairs of ranks: queries by row, keys by column."""
+    axes = part.subplots(layout.ranks, layout.ranks, squeeze=False, gridspec_kw=inside)
+    for rank in range(layout.ranks):
+        for owner in range(layout.ranks):
+            matrix(axes[rank, owner], layout.local_mask(mask, rank, owner).dense().long(), [RANKS[owner]])
+        axes[rank, 0].set_ylabel(f"rank {rank}")
+        axes[0, rank].set_title(f"keys of {rank}", fontsize=8)
 
 
 @styled
 def zigzag_cases(layout, mask):
     """Draw the local masks of a zigzag layout, queries by row and keys by column, and their three cases."""
-    ranks = layout.ranks
     figure = plt.figure(figsize=(9, 4.2))
     grid, cases = figure.subfigures(1, 2, squeeze=False, width_ratios=[1.5, 1])[0]
     grid.suptitle("all pairs of ranks", y=1.0, fontsize=10, va="bottom")
-    inside = {"hspace": 0.08, "wspace": 0.08, "left": 0.1, "right": 0.96, "bottom": 0.02, "top": 0.9}
-    axes = grid.subplots(ranks, ranks, gridspec_kw=inside)
-    for rank in range(ranks):
-        for owner in range(ranks):
-            matrix(axes[rank, owner], layout.local_mask(mask, rank, owner).dense().long(), [RANKS[owner]])
-        axes[rank, 0].set_ylabel(f"rank {rank}")
-        axes[0, rank].set_title(f"keys of {rank}", fontsize=8)
+    _pairs(grid, layout, mask, hspace=0.08, wspace=0.08, left=0.1, right=0.96, bottom=0.02, top=0.9)
     cases.suptitle("queries of rank 1", y=1.0, fontsize=10, va="bottom")
     named = {
         "own keys: causal": 1,
@@ -122,7 +110,7 @@ def work(shares):
                 place = column + (rank - (len(areas) - 1) / 2) * 0.8 / len(areas)
                 ax.bar(place, area / mean, 0.72 / len(areas), color=RANKS[rank])
             ax.text(column, max(areas) / mean + 0.04, f"max {max(areas) / mean:.2f}", ha="center", fontsize=8)
-        ax.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+        mean_line(ax)
         ax.set_xticks(range(len(by_layout)), list(by_layout))
         ax.set_title(name)
         ax.tick_params(axis="x", length=0)
@@ -170,6 +158,6 @@ def plot_layout(layout: "Layout", mask: Mask | None = None):
     left.set_title("rows in the colours of their ranks" + f"\none cell for every {step} tokens" * (step > 1))
     mean = sum(work) / len(work)
     bars(right, [area / mean if mean else 0.0 for area in work], "visible cells / mean of the ranks")
-    right.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    mean_line(right)
     right.set_title(f"largest {max(work) / mean:.2f} of the mean" if mean else "no visible cell")
     return figure

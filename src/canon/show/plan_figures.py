@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 
 from canon.show.layout_figures import bars, owners_of, strides
 from canon.show.mask_figures import sample_step
-from canon.show.style import INK, PALE, RANKS, plt, styled
+from canon.show.style import INK, PALE, RANKS, mean_line, plt, styled, traffic
 
 if TYPE_CHECKING:
     from canon.masks.cast_plan import PlanReport
@@ -25,11 +25,9 @@ def plot_plan(mask: "Mask", layout: "Layout", report: "PlanReport"):
     axes["a"].set_title("bands of queries (grey), and tokens in the colours of their ranks")
     mean = sum(report.areas) / len(report.areas) or 1.0
     bars(axes["b"], [area / mean for area in report.areas], "visible cells / mean of the ranks")
-    axes["b"].axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    mean_line(axes["b"])
     axes["b"].set_title(f"balance {report.balance:.2f}: largest work over its lower bound")
-    ranks = range(layout.ranks)
-    axes["c"].bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
-    axes["c"].bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")
+    traffic(axes["c"], report)
     axes["c"].set(xlabel="rank", ylabel="tokens", ylim=(0, 1.25 * max(*report.received, *report.sent, 1)))
     axes["c"].xaxis.get_major_locator().set_params(integer=True)
     axes["c"].legend(loc="upper left", ncols=2)

@@ -3,6 +3,7 @@
 try:
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("Pictures need matplotlib: run `pip install matplotlib`.", name="matplotlib") from missing
 
@@ -37,6 +38,31 @@ styled = plt.rc_context(STYLE)  # a decorator: the caller's settings stay as the
 def colour(rank: int) -> str:
     """Return the colour of a rank. From the ninth rank on colours repeat."""
     return RANKS[rank % len(RANKS)]
+
+
+def bare(ax):
+    """Hide the frame and the ticks of axes."""
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+
+
+def rank_legend(owner, ranks, **place):
+    """Draw a legend of the ranks for a figure or for axes."""
+    handles = [Patch(color=colour(rank), label=f"rank {rank}") for rank in range(ranks)]
+    owner.legend(handles=handles, handlelength=1, **place)
+
+
+def mean_line(ax):
+    """Draw the line at 1, the mean of the ranks."""
+    ax.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
+
+
+def traffic(ax, report):
+    """Draw the tokens that each rank receives and sends. ``report``: of `plan_report`."""
+    ranks = range(len(report.received))
+    ax.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
+    ax.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")
 
 
 def matrix(ax, values, colours, title=""):

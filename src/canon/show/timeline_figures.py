@@ -3,7 +3,7 @@
 from matplotlib.patches import Patch, Rectangle
 
 from canon.show.spans import KIND_NAMES
-from canon.show.style import RANKS, plt, styled
+from canon.show.style import RANKS, bare, plt, styled
 
 KIND_COLOURS = dict(zip(KIND_NAMES, (RANKS[0], RANKS[3], "#8f8f8a", RANKS[1]), strict=True))
 
@@ -108,8 +108,6 @@ def hops(panels, ranks):
         ax.set_xticks(range(len(steps)), steps)
         ax.set_yticks(range(ranks + 1), [*(f"rank {rank}" for rank in range(ranks)), "rank 0"])
         ax.set_title(title, loc="left")
-        ax.tick_params(length=0)
-        for side in ax.spines.values():
-            side.set_visible(False)
+        bare(ax)
     figure.tight_layout()
     return figure

@@ -213,9 +213,7 @@ def _shuffled(n: int, order: int, device) -> Tensor:
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
-    for start in range(0, mask.queries, step):
-        rows = slice(start, min(start + step, mask.queries))
-        yield rows, _visible(mask, rows, q.device)
+    yield from visible_blocks(mask, q.device, step)
 
 
 def _visible(mask: Mask, rows: slice, device) -> Tensor:
@@ -239,10 +237,10 @@ def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def visible_blocks(mask: Mask, device: torch.device | str = "cpu") -> Iterator[tuple[slice, Tensor]]:
-    """Yield (queries, bool [queries, keys]), 4096 rows of the mask at a time."""
-    for start in range(0, mask.queries, 4096):
-        rows = slice(start, min(start + 4096, mask.queries))
+def visible_blocks(mask: Mask, device: torch.device | str = "cpu", step: int = 4096) -> Iterator[tuple[slice, Tensor]]:
+    """Yield (queries, bool [queries, keys]), ``step`` rows of the mask at a time."""
+    for start in range(0, mask.queries, step):
+        rows = slice(start, min(start + step, mask.queries))
         yield rows, _visible(mask, rows, device)
 
 

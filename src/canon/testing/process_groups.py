@@ -194,6 +194,13 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
     return run_processes(program, ranks, "nccl", timeout)
 
 
+def run(kind: str, program: Program, ranks: int, timeout: float) -> list[Any]:
+    """Run the program by `threads`, which need no timeout, `processes` or `gpus`, the ``kind``."""
+    if kind == "threads":
+        return threads(program, ranks)
+    return {"processes": processes, "gpus": gpus}[kind](program, ranks, timeout=timeout)
+
+
 def kernel_gpus() -> int:
     """Return the number of GPUs for Triton's kernels: 0 if TRITON_INTERPRET keeps them on the CPU."""
     values = ("1", "true", "on", "yes", "y")  # Triton reads these as true

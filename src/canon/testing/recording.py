@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -100,28 +100,25 @@ class _Noted:
 @contextmanager
 def recording(*modules: ModuleType) -> Iterator[Log]:
     """Record the computations of ``modules``, and all messages that do not block."""
-    log = Log()
-    patches = [
-        mock.patch.object(dist, name, _gather(log, getattr(dist, name))) for name in GATHERS if hasattr(dist, name)
-    ]
-    patches.append(mock.patch.object(dist, "all_to_all_single", _all_to_all(log, dist.all_to_all_single)))
-    patches.append(mock.patch.object(dist, "batch_isend_irecv", _hop(log, dist.batch_isend_irecv)))
-    if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
-        patches.append(mock.patch.object(messages.BlockRing, "hop", _ring_hop(log, messages.BlockRing.hop)))
-    schedule: Any = sys.modules.get("canon.fast.schedule")
-    for module in (*modules, schedule) if schedule else modules:
-        for name in KINDS.keys() & vars(module).keys():
-            patches.append(mock.patch.object(module, name, _computed(log, KINDS[name], getattr(module, name))))
-    for name, what in (("dkdv", "computed"), ("dq", "finished")) if schedule else ():
-        part = schedule.StepBackward
-        patches.append(mock.patch.object(part, name, _partial(log, what, getattr(part, name))))
-    for patch in patches:
-        patch.start()
-    try:
+    log, schedule = Log(), sys.modules.get("canon.fast.schedule")
+    with ExitStack() as patches:
+
+        def patched(owner: Any, name: str, wrapped: Callable, *arguments: Any) -> None:
+            patches.enter_context(mock.patch.object(owner, name, wrapped(log, *arguments, getattr(owner, name))))
+
+        for name in GATHERS:
+            if hasattr(dist, name):
+                patched(dist, name, _gather)
+        patched(dist, "all_to_all_single", _all_to_all)
+        patched(dist, "batch_isend_irecv", _hop)
+        if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
+            patched(messages.BlockRing, "hop", _ring_hop)
+        for module in (*modules, schedule) if schedule else modules:
+            for name in KINDS.keys() & vars(module).keys():
+                patched(module, name, _computed, KINDS[name])
+        for name, what in (("dkdv", "computed"), ("dq", "finished")) if schedule else ():
+            patched(schedule.StepBackward, name, _partial, what)
         yield log
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 def _gather(log: Log, gather: Callable) -> Callable:
