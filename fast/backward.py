@@ -31,7 +31,7 @@ Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton
 TensorAuto/OpenTau pull request 376.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, ma
     _gradients(out, q, k, v, out, lse, None, *grads, mask, 1.0, method)
 
 
-def begin_backward(
+def backward_into(
     inputs: QueryInputs,
     k: Tensor,
     v: Tensor,
@@ -124,17 +124,17 @@ def begin_backward(
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
-) -> Callable[[], None]:
-    """Launch the kernels that write dk and dv, and return a function that launches those of dq. Nothing is checked.
+) -> None:
+    """Write the gradients, of any strides and dtypes. Nothing is checked.
 
-    Between the two, a rank can start to send dk and dv. "fused" launches all at once. The results may have any strides and
-    dtypes. If dq is None, it is not computed. If dk and dv are both None, they are not computed.
+    If dq is None, it is not computed. If dk and dv are both None, they are not computed.
     """
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
     given, options = (q, k, v, dout, lse, delta, statistics), (mask, scale, method)
     replayed(_dkdv, (*given, dq, dk, dv), *options)
-    return lambda: replayed(_dq, (*given, dq, dk), *options)
+    if dq is not None:
+        replayed(_dq, (*given, dq, dk), *options)
 
 
 def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: Scale, method: str) -> None:
@@ -236,7 +236,7 @@ def _attention_backward(
         grads = gradients(dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype)
     else:
         grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
-        begin_backward(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)()
+        backward_into(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)
     return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from canon.fast.backward import QueryInputs, begin_backward, make_delta, rank_invariant_method
+from canon.fast.backward import QueryInputs, backward_into, make_delta, rank_invariant_method
 from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical
 from canon.fast.local import empty_result, forward_into
 from canon.fast.messages import Pending
@@ -102,10 +102,10 @@ def owner_backward(
             q_full, dout_full, *statistics = brought
             lse_full, delta_full = (x.squeeze(-1).transpose(1, 2) for x in statistics)
             given = QueryInputs(dout_full, q_full, lse_full, delta_full), k[:, :, here], v[:, :, here]
-            begin_backward(*given, exchange.query_mask, call.scale, method, None, dk[:, :, here], dv[:, :, here])
+            backward_into(*given, exchange.query_mask, call.scale, method, None, dk[:, :, here], dv[:, :, here])
         elif dq is not None:
             given = inputs.heads(own), *brought
-            begin_backward(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)()
+            backward_into(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)
 
     for number, brought in receiving(len(legs), exchange.fetches(legs)):
         compute(number, brought)

@@ -64,7 +64,7 @@ def attend(configs, q, k, v, dout, dlse, mask, scale, method="split", result=Non
     with emulated(**how):
         local.forward_into(q, k, v, mask, scale, out, lse)
         queries = backward.QueryInputs(dout, q, lse, backward.make_delta(dout, out, lse, dlse))
-        backward.begin_backward(queries, k, v, mask, scale, method, dq, dk, dv)()
+        backward.backward_into(queries, k, v, mask, scale, method, dq, dk, dv)
     return Attended(out, lse, dq, dk, dv)
 
 

@@ -95,7 +95,7 @@ def test_random_cases_agree_with_the_oracle(case):
         local.forward_into(q, k, v, mask, scale, out, lse)
         delta = backward.make_delta(dout, out, lse, dlse)
         queries = backward.QueryInputs(dout, q, lse, delta)
-        backward.begin_backward(queries, k, v, mask, scale, method, dq, dk, dv_)()
+        backward.backward_into(queries, k, v, mask, scale, method, dq, dk, dv_)
     exact, honest = (attended(q, k, v, dout, mask, scale, dlse) for attended in (oracle, orders))
     # The simulator sums q k as the CPU does, with a rounding for each term, so lse may have the error of float32.
     honest.append(dense(*(x.float() for x in (q, k, v, dout)), mask, scale, dlse))

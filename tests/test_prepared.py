@@ -60,7 +60,7 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
     def body(dout, q, k, v, out, lse, dq, dk, dv):
         delta = backward.make_delta(dout, out, lse, None)
         queries = backward.QueryInputs(dout, q, lse, delta)
-        backward.begin_backward(queries, k, v, MASK, 0.25, method, dq, dk, dv)()
+        backward.backward_into(queries, k, v, MASK, 0.25, method, dq, dk, dv)
 
     for seed in (0, 1):
         q, k, v, dout = inputs(seed)

@@ -30,7 +30,7 @@ def backward_events(monkeypatch, function, **options):
 
     noted(TileGather, "_fetch", "fetch")
     noted(TileCast, "_fetch", "fetch")
-    noted(owner_computes, "begin_backward", lambda arguments: "dq" if arguments[-1] is None else "dk, dv")
+    noted(owner_computes, "backward_into", lambda arguments: "dq" if arguments[-1] is None else "dk, dv")
 
     def program():
         rank = dist.get_rank()

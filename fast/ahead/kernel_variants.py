@@ -218,7 +218,7 @@ def backward_parts(inputs: Inputs) -> None:
                 grads = (
                     y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True)
                 )
-                backward.begin_backward(rows, x.k, x.v, x.mask, model.scale, model.method, *grads)()
+                backward.backward_into(rows, x.k, x.v, x.mask, model.scale, model.method, *grads)
 
 
 def masked_rows(x: Inputs) -> None:

@@ -80,7 +80,7 @@ def _checked_model(
 ) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     functions = (functions,) if isinstance(functions, str) else tuple(functions)
-    sizes = tuple(heads) if isinstance(heads, Sequence) else ()
+    sizes: tuple[int, ...] = tuple(heads) if isinstance(heads, Sequence) else ()
     paired = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes) and sizes[0] % sizes[1] == 0
     dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, AVAILABLE))
     width, remedy, reduced = "a positive multiple of 16", ": others compile when used", options.get("reduce_dtype")
@@ -96,7 +96,7 @@ def _checked_model(
     ):
         if not fits:
             raise ValueError(f"{name} must be {expected}, got {value!r}{advice}")
-    if "latent_attention" in functions and sizes[0] != sizes[1]:
+    if "latent_attention" in functions and len({*sizes}) > 1:
         raise ValueError(f"latent_attention projects a key head for each query head, so heads must be {sizes[:1] * 2}")
     check_method("backward", backward)
     if ranks is None and dist.is_available() and dist.is_initialized():
