@@ -17,6 +17,7 @@ SHAPES = (
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
+BITS = {"bits_h100": "bits_h100", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
 PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
@@ -90,6 +91,12 @@ def agreeing(*records: str) -> str:
     return str(len(found[0]))
 
 
+def _equal_bits(record: str) -> str:
+    """Return "A of N": the cells of `canon check --bits` with equal bits, of those that were computed."""
+    rows = [row["verdict"] for row in load(record)["results"] if row["row"] != "whole call"]
+    return f"{rows.count('equal')} of {sum(verdict not in ('declined', 'no option') for verdict in rows)}"
+
+
 def _random(record: str) -> str:
     """Return "A of N agree" for a record of `canon check --random`."""
     verdicts = [row[2] for run in load(record)["runs"] for row in run["cases"]]
@@ -134,6 +141,7 @@ def agreement() -> dict[str, str]:
             len({(run["seed"], row[0]) for run in load("random_cpu")["runs"] for row in run["cases"]})
         ),
         "random_gpu": _random("random_gpu_h200"),
+        "random_trees": _random("random_trees_cpu"),
         "agreement": table(
             ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
             rows,
@@ -364,7 +372,6 @@ def one_h100() -> dict[str, str]:
         if row["kernel"] == "forward" and ",32,8," in row["shape"] and "16384" not in row["shape"]
     ]
     wide = [row for row in changed if row["kernel"] == "dq" and row["shape"].split(",")[4] == "256"]
-    results = load("bits_h100")["results"]
     return {
         "beside_h100": table(header, beside),
         "split_h100": table(("backward, TFLOP/s of GPU time", "split", "ordered"), both),
@@ -373,7 +380,7 @@ def one_h100() -> dict[str, str]:
         **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
         "gain_short": span(map(gain, short)),
         "gain_dq_256": span(map(gain, wide)),
-        "bits_cells": f"{sum(row['verdict'] == 'equal' and row['row'] != 'whole call' for row in results)}",
+        **{key: _equal_bits(record) for key, record in BITS.items()},
     }
 
 
