@@ -1,7 +1,8 @@
 """Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V after their arrival.
 
-A token has a latent c of ``rank`` values, and a part r of K of ``rope`` values with the rotary embedding, for all heads
-together. Head i projects c. The rows of ``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
+A token has a latent c of ``rank`` values (the name of the model's configuration; elsewhere a rank is a process), and a part r
+of K of ``rope`` values with the rotary embedding, for all heads together. Head i projects c. The rows of ``up_weight`` are
+Wk_0, Wv_0, Wk_1, Wv_1, ...:
 
     K_i = [c Wk_i^T | r]        V_i = c Wv_i^T        out_i = attention of q_i (d wide) over K_i (d) and V_i (dv)
 
@@ -27,13 +28,15 @@ Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes
     forward   c, r     2 (n - 1)    (n - 1) b t (rank + rope) e  2 b s rank R
     backward  c, r     2 (n - 1)    the same                     6 b s rank R: again, dc, and dWk with dWv
               dc, dr   2 (n - 1)    (n - 1) b t (rank + rope) E
-    memory: K and V of a step, b t h (d + dv); backward also dK and dV, in float32
+    memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and dV, and both once more
+              in projection order, in float32
 
 Price: every rank projects all tokens that it receives. A model that projects before `ring_attention` computes 1/n of that.
 Under a causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
 
-It pays where hops of K and V would take longer than attention. At F FLOP/s and B bytes/s, with e = 2, that is below about
-2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
+Forward, under a causal mask, it pays where hops of K and V would take longer than attention and the projections. At F FLOP/s
+and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200 tokens
+at 300 GB/s, and 23,000 at 50 GB/s.
 
 Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To decode few queries, absorb
 Wk into q and Wv into the output instead: then keys of rank + rope values serve all heads.
@@ -86,8 +89,8 @@ class ProjectedKeys(HeldKeys):
     def width(self, v: Tensor) -> int:
         return self.sizes.value
 
-    def read(self, mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        self.latent, k_rope = (visible_only(x, mask) for x in (k, v))
+    def read(self, mask: Mask, latent: Tensor, k_rope: Tensor) -> Sequence[Tensor]:
+        self.latent, k_rope = (visible_only(x, mask) for x in (latent, k_rope))
         heads, nope, _, value, _ = self.sizes
         by_head = (self.latent[:, :, 0] @ self.up_weight.mT).unflatten(-1, (heads, nope + value))
         k_nope, v = by_head.split([nope, value], -1)

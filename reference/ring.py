@@ -60,15 +60,18 @@ __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class HeldKeys:
-    """K and V of a step are the tensors that travel. `latent.ProjectedKeys` makes them of other tensors."""
+    """K and V of a step are the tensors that travel. `latent.ProjectedKeys` makes them of other tensors.
+
+    In a step the ring calls `read`, then `gradients`. ``mask``: of the step; `ProjectedKeys` leaves out hidden tokens.
+    """
 
     def width(self, v: Tensor) -> int:
         """Return the width of V."""
         return v.shape[-1]
 
-    def read(self, mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Return K and V (b, tokens, g, width) of a step, from the tensors that this rank holds."""
-        return k, v
+    def read(self, mask: Mask, first: Tensor, second: Tensor) -> Sequence[Tensor]:
+        """Return K and V (b, tokens, g, width) of a step, from the two tensors that this rank holds."""
+        return first, second
 
     def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Return the gradients of the tensors that this rank holds, from those of the last K and V."""
