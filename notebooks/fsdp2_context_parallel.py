@@ -97,6 +97,8 @@ def main() -> None:
     for step, loss in enumerate(train(options.steps, options.context)):
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.4f}")
+    if not torch.cuda.is_available():
+        dist.barrier()  # a thread of gloo that frees a tensor while Python ends would abort the process
     dist.destroy_process_group()
 
 

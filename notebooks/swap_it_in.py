@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -206,6 +207,16 @@ class Batch:
     around: AbstractContextManager[Any]
 
 
+_SEEDING = Lock()  # ranks may be threads, which share torch's generator
+
+
+def seeded_model(run: Run, device: torch.device) -> Transformer:
+    """Return the model with the parameters of seed 0."""
+    with _SEEDING, device:
+        torch.manual_seed(0)
+        return Transformer(run)
+
+
 class Trainer:
     """A model on this rank of the default process group, or of this process alone, and its optimizer."""
 
@@ -215,9 +226,7 @@ class Trainer:
         if run.function in ONE_RANK and self.ranks > 1:
             raise ValueError(f"function={run.function!r} is for one rank, this group has {self.ranks}")
         self.device = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
-        torch.manual_seed(0)
-        with self.device:
-            self.model = Transformer(run).to(getattr(torch, run.dtype))
+        self.model = seeded_model(run, self.device).to(getattr(torch, run.dtype))
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=run.learning_rate, betas=(0.9, 0.95))
         if run.fixed_order:
@@ -354,7 +363,18 @@ def main() -> None:
             print(f"digest of the weights: {entry['weights']}", flush=True)
         if first and path:
             record.write(path, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), entries)
+    leave_group()
+
+
+def leave_group() -> None:
+    """End the default process group, if there is one.
+
+    torch keeps a group and its threads if torch._dynamo is imported after it was made. A thread of gloo that frees a tensor
+    while Python ends aborts the process ("terminate called without an active exception"). The barrier gives it time.
+    """
     if dist.is_initialized():
+        if dist.get_backend() == "gloo":
+            dist.barrier()
         dist.destroy_process_group()
 
 

@@ -60,4 +60,6 @@ for step in range(20):
     optimizer.step()
     if rank == 0:
         print(f"step {step}: loss {loss.item():.4f}")
+if not gpu:
+    dist.barrier()  # a thread of gloo that frees a tensor while Python ends would abort the process
 dist.destroy_process_group()

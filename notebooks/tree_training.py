@@ -90,10 +90,8 @@ class Trainer:
         self.device = torch.device("cuda" if gpu else "cpu")
         self.attn = canon.fast if gpu else canon.reference
         self.narrow, wide = run.dtype == "bfloat16", torch.float32 if run.dtype == "bfloat16" else torch.float64
-        torch.manual_seed(0)
         sizes = {name: getattr(run, name) for name in ("layers", "width", "heads", "key_heads")}
-        with self.device:
-            self.model = swap_it_in.Transformer(swap_it_in.Run(**sizes)).to(wide)
+        self.model = swap_it_in.seeded_model(swap_it_in.Run(**sizes), self.device).to(wide)
         self.parameters = [*self.model.parameters()]
         self.optimizer = torch.optim.Adam(self.parameters, lr=run.learning_rate)
 
@@ -230,8 +228,7 @@ def main() -> None:
     found = train(run)
     if not dist.is_initialized() or dist.get_rank() == 0:
         show(run, found)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    swap_it_in.leave_group()
 
 
 if __name__ == "__main__":
