@@ -35,6 +35,7 @@ from typing import Any
 
 import fixed_order
 import torch
+import torch._dynamo  # before a process group is made: see `leave_group`
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -369,8 +370,9 @@ def main() -> None:
 def leave_group() -> None:
     """End the default process group, if there is one.
 
-    torch keeps a group and its threads if torch._dynamo is imported after it was made. A thread of gloo that frees a tensor
-    while Python ends aborts the process ("terminate called without an active exception"). The barrier gives it time.
+    A thread of gloo that frees a tensor while Python ends aborts the process ("terminate called without an active exception").
+    So the group must end first. torch keeps it if torch._dynamo is imported later, as optimizers do. The barrier gives such a
+    thread time.
     """
     if dist.is_initialized():
         if dist.get_backend() == "gloo":

@@ -13,6 +13,7 @@ to below 1.0.
 import os
 
 import torch
+import torch._dynamo  # imported after init_process_group, as by optimizers, it would keep the group
 from torch import distributed as dist
 from torch import nn
 
@@ -60,6 +61,5 @@ for step in range(20):
     optimizer.step()
     if rank == 0:
         print(f"step {step}: loss {loss.item():.4f}")
-if not gpu:
-    dist.barrier()  # a thread of gloo that frees a tensor while Python ends would abort the process
+del model, optimizer, logits, loss  # they keep the group; its threads must end before Python does
 dist.destroy_process_group()
