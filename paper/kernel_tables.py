@@ -54,11 +54,15 @@ def row_of(record: str, shape: str, contender: str) -> dict:
 
 
 def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, float]:
-    """Return the medians of wall time and GPU time (ms) of the "forward" or of "both" passes; zeros without figures."""
+    """Return the medians of wall time and GPU time (ms) of the "forward" or of "both" passes; zeros without figures.
+
+    A contender that shares its forward with another one has the other one's GPU time there.
+    """
     if not (row := row_of(record, shape, contender)) or f"{name}_wall_ms" not in row:
         return 0.0, 0.0
-    parts = ("forward_ms",) if name == "forward" else ("forward_ms", "backward_ms")
-    return median(row[f"{name}_wall_ms"]), sum(median(row[part]) for part in parts)
+    forward = row if "forward_ms" in row else row_of(record, shape, row["forward_of"])
+    passes = [forward["forward_ms"], *([] if name == "forward" else [row["backward_ms"]])]
+    return median(row[f"{name}_wall_ms"]), sum(map(median, passes))
 
 
 def speed(record: str, shape: str, contender: str, name: str) -> float:

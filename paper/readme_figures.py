@@ -155,26 +155,15 @@ def _link(record: str) -> str:
 
 def _fastest_over_canon(shape: str, passes: str, peers: tuple[str, ...]) -> tuple[float, float]:
     """Return wall time and GPU time of the fastest peer over those of Canon, on one GPU."""
-    times = [time for peer in peers if (time := _clocks(shape, peer, passes))[0]]
-    ours = _clocks(shape, "canon auto", passes)
+    times = [time for peer in peers if (time := kernel_tables.clocks(ONE, shape, peer, passes))[0]]
+    ours = kernel_tables.clocks(ONE, shape, "canon auto", passes)
     return min(wall for wall, _ in times) / ours[0], min(gpu for _, gpu in times) / ours[1]
-
-
-def _clocks(shape: str, contender: str, passes: str) -> tuple[float, float]:
-    """Return `kernel_tables.clocks` of one GPU. The deterministic mode has the forward of flash-attn-4."""
-    if contender != DETERMINISTIC:
-        return kernel_tables.clocks(ONE, shape, contender, passes)
-    row, forward = (
-        kernel_tables.row_of(ONE, shape, contender),
-        kernel_tables.clocks(ONE, shape, "flash-attn-4", "forward"),
-    )
-    return median(row["both_wall_ms"]), forward[1] + median(row["backward_ms"])
 
 
 def readme_speed():
     """Draw the speed of both passes on one and on eight GPUs, next to other libraries."""
     shape = kernel_tables.SHAPES[0]
-    gpu_ms = {name: _clocks(shape, name, "both")[1] for name, _ in ON_ONE}
+    gpu_ms = {name: kernel_tables.clocks(ONE, shape, name, "both")[1] for name, _ in ON_ONE}
     flops = 14 * 32 * 128 * 16384 * 16385 / 2  # of both passes: 14 d for each visible cell of a head
     groups = [("1 GPU, 16,384 tokens", [(label, flops / gpu_ms[name] / 1e9) for name, label in ON_ONE])]
     for n in LENGTHS:

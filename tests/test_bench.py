@@ -79,7 +79,7 @@ def test_every_method_agrees_before_it_is_timed():
     assert [("forward_ms" in row) for row in rows] == [True, False, False]  # they share one forward pass
     assert rows[0]["forward_tflops"] == shape.operations / 1e9
     assert rows[0]["backward_tflops"] == 2.5 * shape.operations / 1e9
-    assert "forward_to_peer" not in rows[0]  # nobody to compare it with
+    assert "forward_to_peer" not in rows[0]  # there is no peer
 
 
 @pytest.mark.parametrize("factor", [1.01, float("nan")])

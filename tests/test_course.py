@@ -80,7 +80,7 @@ WRONG = {
 
 @pytest.fixture
 def run(tmp_path):
-    """Return ``run(cell, names)``, which runs the cell of a hole. Afterwards `my_attention` is as before."""
+    """Return ``run(cell, names)``, which runs the cell of a hole. The test ends with the functions that `my_attention` had."""
     kept = dict(vars(my_attention))
 
     def run(cell, names=None):

@@ -49,7 +49,7 @@ def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, d
     mask = Mask.causal(900)  # of 8 tiles
     arguments = inputs(mask, h=4 if ON_HOPPER else 2, g=2, d=128, dv=64)
     monkeypatch.setattr(dq_order, "SMS", 2 * some)
-    monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads stand side by side
+    monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads are in flight
     monkeypatch.setattr(launch, "tile_schedule", new_schedule)
     assert_equal_bits(arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (11, "late", 3))
 

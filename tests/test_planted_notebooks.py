@@ -181,7 +181,7 @@ def test_exposed_time_is_that_of_messages_without_a_kernel():
 
 
 def test_spans_of_a_profile_begin_after_the_ranks_have_met():
-    """The message by which they meet follows the pause. Copies to and from the host are no part of the timeline."""
+    """The pause comes before the message of `meet`. Copies to and from the host are no part of the timeline."""
     before = [(0, 5, "forward_kernel"), (5, 35, "spin_kernel"), (36, 40, "ncclDevKernel_AllReduce")]
     after = [
         (50, 60, "ncclDevKernel_SendRecv"),

@@ -222,7 +222,7 @@ def backward_parts(inputs: Inputs) -> None:
 
 
 def masked_rows(x: Inputs) -> None:
-    """Launch the copies and fills beside a mask, which the Gluon kernels need."""
+    """Launch the copies and fills that Gluon kernels need where a mask hides rows."""
     if not packs_heads(kernels_for(x.q, x.v)):
         return
     lse = x.statistic()

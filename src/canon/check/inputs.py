@@ -61,9 +61,7 @@ class Inputs:
     scale: float | None
     sink: Tensor
     softcap: float | None = None
-    up_weight: Tensor | None = (
-        None  # of `latent_attention`; then k is the latent and v is k_rope, with the axis of a head
-    )
+    up_weight: Tensor | None = None  # of `latent_attention`: then k is the latent, v k_rope, with the axis of a head
 
     @property
     def scaling(self) -> Scale:
