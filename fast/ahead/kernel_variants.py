@@ -128,8 +128,7 @@ def steps(model: Model) -> list[Callable[["Inputs"], None]]:
     unused = set() if model.has_sink else {sinks}
     if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
         unused |= {whole_backward}
-    if model.rank_invariant:
-        unused |= OF_PARTS
+    unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order}
     return [
         step for step in dict.fromkeys(x for name in model.functions for x in FUNCTIONS[name]) if step not in unused
     ]
@@ -192,6 +191,20 @@ def few_queries(x: Inputs) -> None:
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes):
             results = x.out.to(dtype), x.statistic()
             forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
+
+
+def few_queries_in_order(x: Inputs) -> None:
+    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward that may repeat the call."""
+    kernels = kernels_for(x.q, x.v)
+    if not packs_heads(kernels) or x.model.max_logits:
+        return
+    few = kernels.few_queries_launch
+    config, pack = kernels.forward_config(x.q, x.v, x.mask)[0], few.heads_of_tile(x.q, x.k)
+    planned = pack, few.few_queries_plan(x.mask, pack, config.columns, 1, x.q.device)
+    for width in few.SLICES:
+        with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
+            for _ in tiles_forced(x, "forward"):
+                forward_into(x.q, x.k, x.v, x.mask, x.model.scale, x.out, x.statistic())
 
 
 def whole_backward(inputs: Inputs) -> None:
@@ -337,11 +350,11 @@ OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never
 RINGS = {"ring_attention", "zigzag_attention", "striped_attention", "latent_attention"}
 RING = whole_forward, whole_backward, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
-    "attention": (whole_forward, whole_backward, masked_rows, few_queries, sinks),
+    "attention": (whole_forward, whole_backward, masked_rows, few_queries, few_queries_in_order, sinks),
     "attention_forward": (whole_forward, forward_parts, masked_rows, few_queries),
     "attention_backward": (whole_forward, whole_backward, backward_parts, masked_rows),
     "merge": (whole_merges,),
-    "decode_attention": (whole_forward, forward_parts, masked_rows, few_queries, merges),
+    "decode_attention": (whole_forward, forward_parts, masked_rows, few_queries, few_queries_in_order, merges),
     **dict.fromkeys(sorted(RINGS), RING),
     "strided_attention": (whole_forward, whole_backward, backward_parts, masked_rows, active_rows, sinks, rank_sums),
     "magi_attention": (*RING, cast_rows),

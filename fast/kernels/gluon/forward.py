@@ -68,6 +68,7 @@ from canon.fast.kernels.gluon.softmax import (
     highest_kept,
     rescale_output,
     rescale_sums,
+    results_of_sums,
     row_maximum,
 )
 from canon.fast.kernels.gluon.stale_maximum import visit_span_stale
@@ -88,16 +89,13 @@ from canon.fast.kernels.gluon.tile_queue import (
     spans_of,
 )
 from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, make_barriers
-from canon.fast.kernels.triton.blocks import LN2
-
-# m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the rounding is at most 1/2: a
-# factor of at most 2^0.5.
-LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 
 # ------------------------------------------------------------------ the loader
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
+def load_tiles(
+    q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr, REPEAT: gl.constexpr
+):
     """Claim work tiles; load K and V of every visited tile, and Q of each work tile after its first K."""
     q, k, v = buffers.q, buffers.k, buffers.v
     BUFFERS: gl.constexpr = q.tiles.shape[0] // WARPGROUPS
@@ -106,6 +104,8 @@ def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constex
     BN: gl.constexpr = k.tiles.shape[2]
     t, done = 0, 0  # tiles visited, work tiles done
     work_tile = first_work_tile()
+    if REPEAT:
+        work_tile = gl.where(gl.load(counter + 1) != 0, work_tile, 0)
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)
         span, span_end, column, left = first_tile(work, work_tile)
@@ -246,22 +246,16 @@ def write_result(o, state, wg, work_tile):
 
     Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
     """
-    m, output = state.m, wg.output
+    output = wg.output
     first, stop, batch, head = position_of(wg.work, work_tile)
     batch_head = batch_head_of(wg.work, work_tile)
     first += wg.INDEX * wg.TOKENS
     left = stop - first  # tokens left to write
     divisor = state.l - state.excess if wg.STALE_MAXIMUM else state.l
-    divisor = gl.convert_layout(gl.sum(divisor, 1), per_row_layout(wg.BN))
-    l = gl.convert_layout(gl.sum(state.l, 1), per_row_layout(wg.BN)) if wg.STALE_MAXIMUM else divisor
-    masked = (l == 0.0) & (m == float("-inf"))
-    in_range = (gl.abs(m) <= LARGEST_MAXIMUM) & (l > 0.0) & (l < float("inf"))
-    lse = (m + gl.log2(gl.where(in_range, l, 1.0))) * LN2
-    lse = gl.where(masked, float("-inf"), gl.where(in_range, lse, float("nan")))
+    inverse, lse = results_of_sums(state.m, state.l, divisor, per_row_layout(wg.BN))
     r = gl.arange(0, wg.M, per_row_layout(wg.BN))
     start = output.lse + (batch_head.to(gl.int64) * output.tokens + first)
     gl.store(start + (r // wg.PACK + r % wg.PACK * output.tokens), lse, mask=r // wg.PACK < left)
-    inverse = gl.where(masked, 0.0, gl.where(in_range, 1.0 / divisor, float("nan")))
     inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(o.shape[1])), 1)
     o = zero_rows(o * inverse, inverse)
     start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
@@ -297,10 +291,12 @@ def forward_kernel(
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
+    REPEAT: gl.constexpr = False,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``.
 
-    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read.
+    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read. REPEAT: do nothing if the
+    number behind it is 0 (`few_queries`).
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
@@ -323,7 +319,7 @@ def forward_kernel(
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT)),
                 (attend, (wg0,)),
                 (attend, (wg1,)),
             ],
@@ -336,7 +332,7 @@ def forward_kernel(
         )
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS)),
+                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT)),
                 (attend, (wg0,)),
                 (attend, (wg1,)),
                 (attend, (wg2,)),

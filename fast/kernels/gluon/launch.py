@@ -6,17 +6,16 @@ ValueError unless elements have two bytes, heads at most 256 columns, and the de
 """
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from canon.fast.kernels.device_plans import device_plan
+from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
+from canon.fast.kernels.gluon.descriptors import box, descriptor, empty_for_tma
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
@@ -47,8 +46,6 @@ from canon.runtime.rank_invariance import TILE
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
 MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
-TILES = {size: NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * size, rank=4) for size in (2, 4)}
-VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
 
@@ -70,21 +67,22 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
     check(q)
     config, d, dv = forward_config(q, v, mask)
     group, pack, plan = query_plan(q, k, v, mask, config)
+    few = few_queries_launch.few_queries(q, k, mask, config, plan.work_tiles, resident_ctas(q))
     even_out = writable(out, even_batches=True)
     even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
-    for rows in plan.fully_masked_rows:
+    for rows in few[1].fully_masked_rows if few else plan.fully_masked_rows:
         zero_rows(even_out[:, rows])
         mask_statistic(even_lse[..., rows])
     if plan.work_tiles:
         scale, softcap = split_scale(scale)
         q, scale = signed(q, scale)
-        tiles = (
-            box(q, 64 // pack, pack, d),
-            box(k, config.columns, 1, d),
-            box(zero_masked(v, mask, plan, keys=True), config.columns, 1, dv),
-        )
+        v = zero_masked(v, mask, plan, keys=True)
+        tiles = box(q, 64 // pack, pack, d), box(k, config.columns, 1, d), box(v, config.columns, 1, dv)
         strides = even_out.stride(1), even_out.stride(2)
         work, counter = queue(plan, q)
+        if few:
+            given = q, k, v, (d, dv), *few, config.columns, scale, softcap, resident_ctas(q), even_out, even_lse
+            counter = few_queries_launch.forward_of_few(*given)
         options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
         key_order = isinstance(mask, PlacedMask)
         if config.plain and key_order:
@@ -103,6 +101,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
                 "PACK": pack,
                 "PING_PONG": config.ping_pong,
                 "STALE_MAXIMUM": config.stale_maximum,
+                "REPEAT": bool(few),
             }
             run(forward_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(out, even_out)
@@ -249,46 +248,6 @@ def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
         last = stop - LARGEST_TILE if stop < len(states) else stop
         states[first : max(first, last)] = -1
     return states
-
-
-def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`. Outside, x loads as 0."""
-    return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
-
-
-def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
-    """Return a TMA descriptor of x with these boxes."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(descriptor_fields(x.dtype, x.shape, x.stride(), block), base=x)
-    return made
-
-
-@lru_cache(maxsize=4096)
-def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
-    """Return the fields of a descriptor without its tensor; cached because Triton's checks are slow."""
-    layout = VECTOR if len(shape) == 1 else TILES[dtype.itemsize]
-    strided = descriptor_strides(dtype, shape, strides)
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
-
-
-def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
-    """Return the strides; for axes of length 1, as if x were contiguous."""
-    inner, made = padded_width(dtype, shape), [1]
-    for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
-        made.insert(0, stride if n > 1 else inner)
-        inner = n * made[0]
-    return made
-
-
-def empty_for_tma(x: Tensor) -> Tensor:
-    """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
-    return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
-
-
-def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
-    """Return d, rounded up to 16 bytes."""
-    unit = 16 // dtype.itemsize
-    return -(-shape[-1] // unit) * unit
 
 
 @cached_plan

@@ -17,6 +17,7 @@ from canon.fast.kernels.gluon.layouts import lane_sum_layout, mma_layout, operan
 from canon.fast.kernels.gluon.ptx import rescale_rows, round_and_keep
 from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.tile_ring import aggregate
+from canon.fast.kernels.triton.blocks import LN2
 
 
 @aggregate
@@ -84,6 +85,12 @@ def highest_kept(m, l, BN: gl.constexpr):
 
 # ------------------------------------------------------------------ P and its sums
 @gluon.jit
+def powers(s, m, scale_log2, SOFTCAP: gl.constexpr):
+    """Return P = 2^(s scale_log2 - m). Capped scores have no factor scale_log2."""
+    return gl.exp2(s * factor_of_capped(scale_log2, SOFTCAP) - gl.expand_dims(m, 1))
+
+
+@gluon.jit
 def lane_sum(x):
     """Return each lane's sums (M, 4) of the elements of a row, by four independent chains."""
     chains = gl.sum(split_by_lane(x), 2)
@@ -92,11 +99,8 @@ def lane_sum(x):
 
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
-    """Return P = 2^(s scale_log2 - m) as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`.
-
-    Capped scores have no factor scale_log2.
-    """
-    p = gl.exp2(s * factor_of_capped(wg.scale_log2, wg.SOFTCAP) - gl.expand_dims(m, 1))
+    """Return P as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`."""
+    p = powers(s, m, wg.scale_log2, wg.SOFTCAP)
     sums = lane_sum(p)
     if KEEP:
         p = round_and_keep(p, wg.q.tiles, wg.INDEX)
@@ -116,3 +120,24 @@ def rescale_sums(l, shrink):
 def rescale_output(o, shrink):
     """Return o with its rows multiplied by ``shrink`` (M). A warp whose factors are all 1 does nothing."""
     return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))
+
+
+# ------------------------------------------------------------------ results
+# m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the rounding is at most 1/2: a
+# factor of at most 2^0.5.
+LARGEST_MAXIMUM = gl.constexpr(2.0**24)
+
+
+@gluon.jit
+def results_of_sums(m, l, divisor, ROWS: gl.constexpr):
+    """Return the factors of O, 0 for fully masked rows, and natural lse, in layout ROWS. l and ``divisor`` are sums by lane.
+
+    Rows whose sum or maximum is out of range get NaN.
+    """
+    divisor = gl.convert_layout(gl.sum(divisor, 1), ROWS)
+    l = gl.convert_layout(gl.sum(l, 1), ROWS)
+    masked = (l == 0.0) & (m == float("-inf"))
+    in_range = (gl.abs(m) <= LARGEST_MAXIMUM) & (l > 0.0) & (l < float("inf"))
+    lse = (m + gl.log2(gl.where(in_range, l, 1.0))) * LN2
+    lse = gl.where(masked, float("-inf"), gl.where(in_range, lse, float("nan")))
+    return gl.where(masked, 0.0, gl.where(in_range, 1.0 / divisor, float("nan"))), lse

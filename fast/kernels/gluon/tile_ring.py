@@ -74,10 +74,10 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_box(descriptor, batch, row, head, full, buffer):
-    """Start a TMA load of the box at (batch, row, head). Its last byte completes a phase of ``full``."""
+def load_box(descriptor, batch, row, head, full, buffer, column=0):
+    """Start a TMA load of the box at (batch, row, head, column). Its last byte completes a phase of ``full``."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
-    tma_load(descriptor, [batch, row, head, 0], full, buffer)
+    tma_load(descriptor, [batch, row, head, column], full, buffer)
 
 
 @gluon.jit

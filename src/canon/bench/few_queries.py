@@ -33,7 +33,7 @@ SHAPES = [f"1,{n},32,8,128,full:{keys}" for keys in (8192, 32768, 131072) for n 
 SHAPES += [f"1,{n},{heads},full:65536" for heads in ("32,8,64", "16,4,256", "32,32,128") for n in (1, 32)]
 SHAPES += ["16,1,32,8,128,full:8192"]
 FLUSHED = 256 << 20  # bytes
-COPY, WITHOUT = "copy", ("triton", "cuda", "invariant", "mask", "eager")
+COPY, WITHOUT = "copy", ("triton", "cuda", "mask", "eager")
 
 
 @dataclass(frozen=True)

@@ -224,8 +224,8 @@ class Product:
             if self.taint:
                 self.value = torch.full(self.shape, float("nan"))
             else:
-                a, b = self.a.data.float(), self.b.data.float()
-                self.value = a @ b
+                a, b = self.a.data.double(), self.b.data.double()
+                self.value = (a @ b).float()  # no rounding depends on the widths of a and b
                 if self.before is not None:
                     before = self.before
                     self.value += before.product.compute() if isinstance(before, Pending) else before.data

@@ -26,6 +26,7 @@ from triton.knobs import nvidia
 from triton.runtime import driver
 
 from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
 from canon.fast.kernels.placed_mask import AnyMask, in_place
@@ -131,12 +132,16 @@ def _hopper_cases() -> list[Case]:
               for pads in hopper_config.PLAIN for dtype in ("bfloat16", "float16")]  # fmt: skip
     ordered = ("forward", 128), ("forward", 256), ("dq", 128), ("dkdv", 128), ("dkdv_hdim256", 256)
     cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", key_order=True) for name, d in ordered]
+    forward = [pads for name, pads in hopper_config.TABLE if name == "forward"]
+    cases += [Case("few_queries", 90, "bfloat16", *pads, True, "gluon", key_order=True) for pads in forward]
     fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
     return cases + [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
 
 
 def compile_case(case: Case) -> list[Compiled]:
     """Compile the kernels of a case. Two kernels may compute dk and dv."""
+    if case.kernel == "few_queries":
+        return _compile_few_queries(case)
     return (_compile_hopper if case.backend == "gluon" else _compile_portable)(case)
 
 
@@ -159,6 +164,27 @@ def _compile_hopper(case: Case) -> list[Compiled]:
     with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
         calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v))()
     return results
+
+
+def _compile_few_queries(case: Case) -> list[Compiled]:
+    """Compile both kernels of `few_queries_launch`, the second for each of its slices."""
+    q, k, v, dout, lse, _ = _tensors(case, getattr(torch, case.dtype))
+    config, d, dv = hopper_config.choose("forward", case.d, case.dv, seen=float("inf"), most_rows=128)
+    results, columns = [], config.columns
+
+    def keep(kernel, _ctas, _device, arguments, **options):
+        stages, width = options["STAGES"], options.get("SLICE")
+        each = columns * d if width is None else columns * (width + few_queries_launch.ROWS)
+        bytes_ = 1024 + 2 * (stages * each + (few_queries_launch.ROWS * d if width is None else 0))
+        used = hopper_config.Config(few_queries_launch.ROWS, columns, stages)
+        results.append(_report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_))
+
+    tensors, tokens = (q, k, v, (d, dv)), q.shape[1]
+    plan = few_queries_launch.few_queries_plan(in_place(Mask.causal(tokens)), 4, columns, 1, q.device)
+    with _target(case.arch), mock.patch.object(few_queries_launch, "launch", keep):
+        for ctas in (1, 1 << 20):  # wide slices, narrow ones
+            few_queries_launch.forward_of_few(*tensors, 4, plan, columns, 0.1, None, ctas, dout, lse)
+    return [results[0], results[1], results[3]]
 
 
 def _compile_portable(case: Case) -> list[Compiled]:

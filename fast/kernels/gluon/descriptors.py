@@ -1,0 +1,53 @@
+"""TMA descriptors of tensors (b, t, h, d), as boxes of some tokens and heads."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from canon.fast.kernels.launcher import tma_loadable
+
+VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
+    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`. Outside, x loads as 0."""
+    return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
+
+
+def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
+    """Return a TMA descriptor of x with these boxes."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(descriptor_fields(x.dtype, x.shape, x.stride(), block), base=x)
+    return made
+
+
+@lru_cache(maxsize=4096)
+def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
+    """Return the fields of a descriptor without its tensor; cached because Triton's checks are slow."""
+    width = min(128, block[-1] * dtype.itemsize)
+    layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
+    strided = descriptor_strides(dtype, shape, strides)
+    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
+
+
+def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+    """Return the strides; for axes of length 1, as if x were contiguous."""
+    inner, made = padded_width(dtype, shape), [1]
+    for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):
+        made.insert(0, stride if n > 1 else inner)
+        inner = n * made[0]
+    return made
+
+
+def empty_for_tma(x: Tensor) -> Tensor:
+    """Return an empty tensor like x (b, t, h, d) that TMA can load in place."""
+    return x.new_empty(*x.shape[:3], padded_width(x.dtype, x.shape))[..., : x.shape[3]]
+
+
+def padded_width(dtype: torch.dtype, shape: torch.Size) -> int:
+    """Return d, rounded up to 16 bytes."""
+    unit = 16 // dtype.itemsize
+    return -(-shape[-1] // unit) * unit

@@ -1,0 +1,78 @@
+"""Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs work.
+
+Scratch: 2 bytes for each weight, 1/2 byte for sums of it (D up to 128; 1 byte for wider heads): 2.5 (3) times
+query heads x queries x keys that any query sees, at most 400 MB.
+"""
+
+import torch
+from torch import Tensor
+
+from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.descriptors import box
+from canon.fast.kernels.gluon.few_queries import sums_kernel, weights_kernel
+from canon.fast.kernels.gluon.few_queries_plan import (
+    MOST_WEIGHTS,
+    ROWS,
+    FewQueriesPlan,
+    few_queries_plan,
+    is_few,
+    tokens_of_tile,
+    visits_of,
+)
+from canon.fast.kernels.launcher import launch
+from canon.fast.kernels.placed_mask import AnyMask
+
+WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 100 KB, so that an SM holds two CTAs
+SLICES = {16: 10, 64: 4}  # columns of a CTA of `sums_kernel`, and stages
+Widths = tuple[int, int]
+
+
+def few_queries(
+    q: Tensor, k: Tensor, mask: AnyMask, config: Config, work_tiles: int, ctas: int
+) -> tuple[int, FewQueriesPlan] | None:
+    """Return the heads of a tile and the plan, or None if `forward` is as fast: it has ``work_tiles`` for ``ctas``."""
+    columns = config.columns
+    if not (config.stale_maximum and is_few(mask, columns)) or work_tiles > ctas // 2:
+        return None
+    pack = heads_of_tile(q, k)
+    visits = q.shape[0] * q.shape[2] // pack * visits_of(mask, pack, columns)
+    if visits * pack * tokens_of_tile(mask, pack, columns) * columns > MOST_WEIGHTS:
+        return None
+    return pack, few_queries_plan(mask, pack, columns, max(1, -(-int(visits) // (2 * ctas))), q.device)
+
+
+def heads_of_tile(q: Tensor, k: Tensor) -> int:
+    """Return how many query heads of a group share a tile."""
+    return next(pack for pack in (16, 8, 4, 2, 1) if q.shape[2] // k.shape[2] % pack == 0)
+
+
+def slice_width(columns: int, ctas: int) -> int:
+    """Return the columns of a CTA of `sums_kernel`, if all tiles of queries have ``columns`` of V together."""
+    return 64 if columns // 64 >= ctas // 2 else 16
+
+
+def forward_of_few(
+    q: Tensor, k: Tensor, v: Tensor, pads: Widths, pack: int, plan: FewQueriesPlan, columns: int, scale: float,
+    softcap: float | None, ctas: int, out: Tensor, lse: Tensor,
+) -> Tensor:  # fmt: skip
+    """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
+    (b, t, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
+    sets, visits, rows = b * h // pack, len(plan.columns), plan.tokens * pack
+    p = torch.empty(sets * visits, rows, 1, columns, dtype=q.dtype, device=q.device)
+    sums = torch.empty(2, sets * visits, rows, 4, device=q.device)
+    maxima = torch.empty(len(plan.chunks), sets, ROWS, device=q.device)
+    counter = torch.zeros(2, dtype=torch.int32, device=q.device)
+    common = {"GROUP": h // g, "PACK": pack, "COLUMNS": columns, "num_warps": 4}
+    tiles = box(q, ROWS // pack, pack, pads[0]), box(k, columns, 1, pads[0])
+    tables = plan.work, plan.chunks, plan.order, plan.columns, plan.first_visits
+    arguments = (*tiles, p, sums, maxima, counter, *tables, scale, sets, visits, rows, h)
+    options = {"D": d, "D_PAD": pads[0], "STAGES": WEIGHTS_STAGES[pads[0]], "SOFTCAP": softcap}
+    launch(weights_kernel, len(plan.chunks) * sets, q.device, arguments, **common, **options)
+    all_columns = (len(plan.tiles) - 1) * sets * pads[1]
+    width = slice_width(all_columns, ctas)
+    tiles = box(p, ROWS, 1, columns), box(v, columns, 1, width)
+    arguments = (*tiles, sums, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, visits, rows, h, t)
+    arguments += out.stride(1), out.stride(2)
+    options = {"DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
+    launch(sums_kernel, all_columns // width, q.device, arguments, **common, **options)
+    return counter

@@ -1,0 +1,115 @@
+"""The tables of `few_queries`: the tiles of keys that each tile of queries visits, in order, and chunks of them.
+
+    tile of queries 0 visits tiles of keys    0   1   2   3   4   5   6      its rows see keys from tile 0 or from tile 4 on
+    chunk 0                                   0   1   2
+    chunk 1                                  (0)          3   4   5          (0): computed again for the maximum
+    chunk 2                                  (0)             (4)      6
+
+Nothing here changes a bit: not the sizes of tiles and chunks, nor whether a call takes these kernels or `forward`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from canon.fast.kernels.device_plans import device_plan
+from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPAN, SPANS_END, TILES, WORK_TILE
+from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
+from canon.fast.kernels.index_ranges import counted
+from canon.fast.kernels.key_parts import MOST_QUERIES
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, in_place
+from canon.fast.kernels.work_tables import band_array, visits
+from canon.masks.plan_cache import cached_plan
+
+ROWS = 64  # of a tile: tokens x query heads of a group
+FEWEST_VISITS = 16  # of a tile of queries; with fewer, three launches take longer than one
+MOST_WEIGHTS = 1 << 27  # elements of P
+
+
+class FewQueriesPlan(NamedTuple):
+    """The tables, int32 on a device, and their sizes.
+
+    work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
+    chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
+    order         visits of the chunks: those that are computed again, then their own
+    columns       (visits, 2): first key, and span in ``work``
+    first_visits  of each query: the visit of the first key that it sees, or -1
+    tiles         (tiles of queries + 1, 2): first visit and first chunk
+    tokens        of a tile of queries, at most
+    """
+
+    work: Any
+    chunks: Any
+    order: Any
+    columns: Any
+    first_visits: Any
+    tiles: Any
+    tokens: int
+    fully_masked_rows: tuple[slice, ...]
+
+
+@device_plan
+def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> FewQueriesPlan:
+    """Return the plan for ``pack`` heads in a tile, tiles of ``columns`` keys, and chunks of at most ``each`` tiles."""
+    tokens = tokens_of_tile(mask, pack, columns)
+    traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
+    schedule = tile_schedule.__wrapped__(mask, traversal)
+    work = schedule.work if schedule.work_tiles else np.zeros(WORK_TILE.value, np.int32)
+    numbers = work[WORK_TILE.value : WORK_TILE.value * (1 + schedule.work_tiles)].reshape(-1, WORK_TILE.value)
+    starts, stops = numbers[:, FIRST_SPAN.value], numbers[:, SPANS_END.value]
+    tile, place = counted((stops - starts) // SPAN.value)
+    span = starts[tile] + SPAN.value * place
+    of_span, place = counted(work[span + TILES.value])
+    column, tile = work[span + COLUMN.value][of_span] + columns * place, tile[of_span]
+    ends = np.append(0, np.cumsum(np.bincount(tile, minlength=schedule.work_tiles)))
+    first_key, last_key = seen_keys(mask)
+    first_visits, chunks, order, first_chunks = np.full(mask.queries, -1), [], [], [0]
+    for i, (first, stop, begin, end) in enumerate(zip(*numbers[:, :2].T, ends, ends[1:], strict=False)):
+        rows = np.arange(first, stop)[first_key[first:stop] < last_key[first:stop]]
+        own = column[begin:end]
+        first_visits[rows] = begin + np.searchsorted(own, first_key[rows], "right") - 1
+        for at in range(begin, end, each):
+            earlier = rows[(first_visits[rows] < at) & (last_key[rows] > column[at])]
+            again = np.unique(first_visits[earlier])
+            chunks.append((i, len(order), len(order) + len(again), len(order) + len(again) + min(each, end - at)))
+            order += [*again, *range(at, min(at + each, end))]
+        first_chunks.append(len(chunks))
+    made = (
+        work, np.reshape(chunks, (-1, 4)), np.array(order), np.stack([column, span[of_span]], 1), first_visits,
+        np.stack([ends, first_chunks], 1),
+    )  # fmt: skip
+    return FewQueriesPlan(*(x.astype(np.int32) for x in made), tokens, schedule.fully_masked_rows)
+
+
+def is_few(mask: AnyMask, columns: int) -> bool:
+    """Return whether few queries of a whole sequence see many keys."""
+    if not isinstance(mask, PlacedMask) or not 0 < mask.queries <= MOST_QUERIES or mask != in_place(mask.whole):
+        return False
+    return mask.keys >= FEWEST_VISITS * columns
+
+
+@cached_plan
+def tokens_of_tile(mask: PlacedMask, pack: int, columns: int) -> int:
+    """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the visits.
+
+    A tile of queries that see different keys would visit all of them, one after another.
+    """
+    most = min(ROWS // pack, 1 << (mask.queries - 1).bit_length())
+    found = {tokens: visits(mask, tokens, columns)[0] for tokens in (1, 2, 4, 8, 16, 32, 64) if tokens <= most}
+    return next(tokens for tokens, number in found.items() if number <= 1.1 * min(found.values()))
+
+
+@cached_plan
+def visits_of(mask: PlacedMask, pack: int, columns: int) -> float:
+    """Return the visits of all tiles of queries."""
+    return visits(mask, tokens_of_tile(mask, pack, columns), columns)[0]
+
+
+def seen_keys(mask: PlacedMask) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first key that each query sees, and the end of the last. They are equal if it sees none."""
+    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask.whole).T
+    query = np.arange(mask.queries)[:, None]
+    left, right = np.maximum(k_start, query + lo), np.minimum(k_stop, query + hi + 1)
+    sees = (query >= q_start) & (query < q_stop) & (left < right)
+    first = np.where(sees, left, mask.keys).min(1, initial=mask.keys)
+    return first, np.maximum(np.where(sees, right, 0).max(1, initial=0), first)

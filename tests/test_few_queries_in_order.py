@@ -1,0 +1,199 @@
+"""Few queries with rank_invariant=True: two kernels that give the bits of the whole forward, and their tables."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
+from invariant_worlds import bits
+from sharded import DEVICE
+
+from canon import Band, Mask, fast
+from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launch
+from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_of
+from canon.fast.kernels.gluon.few_queries_plan import is_few, seen_keys, tokens_of_tile
+from canon.fast.kernels.placed_mask import PlacedMask, in_place
+from canon.testing.judge import Attended
+
+pytestmark = HOPPER_ONLY
+N = 700
+CONFIG = Config(128, 128, 3, stale_maximum=True)
+LAST = range(N - 40, N)
+MASKS = {
+    "one query": Mask.full(1, N),
+    "causal": Mask.causal(17, N),
+    "128 queries": Mask.causal(128, N),
+    "window": Mask.window(N, 300, 3).crop(queries=LAST),
+    "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
+    "tree": Mask.tree([-1, 0, 1, 0, 0], [300, 200, 60, 40, 100]).crop(queries=LAST),
+    "bands that share a tile": Mask(
+        [Band(0, 4, 0, 300), Band(4, 9, 300, N, -N, N), Band(4, 9, 0, 20), Band(9, 20, 0, N, -30, 40)], 25, N
+    ),
+    "a gap that no query sees": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "no bands": Mask([], 4, N),
+}
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch):
+    """Take the kernels for few queries wherever they are possible; the simulated GPU has several SMs."""
+    monkeypatch.setattr(few_queries_plan, "FEWEST_VISITS", 1)
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 40)
+
+
+@contextmanager
+def noted(monkeypatch):
+    """Yield a list to which each call with these kernels adds whether it was repeated."""
+    found, made = [], few_queries_launch.forward_of_few
+
+    def forward_of_few(*arguments):
+        counter = made(*arguments)
+        found.append(bool(counter[1]))
+        return counter
+
+    with monkeypatch.context() as patch:
+        patch.setattr(few_queries_launch, "forward_of_few", forward_of_few)
+        yield found
+
+
+def attend(q, k, v, mask, **options):
+    with hopper(), torch.no_grad():
+        return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
+
+
+def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
+    """Fail unless the kernels for few queries ran and gave the bits of `forward`. Return whether they were repeated."""
+    with noted(monkeypatch) as repeated:
+        got = attend(q, k, v, mask, **options)
+    assert repeated
+    with monkeypatch.context() as patch:
+        patch.setattr(few_queries_launch, "few_queries", lambda *_: None)
+        expected = attend(q, k, v, mask, **options)
+    for one, other in zip(got, expected, strict=True):
+        assert torch.equal(bits(one), bits(other))
+    return any(repeated)
+
+
+SHAPES = [  # query heads, key heads, d, dv, dtype
+    (4, 1, 64, 64, torch.bfloat16), (6, 2, 128, 128, torch.bfloat16), (2, 2, 64, 64, torch.float16),
+    (4, 2, 256, 256, torch.float16), (2, 1, 192, 128, torch.bfloat16), (3, 3, 40, 24, torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [(name, SHAPES[i % 2]) for i, name in enumerate(MASKS)] + [("tree", x) for x in SHAPES]
+)
+def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape):
+    """Keys that no query sees are NaN. Two sequences, as heads."""
+    h, g, d, dv, dtype = shape
+    mask = MASKS[name]
+    q, k, v, dout, dlse = inputs(mask, 2, h, g, d, dv, dtype)
+    if not mask.bands:
+        with noted(monkeypatch) as repeated:
+            out, lse = attend(q, k, v, mask)
+        assert not repeated
+        assert (out == 0).all()
+        assert (lse == -torch.inf).all()
+        return
+    assert not assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
+    assert_exact(Attended(*attend(q, k, v, mask)), q, k, v, dout, dlse, mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("growth", "repeats"), [(0.0, False), (6.0, None), (40.0, True), (-40.0, False)])
+def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
+    """Where later scores are so large that the first maximum does not do, the whole forward repeats the call."""
+    mask = Mask.causal(9, N)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
+    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
+    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    repeated = assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
+    assert repeats is None or repeated == repeats
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_scores_that_are_not_finite_are_left_to_the_whole_forward(monkeypatch, value):
+    """A row whose first visible tile has only -inf has no maximum there."""
+    mask = Mask.causal(5, N)
+    q, k, v, *_ = inputs(mask, 1, 2, 2, 64, 64)
+    q[..., 0] = 1.0
+    k[:, :128, :, 0] = value
+    assert assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask)
+
+
+def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
+    mask = Mask.causal(3, N)
+    q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
+    k = torch.cat([k, k], -1)[..., :64]
+    assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, softcap=5.0, sink=torch.randn(4, device=DEVICE))
+    assert_bits_of_the_whole_forward(monkeypatch, q, k, v, [mask, MASKS["causal"].crop(queries=range(4, 7))])
+    with hopper(), torch.no_grad():
+        out, lse = fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True)
+        got = fast.decode_attention(q, k, v, mask, rank_invariant=True, return_lse=True)
+    assert torch.equal(out, got[0])
+    assert torch.equal(lse, got[1])
+
+
+def test_a_query_keeps_its_bits_among_others(monkeypatch):
+    """The last query of a causal mask, alone and with 31 before it: other tiles, other chunks."""
+    mask = Mask.causal(32, N)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 128, 128)
+    out, lse = attend(q, k, v, mask)
+    alone = attend(q[:, -1:], k, v, Mask.causal(1, N))
+    assert torch.equal(bits(alone[0]), bits(out[:, -1:]))
+    assert torch.equal(bits(alone[1]), bits(lse[..., -1:]))
+
+
+# ------------------------------------------------------------------ tables
+@pytest.mark.parametrize("each", [1, 2, 100])
+@pytest.mark.parametrize("name", MASKS)
+def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(name, each):
+    mask, columns = MASKS[name], 128
+    plan = plan_of.__wrapped__(in_place(mask), 2, columns, each)
+    own = [visit for _, begin, own, end in plan.chunks for visit in plan.order[own:end]]
+    assert own == list(range(len(plan.columns)))
+    seen = mask.dense().numpy()
+    for tile, begin, own, end in plan.chunks:
+        first = plan.work[8 * (1 + tile)]
+        rows = np.arange(first, plan.work[8 * (1 + tile) + 1])
+        columns_of_chunk = plan.columns[plan.order[own:end], 0]
+        for row in rows:
+            of_row = [c for c in columns_of_chunk if seen[row, c : c + columns].any()]
+            if of_row:
+                visit = plan.first_visits[row]
+                assert plan.columns[visit, 0] == np.flatnonzero(seen[row])[0] // columns * columns
+                assert visit in plan.order[begin:end]
+    assert (plan.first_visits >= 0).tolist() == seen.any(1).tolist()
+    assert plan.tiles[-1].tolist() == [len(plan.columns), len(plan.chunks)]
+
+
+def test_seen_keys_are_those_of_the_dense_mask():
+    for mask in MASKS.values():
+        seen = mask.dense().numpy()
+        first, end = seen_keys(in_place(mask))
+        for row, keys in enumerate(map(np.flatnonzero, seen)):
+            assert (first[row], end[row]) == ((keys[0], keys[-1] + 1) if len(keys) else (mask.keys, mask.keys))
+
+
+def test_queries_that_see_different_keys_do_not_share_a_tile():
+    apart = Mask([Band(i, i + 1, 1000 * i, 1000 * i + 1000) for i in range(8)], 8, 8000)
+    assert tokens_of_tile(in_place(apart), 4, 128) == 1
+    assert tokens_of_tile(in_place(Mask.full(8, 8000)), 4, 128) == 8
+
+
+def test_only_whole_sequences_with_few_queries_and_many_keys_qualify(monkeypatch):
+    monkeypatch.setattr(few_queries_plan, "FEWEST_VISITS", 16)
+    assert is_few(in_place(Mask.causal(128, 2048)), 128)
+    assert not is_few(in_place(Mask.causal(129, 2048)), 128)
+    assert not is_few(in_place(Mask.causal(128, 2047)), 128)
+    assert not is_few(Mask.causal(128, 2048), 128)
+    moved = PlacedMask(Mask.causal(128, 4096), ((0, range(128)),), ((0, range(2048, 4096)),), 128, 2048)
+    assert not is_few(moved, 128)
+    q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 1 << 20, 8, 64)
+    mask = in_place(Mask.causal(1, 1 << 20))
+    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132)
+    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=100, ctas=132) is None
+    q, mask = torch.empty(1, 128, 8, 64), in_place(Mask.causal(128, 1 << 20))
+    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None  # 2 GB of weights
