@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, forward, forward_plain
+from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, few_queries, forward, forward_plain
 from canon.fast.kernels.gluon.config import Config
 
 Branches = tuple[tuple[str, bool], ...]
@@ -55,6 +55,8 @@ KERNELS = {
         branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *P_AFTER_O[False]),
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
+    "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
+    "few queries, sums": Kernel(few_queries.sums_kernel, Config(64, 64, 2)),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dq, one V": Kernel(dq.dq_kernel, Config(128, 64, 2, v_stages=1)),
     "dkdv": Kernel(
@@ -91,7 +93,17 @@ FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new b
 HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
 ONE_V = "the wait for V, just before, implies it: the same MMAs read dO and the only buffer of V"
 FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
+ARRIVED = "the arrival just before has synchronised the warps, which have all waited for their MMA"
 SURVIVORS = {
+    "few queries, weights": {
+        "weights_kernel: fence_async_shared() is left out": FENCE,
+        "weights_kernel: mbarrier.wait(k.free.index(ring.slot), ring.parity) is left out": ARRIVED,
+    },
+    "few queries, sums": {
+        "sums_kernel: fence_async_shared() is left out": FENCE,
+        "sums_kernel: mbarrier.wait(p.free.index(ring.previous), gl.where(ring.slot == 0, ring.parity ^ 1, ring.parity)) is "
+        "left out": ARRIVED,
+    },
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,
     },
