@@ -6,7 +6,8 @@
 
 **Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and at least 4,096 keys is
 computed in parts, unless it has ``rank_invariant=True`` or a backend other than "triton" is forced. Different masks of several
-sequences count as one mask over all of them.
+sequences count as one mask over all of them. With ``rank_invariant=True`` there are no parts: on Hopper
+`canon.fast.kernels.gluon.few_queries` shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
 
 **Bits.** A part begins at a multiple of 2,048 keys. Its tiles begin at multiples of their size, are visited in order, and
 run the same instructions whether a query sees all of a tile or a part of it. A tile that a query does not see leaves the

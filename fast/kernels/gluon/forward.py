@@ -36,6 +36,7 @@ tile, and a warp votes whether to repeat it. Compile-time switches:
     PACK            query heads that share a tile (`launch.packing`)
     P_AFTER_O       if ROWS = 192: exponentials wait for the MMA with V
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
+    REPEAT          for few queries with rank_invariant: only if a number on the device says so (`few_queries`)
 
 Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN.
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.

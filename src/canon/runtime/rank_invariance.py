@@ -37,7 +37,10 @@ has a state: maximum m, sum l, output o.
 Limits: o of -0 may become 0 in 4 and 5. A NaN reaches others in its tile (`canon.fast.kernels.triton.launch`). On "cuda" bits
 also depend on the bands of the mask, because a tile is visited once for each of its bands. CPU products need one thread.
 
-Few queries run the order of the whole forward, without parts of keys (`canon.fast.kernels.key_parts`): slower, but equal.
+Few queries are not summed in parts of the keys (`canon.fast.kernels.key_parts`). On Hopper all SMs compute the weights of
+their keys at once, and sum them in the order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights
+follow from its scores and the maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all
+keys of a tile of queries.
 """
 
 from typing import Any
