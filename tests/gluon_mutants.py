@@ -101,8 +101,6 @@ SURVIVORS = {
     },
     "few queries, sums": {
         "sums_kernel: fence_async_shared() is left out": FENCE,
-        "sums_kernel: mbarrier.wait(p.free.index(ring.previous), gl.where(ring.slot == 0, ring.parity ^ 1, ring.parity)) is "
-        "left out": ARRIVED,
     },
     "forward": {
         "forward_kernel: fence_async_shared() is left out": FENCE,

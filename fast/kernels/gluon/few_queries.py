@@ -10,8 +10,16 @@ CTA computes the first visible tiles of its rows, then the weights of its chunk.
 If a lane's sum of P is too large, `forward` would raise m. `weights_kernel` then says so, and the launch of `forward`
 that follows computes the whole call; otherwise that launch ends at once.
 
-Both kernels are one warpgroup of 64 rows, whose threads also start the TMA loads, STAGES tiles ahead. A slot is loaded again
-after all warps have arrived at its ``free``: the MMA that read it is done.
+    barrier of `weights_kernel`    arrivals in a phase   arrives                           waits           protects
+    q_full, k.full                 1, and all bytes      the warpgroup itself, then TMA    the warpgroup   Q, K until loaded
+    k.free                         1                     after S                           itself          K until read
+
+    barrier of `sums_kernel`       arrivals in a phase   arrives                           waits           protects
+    p.full                         1, and all bytes      loader, then TMA                  warpgroup       all until loaded
+    p.free                         1                     warpgroup, a visit later          loader          all until read
+
+`weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` two visits are in flight: MMAs with the same
+accumulator follow each other without a wait.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """
@@ -21,6 +29,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.forward_pipeline import Output
 from canon.fast.kernels.gluon.layouts import contracted_width, lane_sum_layout, mma_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, declare_registers, round_and_keep, zero_rows
@@ -28,13 +38,20 @@ from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
 from canon.fast.kernels.gluon.softmax import lane_sum, powers, results_of_sums, row_maximum
 from canon.fast.kernels.gluon.stale_maximum import LOWEST, largest_sum, sum_so_far
 from canon.fast.kernels.gluon.tile_queue import FIRST_TOKEN, STOP_TOKEN, WORK_TILE, is_partial
-from canon.fast.kernels.gluon.tile_ring import Ring, first_position, issue_contraction, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import (
+    Ring,
+    aggregate,
+    first_position,
+    issue_contraction,
+    load_box,
+    make_barriers,
+    tma_load,
+)
 
 # The tables of `few_queries_plan`.
 TILE, FIRST_VISIT, FIRST_OWN, VISITS_END = map(gl.constexpr, range(4))  # of a chunk
 VISITS_BEGIN, CHUNKS_BEGIN = map(gl.constexpr, range(2))  # of a tile of queries; the next row has the ends
 M = gl.constexpr(64)  # rows of a tile
-AHEAD = gl.constexpr(3)  # visits by which `sums_kernel` loads sums ahead
 
 
 @gluon.jit
@@ -101,9 +118,6 @@ def weights_kernel(
     row = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, lane_sum_layout())), 1)
     place = 4 * row + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
     valid = gl.expand_dims(lane_token < stop, 1) & (place >= 0)
-    p_row = gl.expand_dims(gl.arange(0, M, ROWS), 1)
-    p_place = p_row * COLUMNS + gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, mma_layout(COLUMNS))), 0)
-    p_valid = gl.expand_dims(token < stop, 1) & (p_place >= 0)
     nothing = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     too_large = gl.zeros([M, 4], gl.int32, lane_sum_layout())
     m = gl.full([M], float("-inf"), gl.float32, ROWS)
@@ -136,7 +150,8 @@ def weights_kernel(
             excess = add_rounding_excess(nothing, x, lanes, gl.full_like(lanes, -1.0), 0)
             too_large = gl.where(valid & ~(lanes <= largest_sum(dtype)), 1, too_large)
             tile = set_ * visits + visit
-            gl.store(p + tile.to(gl.int64) * (stored * COLUMNS) + p_place, x, mask=p_valid)
+            start = p + tile.to(gl.int64) * (stored * COLUMNS)
+            store_tile(start, x, tile, stop - first, PACK * COLUMNS, COLUMNS, COLUMNS, PACK)
             gl.store(sums + tile * (stored * 4) + place, lanes, mask=valid)
             gl.store(sums + (sets * visits + tile) * (stored * 4) + place, excess, mask=valid)
         ring = ring.next(STAGES)
@@ -145,17 +160,121 @@ def weights_kernel(
         gl.store(counter + 1, 1)
 
 
+# ------------------------------------------------------------------ sums in order
+@aggregate
+class Visits:
+    """Buffers of the visits: P, with mbarriers for all, a slice of V, and both kinds of sums by lane."""
+
+    p: Ring
+    v: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
+    excess: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def flat_lane_sum_layout():
+    """Return `lane_sum_layout` for the vector of all rows."""
+    return gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[64], [128]], [], [256])
+
+
 @gluon.jit
-def sums_of_visit(sums, tile, place, stored, valid):
-    """Return the sums of P by lane of a visit."""
-    return gl.load(sums + tile * (stored * 4) + place, mask=valid, other=0.0)
+def slice_of_cta(tiles, sets, DV_PAD: gl.constexpr, SLICE: gl.constexpr):
+    """Return this CTA's first column of V, set, tile of queries, and range of visits.
+
+    Slices of the same keys are neighbours: they read the same lines of L2.
+    """
+    SLICES: gl.constexpr = DV_PAD // SLICE
+    part = gl.program_id(0) // SLICES
+    entry = tiles + 2 * (part // sets) + VISITS_BEGIN
+    return gl.program_id(0) % SLICES * SLICE, part % sets, part // sets, gl.load(entry), gl.load(entry + 2)
+
+
+@gluon.jit
+def load_visits(
+    p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP: gl.constexpr,
+    PACK: gl.constexpr, DV_PAD: gl.constexpr, SLICE: gl.constexpr
+):  # fmt: skip
+    """Load P, a slice of V and the sums of every visit (the loader). Sums behind the ``stored`` rows are of other visits."""
+    p = buffers.p
+    first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
+    batch, key_head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK // GROUP
+    nbytes: gl.constexpr = p_desc.block_type.nbytes + v_desc.block_type.nbytes + 2 * sums_desc.block_type.nbytes
+    ring = first_position()
+    for visit in range(begin, end):
+        column, at = gl.load(columns + 2 * visit), set_ * visits + visit
+        full = p.full.index(ring.slot)
+        mbarrier.wait(p.free.index(ring.slot), ring.parity ^ 1)
+        mbarrier.expect(full, nbytes)
+        tma_load(p_desc, [at, 0, 0, 0], full, p.tiles.index(ring.slot))
+        tma_load(v_desc, [batch, column, key_head, first_column], full, buffers.v.index(ring.slot))
+        tma_load(sums_desc, [at * (stored * 4)], full, buffers.sums.index(ring.slot))
+        tma_load(sums_desc, [(sets * visits + at) * (stored * 4)], full, buffers.excess.index(ring.slot))
+        ring = ring.next(p.tiles.shape[0])
+
+
+@gluon.jit
+def add_visits(
+    buffers, maxima, output, work, tiles, sets, heads, DV: gl.constexpr, DV_PAD: gl.constexpr, PACK: gl.constexpr
+):  # fmt: skip
+    """Add P V and the sums of P of all visits, in order, and write the results (the warpgroup)."""
+    p = buffers.p
+    COLUMNS: gl.constexpr = p.tiles.shape[4]
+    SLICE: gl.constexpr = buffers.v.shape[4]
+    STAGES: gl.constexpr = p.tiles.shape[0]
+    first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
+    o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
+    l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    ring = first_position()
+    for visit in range(begin, end):
+        mbarrier.wait(p.full.index(ring.slot), ring.parity)
+        p_tile, v_tile = p.tiles.index(ring.slot), buffers.v.index(ring.slot)
+        o = hopper.warpgroup_mma(p_tile.reshape([M, COLUMNS]), v_tile.reshape([COLUMNS, SLICE]), o, is_async=True)
+        sums = by_lane(buffers.sums.index(ring.slot))
+        limit = sum_so_far(l, p.tiles)
+        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
+        excess += gl.where(sums > limit, by_lane(buffers.excess.index(ring.slot)), 0.0)
+        l += sums
+        o = hopper.warpgroup_mma_wait(1, deps=[o])  # the MMA of the previous visit is done
+        mbarrier.arrive(p.free.index(ring.previous), count=1, pred=visit > begin)
+        ring = ring.next(STAGES)
+    o = hopper.warpgroup_mma_wait(0, deps=[o])
+
+    ROWS: gl.constexpr = per_row_layout(COLUMNS)
+    first, stop = (
+        gl.load(work + WORK_TILE * (1 + tile) + FIRST_TOKEN),
+        gl.load(work + WORK_TILE * (1 + tile) + STOP_TOKEN),
+    )
+    batch, head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK
+    m = gl.full([M], float("-inf"), gl.float32, ROWS)
+    chunks = tiles + 2 * tile + CHUNKS_BEGIN
+    for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
+        m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
+    inverse, natural = results_of_sums(m, l, l - excess, ROWS)
+    token, packed = token_of_row(first, PACK, ROWS)
+    start = output.lse + (batch * heads + head).to(gl.int64) * output.tokens
+    gl.store(start + (packed * output.tokens + token), natural, mask=(token < stop) & (first_column == 0))
+    inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(SLICE)), 1)
+    o = zero_rows(o * inverse, inverse)
+    token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
+    column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
+    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
+    offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
+    keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
+    gl.store(start + offset, o.to(output.out.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def by_lane(sums):
+    """Return a vector of sums in shared memory as (64, 4)."""
+    return gl.convert_layout(sums.load(flat_lane_sum_layout()).reshape([M, 4]), lane_sum_layout())
 
 
 @gluon.jit(do_not_specialize=["tokens", "sets", "visits", "stored"], do_not_specialize_on_alignment=["lse"])
 def sums_kernel(
     p_desc,
     v_desc,
-    sums,
+    sums_desc,
     maxima,
     out,
     lse,
@@ -181,85 +300,38 @@ def sums_kernel(
 
     The batch stride of ``out`` is tokens * stride_t. A CTA computes SLICE columns of a tile of rows.
     """
-    SLICES: gl.constexpr = DV_PAD // SLICE
     dtype: gl.constexpr = v_desc.dtype
     p_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, M, 1, COLUMNS], p_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
+    excess = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
     p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
-    v_full = make_barriers(STAGES, 1)
     fence_async_shared()  # TMA sees the initialised mbarriers
-
-    # Slices of the same keys are neighbours: they read the same lines of L2.
-    first_column, set_ = gl.program_id(0) % SLICES * SLICE, gl.program_id(0) // SLICES % sets
-    tile = gl.program_id(0) // SLICES // sets
-    batch, head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK
-    work_tile = WORK_TILE * (1 + tile)
-    first, stop = gl.load(work + work_tile + FIRST_TOKEN), gl.load(work + work_tile + STOP_TOKEN)
-    begin, end = gl.load(tiles + 2 * tile + VISITS_BEGIN), gl.load(tiles + 2 * tile + 2 + VISITS_BEGIN)
-    p_first = set_ * visits
-    for i in gl.static_range(STAGES):
-        if begin + i < end:
-            column = gl.load(columns + 2 * (begin + i))
-            load_box(p_desc, p_first + begin + i, 0, 0, p.full.index(i), p.tiles.index(i))
-            load_box(v_desc, batch, column, head // GROUP, v_full.index(i), v_tiles.index(i), first_column)
-
-    ROWS: gl.constexpr = per_row_layout(COLUMNS)
-    LANE_ROWS: gl.constexpr = gl.SliceLayout(1, lane_sum_layout())
-    lane_token, _ = token_of_row(first, PACK, LANE_ROWS)
-    place = 4 * gl.expand_dims(gl.arange(0, M, LANE_ROWS), 1)
-    place += gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
-    valid = gl.expand_dims(lane_token < stop, 1) & (place >= 0)
-    rest = sets * visits  # the sums of P minus rounded P follow those of P
-    sums_0 = sums_of_visit(sums, p_first + begin, place, stored, valid)
-    excess_0 = sums_of_visit(sums, rest + p_first + begin, place, stored, valid)
-    sums_1 = sums_of_visit(sums, p_first + begin + 1, place, stored, valid & (begin + 1 < end))
-    excess_1 = sums_of_visit(sums, rest + p_first + begin + 1, place, stored, valid & (begin + 1 < end))
-    sums_2 = sums_of_visit(sums, p_first + begin + 2, place, stored, valid & (begin + 2 < end))
-    excess_2 = sums_of_visit(sums, rest + p_first + begin + 2, place, stored, valid & (begin + 2 < end))
-
-    o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
-    l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
-    excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
-    ring = first_position()
-    for visit in range(begin, end):
-        mbarrier.wait(p.full.index(ring.slot), ring.parity)
-        mbarrier.wait(v_full.index(ring.slot), ring.parity)
-        p_tile, v_tile = p.tiles.index(ring.slot), v_tiles.index(ring.slot)
-        o = hopper.warpgroup_mma(p_tile.reshape([M, COLUMNS]), v_tile.reshape([COLUMNS, SLICE]), o, is_async=True)
-        limit = sum_so_far(l, v_tiles)
-        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
-        excess += gl.where(sums_0 > limit, excess_0, 0.0)
-        l += sums_0
-        sums_0, excess_0, sums_1, excess_1 = sums_1, excess_1, sums_2, excess_2
-        exists = valid & (visit + AHEAD < end)
-        sums_2 = sums_of_visit(sums, p_first + visit + AHEAD, place, stored, exists)
-        excess_2 = sums_of_visit(sums, rest + p_first + visit + AHEAD, place, stored, exists)
-        o = hopper.warpgroup_mma_wait(1, deps=[o])  # the MMA before is done
-        if visit > begin:
-            mbarrier.arrive(p.free.index(ring.previous), count=1)
-            following = visit - 1 + STAGES
-            if following < end:
-                mbarrier.wait(p.free.index(ring.previous), gl.where(ring.slot == 0, ring.parity ^ 1, ring.parity))
-                column = gl.load(columns + 2 * following)
-                p_slot, v_slot = p.tiles.index(ring.previous), v_tiles.index(ring.previous)
-                load_box(p_desc, p_first + following, 0, 0, p.full.index(ring.previous), p_slot)
-                load_box(v_desc, batch, column, head // GROUP, v_full.index(ring.previous), v_slot, first_column)
-        ring = ring.next(STAGES)
-    o = hopper.warpgroup_mma_wait(0, deps=[o])
-
-    m = gl.full([M], float("-inf"), gl.float32, ROWS)
-    chunk_end = gl.load(tiles + 2 * tile + 2 + CHUNKS_BEGIN)
-    for chunk in range(gl.load(tiles + 2 * tile + CHUNKS_BEGIN), chunk_end):
-        m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
-    inverse, natural = results_of_sums(m, l, l - excess, ROWS)
-    token, packed = token_of_row(first, PACK, ROWS)
-    if first_column == 0:
-        start = lse + (batch * heads + head).to(gl.int64) * tokens
-        gl.store(start + (packed * tokens + token), natural, mask=token < stop)
-    inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(SLICE)), 1)
-    o = zero_rows(o * inverse, inverse)
-    token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
-    column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
-    start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
-    offset = gl.expand_dims(token * stride_t + packed * stride_h, 1) + column
-    gl.store(start + offset, o.to(out.dtype.element_ty), mask=gl.expand_dims(first + token < stop, 1) & (column < DV))
+    buffers = Visits(p, v_tiles, sums, excess)
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
+    gl.warp_specialize(
+        [
+            (
+                load_visits,
+                (
+                    p_desc,
+                    v_desc,
+                    sums_desc,
+                    buffers,
+                    columns,
+                    tiles,
+                    sets,
+                    visits,
+                    stored,
+                    heads,
+                    GROUP,
+                    PACK,
+                    DV_PAD,
+                    SLICE,
+                ),
+            ),
+            (add_visits, (buffers, maxima, output, work, tiles, sets, heads, DV, DV_PAD, PACK)),
+        ],
+        [4],
+        [160],
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.descriptors import box
+from canon.fast.kernels.gluon.descriptors import box, descriptor
 from canon.fast.kernels.gluon.few_queries import sums_kernel, weights_kernel
 from canon.fast.kernels.gluon.few_queries_plan import (
     MOST_WEIGHTS,
@@ -23,7 +23,7 @@ from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.placed_mask import AnyMask
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 100 KB, so that an SM holds two CTAs
-SLICES = {16: 10, 64: 4}  # columns of a CTA of `sums_kernel`, and stages
+SLICES = {16: 9, 64: 4}  # columns of a CTA of `sums_kernel`, and stages
 Widths = tuple[int, int]
 
 
@@ -70,8 +70,8 @@ def forward_of_few(
     launch(weights_kernel, len(plan.chunks) * sets, q.device, arguments, **common, **options)
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
     width = slice_width(all_columns, ctas)
-    tiles = box(p, ROWS, 1, columns), box(v, columns, 1, width)
-    arguments = (*tiles, sums, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, visits, rows, h, t)
+    tiles = box(p, ROWS, 1, columns), box(v, columns, 1, width), descriptor(sums.view(-1), 4 * ROWS)
+    arguments = (*tiles, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, visits, rows, h, t)
     arguments += out.stride(1), out.stride(2)
     options = {"DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
     launch(sums_kernel, all_columns // width, q.device, arguments, **common, **options)
