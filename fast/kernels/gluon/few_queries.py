@@ -200,8 +200,10 @@ def load_visits(
     batch, key_head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK // GROUP
     nbytes: gl.constexpr = p_desc.block_type.nbytes + v_desc.block_type.nbytes + 2 * sums_desc.block_type.nbytes
     ring = first_position()
+    following = gl.load(columns + 2 * begin)
     for visit in range(begin, end):
-        column, at = gl.load(columns + 2 * visit), set_ * visits + visit
+        column, at = following, set_ * visits + visit
+        following = gl.load(columns + 2 * gl.minimum(visit + 1, end - 1))
         full = p.full.index(ring.slot)
         mbarrier.wait(p.free.index(ring.slot), ring.parity ^ 1)
         mbarrier.expect(full, nbytes)
@@ -309,29 +311,6 @@ def sums_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Visits(p, v_tiles, sums, excess)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    gl.warp_specialize(
-        [
-            (
-                load_visits,
-                (
-                    p_desc,
-                    v_desc,
-                    sums_desc,
-                    buffers,
-                    columns,
-                    tiles,
-                    sets,
-                    visits,
-                    stored,
-                    heads,
-                    GROUP,
-                    PACK,
-                    DV_PAD,
-                    SLICE,
-                ),
-            ),
-            (add_visits, (buffers, maxima, output, work, tiles, sets, heads, DV, DV_PAD, PACK)),
-        ],
-        [4],
-        [160],
-    )
+    loaded = (p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP, PACK, DV_PAD, SLICE)
+    added = (buffers, maxima, output, work, tiles, sets, heads, DV, DV_PAD, PACK)
+    gl.warp_specialize([(add_visits, added), (load_visits, loaded)], [1], [32])
