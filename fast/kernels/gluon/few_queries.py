@@ -15,11 +15,12 @@ that follows computes the whole call; otherwise that launch ends at once.
     k.free                         1                     after S                           itself          K until read
 
     barrier of `sums_kernel`       arrivals in a phase   arrives                           waits           protects
-    p.full                         1, and all bytes      loader, then TMA                  warpgroup       all until loaded
-    p.free                         1                     warpgroup, a visit later          loader          all until read
+    p.full                         1, and all bytes      loader, then TMA                  both            a visit until loaded
+    p.free                         2                     add_sums; add_products, later     loader          all until read
+    ready                          1                     add_sums, at the end              add_products    the factors of O
 
-`weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` two visits are in flight: MMAs with the same
-accumulator follow each other without a wait.
+`weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` the MMAs of two visits are in flight: with the
+same accumulator they follow each other without a wait. Sums take as long as an MMA, so another warpgroup adds them.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """
@@ -100,11 +101,9 @@ def weights_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers
 
     chunk, set_ = gl.program_id(0) // sets, gl.program_id(0) % sets
-    batch, head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK
     at = chunks + 4 * chunk
-    work_tile = WORK_TILE * (1 + gl.load(at + TILE))
+    first, stop, batch, head = rows_of_tile(work, gl.load(at + TILE), set_, heads, PACK)
     begin, own, end = gl.load(at + FIRST_VISIT), gl.load(at + FIRST_OWN), gl.load(at + VISITS_END)
-    first, stop = gl.load(work + work_tile + FIRST_TOKEN), gl.load(work + work_tile + STOP_TOKEN)
     load_box(q_desc, batch, first, head, q_full.index(0), q.index(0))
     for i in gl.static_range(STAGES):
         if begin + i < end:
@@ -190,6 +189,14 @@ def slice_of_cta(tiles, sets, DV_PAD: gl.constexpr, SLICE: gl.constexpr):
 
 
 @gluon.jit
+def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
+    """Return the first token of a tile, the end of its tokens, its batch and its first head."""
+    work_tile = work + WORK_TILE * (1 + tile)
+    first, stop = gl.load(work_tile + FIRST_TOKEN), gl.load(work_tile + STOP_TOKEN)
+    return first, stop, set_ // (heads // PACK), set_ % (heads // PACK) * PACK
+
+
+@gluon.jit
 def load_visits(
     p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP: gl.constexpr,
     PACK: gl.constexpr, DV_PAD: gl.constexpr, SLICE: gl.constexpr
@@ -215,55 +222,79 @@ def load_visits(
 
 
 @gluon.jit
-def add_visits(
-    buffers, maxima, output, work, tiles, sets, heads, DV: gl.constexpr, DV_PAD: gl.constexpr, PACK: gl.constexpr
-):  # fmt: skip
-    """Add P V and the sums of P of all visits, in order, and write the results (the warpgroup)."""
+def add_products(
+    buffers,
+    inverse,
+    ready,
+    output,
+    work,
+    tiles,
+    sets,
+    heads,
+    DV: gl.constexpr,
+    DV_PAD: gl.constexpr,
+    PACK: gl.constexpr,
+):
+    """Add P V of all visits, in order, and write a slice of out (a warpgroup)."""
     p = buffers.p
     COLUMNS: gl.constexpr = p.tiles.shape[4]
     SLICE: gl.constexpr = buffers.v.shape[4]
-    STAGES: gl.constexpr = p.tiles.shape[0]
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
-    l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
-    excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     ring = first_position()
     for visit in range(begin, end):
         mbarrier.wait(p.full.index(ring.slot), ring.parity)
         p_tile, v_tile = p.tiles.index(ring.slot), buffers.v.index(ring.slot)
         o = hopper.warpgroup_mma(p_tile.reshape([M, COLUMNS]), v_tile.reshape([COLUMNS, SLICE]), o, is_async=True)
-        sums = by_lane(buffers.sums.index(ring.slot))
-        limit = sum_so_far(l, p.tiles)
-        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
-        excess += gl.where(sums > limit, by_lane(buffers.excess.index(ring.slot)), 0.0)
-        l += sums
         o = hopper.warpgroup_mma_wait(1, deps=[o])  # the MMA of the previous visit is done
         mbarrier.arrive(p.free.index(ring.previous), count=1, pred=visit > begin)
-        ring = ring.next(STAGES)
+        ring = ring.next(p.tiles.shape[0])
     o = hopper.warpgroup_mma_wait(0, deps=[o])
-
-    ROWS: gl.constexpr = per_row_layout(COLUMNS)
-    first, stop = (
-        gl.load(work + WORK_TILE * (1 + tile) + FIRST_TOKEN),
-        gl.load(work + WORK_TILE * (1 + tile) + STOP_TOKEN),
-    )
-    batch, head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK
-    m = gl.full([M], float("-inf"), gl.float32, ROWS)
-    chunks = tiles + 2 * tile + CHUNKS_BEGIN
-    for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
-        m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
-    inverse, natural = results_of_sums(m, l, l - excess, ROWS)
-    token, packed = token_of_row(first, PACK, ROWS)
-    start = output.lse + (batch * heads + head).to(gl.int64) * output.tokens
-    gl.store(start + (packed * output.tokens + token), natural, mask=(token < stop) & (first_column == 0))
-    inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(SLICE)), 1)
-    o = zero_rows(o * inverse, inverse)
+    mbarrier.wait(ready, 0)
+    factor = gl.expand_dims(inverse.load(per_row_layout(SLICE)), 1)
+    o = zero_rows(o * factor, factor)
+    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
     token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
     column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
     start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
     offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
     keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
     gl.store(start + offset, o.to(output.out.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
+def add_sums(
+    buffers, inverse, ready, output, maxima, work, tiles, sets, heads, DV_PAD: gl.constexpr, PACK: gl.constexpr
+):
+    """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse`` (a warpgroup)."""
+    p = buffers.p
+    SLICE: gl.constexpr = buffers.v.shape[4]
+    ROWS: gl.constexpr = per_row_layout(p.tiles.shape[4])
+    first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
+    l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    ring = first_position()
+    for _visit in range(begin, end):
+        mbarrier.wait(p.full.index(ring.slot), ring.parity)
+        sums, more = by_lane(buffers.sums.index(ring.slot)), by_lane(buffers.excess.index(ring.slot))
+        mbarrier.arrive(p.free.index(ring.slot), count=1)
+        limit = sum_so_far(l, p.tiles)
+        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
+        excess += gl.where(sums > limit, more, 0.0)
+        l += sums
+        ring = ring.next(p.tiles.shape[0])
+
+    m = gl.full([M], float("-inf"), gl.float32, ROWS)
+    chunks = tiles + 2 * tile + CHUNKS_BEGIN
+    for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
+        m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
+    factor, natural = results_of_sums(m, l, l - excess, ROWS)
+    inverse.store(factor)
+    mbarrier.arrive(ready, count=1)
+    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
+    token, packed = token_of_row(first, PACK, ROWS)
+    start = output.lse + (batch * heads + head).to(gl.int64) * output.tokens
+    gl.store(start + (packed * output.tokens + token), natural, mask=(token < stop) & (first_column == 0))
 
 
 @gluon.jit
@@ -307,10 +338,28 @@ def sums_kernel(
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
     sums = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
     excess = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
-    p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
+    p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    inverse = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ready = make_barriers(1, 1).index(0)
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Visits(p, v_tiles, sums, excess)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    loaded = (p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP, PACK, DV_PAD, SLICE)
-    added = (buffers, maxima, output, work, tiles, sets, heads, DV, DV_PAD, PACK)
-    gl.warp_specialize([(add_visits, added), (load_visits, loaded)], [1], [32])
+    products = (buffers, inverse, ready, output, work, tiles, sets, heads, DV, DV_PAD, PACK)
+    statistics = (buffers, inverse, ready, output, maxima, work, tiles, sets, heads, DV_PAD, PACK)
+    loads = (
+        p_desc,
+        v_desc,
+        sums_desc,
+        buffers,
+        columns,
+        tiles,
+        sets,
+        visits,
+        stored,
+        heads,
+        GROUP,
+        PACK,
+        DV_PAD,
+        SLICE,
+    )
+    gl.warp_specialize([(add_products, products), (add_sums, statistics), (load_visits, loads)], [4, 1], [96, 32])

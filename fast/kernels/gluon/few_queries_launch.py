@@ -23,7 +23,7 @@ from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.placed_mask import AnyMask
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 100 KB, so that an SM holds two CTAs
-SLICES = {16: 9, 64: 4}  # columns of a CTA of `sums_kernel`, and stages
+SLICES = {64: 5, 32: 7, 16: 9}  # columns of a CTA of `sums_kernel`, and stages
 Widths = tuple[int, int]
 
 
@@ -48,7 +48,7 @@ def heads_of_tile(q: Tensor, k: Tensor) -> int:
 
 def slice_width(columns: int, ctas: int) -> int:
     """Return the columns of a CTA of `sums_kernel`, if all tiles of queries have ``columns`` of V together."""
-    return 64 if columns // 64 >= ctas // 2 else 16
+    return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
 
 
 def forward_of_few(
