@@ -194,6 +194,36 @@ def await_written() -> None:
         write()
 
 
+# cp.async.
+
+
+def copy_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False):
+    """`async_copy.async_copy_global_to_shared`: what is masked is filled with 0."""
+    value = load(pointer, mask, 0)
+    if value.shape != smem.shape or value.dtype.name != smem.dtype.name:
+        raise TypeError(f"an asynchronous copy of {value.dtype}{value.shape} to {smem.dtype}{smem.shape}, at {Place()}")
+    access = smem.allocation.write(smem.region, "asynchronous copy")
+    access.epoch = None
+    smem.data.copy_(garbage(smem.data))
+    here().copies[-1].append((smem, value, access))
+    here().program.step()
+
+
+def commit_group():
+    """`async_copy.commit_group`."""
+    here().copies.append([])
+
+
+def wait_group(num_outstanding=0):
+    """`async_copy.wait_group`: the copies of earlier groups become stores of this partition."""
+    me = here()
+    while len(me.copies) - 1 > num_outstanding:
+        for smem, value, access in me.copies.pop(0):
+            smem.data.copy_(value.data)
+            access.epoch = me.clock[me.id]
+            me.unfenced.append(access)
+
+
 # wgmma.
 
 

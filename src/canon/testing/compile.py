@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -167,22 +168,27 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile both kernels of `few_queries_launch`, the second for each of its slices."""
+    """Compile both kernels of `few_queries_launch`, the second for each of its slices, and for few and many rows."""
     q, k, v, dout, lse, _ = _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose("forward", case.d, case.dv, seen=float("inf"), most_rows=128)
     results, columns = [], config.columns
 
     def keep(kernel, _ctas, _device, arguments, **options):
         stages, width = options["STAGES"], options.get("SLICE")
-        each = columns * d if width is None else columns * (width + few_queries_launch.ROWS) + 1024
+        each = (
+            columns * d
+            if width is None
+            else columns * (width + few_queries_launch.ROWS) + 4 * few_queries_launch.ROWS * 4
+        )
         bytes_ = 1024 + 2 * (stages * each + (few_queries_launch.ROWS * d if width is None else 0))
         used = hopper_config.Config(few_queries_launch.ROWS, columns, stages)
         results.append(_report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_))
 
     tensors, tokens = (q, k, v, (d, dv)), q.shape[1]
-    plan = few_queries_launch.few_queries_plan(in_place(Mask.causal(tokens)), 4, columns, 1, q.device)
     with _target(case.arch), mock.patch.object(few_queries_launch, "launch", keep):
-        for width in few_queries_launch.SLICES:
+        for width, queries in product(few_queries_launch.SLICES, (1, tokens)):
+            mask = in_place(Mask.causal(queries, tokens))
+            plan = few_queries_launch.few_queries_plan(mask, 4, columns, 1, q.device)
             with mock.patch.object(few_queries_launch, "slice_width", lambda *_, width=width: width):
                 few_queries_launch.forward_of_few(*tensors, 4, plan, columns, 0.1, None, 1, dout, lse)
     return [results[0], *results[1::2]]
