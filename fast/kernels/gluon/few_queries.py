@@ -15,13 +15,12 @@ that follows computes the whole call; otherwise that launch ends at once.
     k.free                         1                     after S                           itself          K until read
 
     barrier of `sums_kernel`       arrivals in a phase   arrives                           waits           protects
-    p.full                         1                     loader, once its copies are done  both            a visit until copied
+    p.full                         1, and all bytes      loader, then TMA                  both            a visit until loaded
     p.free                         2                     add_sums; add_products, later     loader          all until read
     ready                          1                     add_sums, at the end              add_products    the factors of O
 
-`weights_kernel` has no loader, so that an SM holds two CTAs. `sums_kernel` copies by cp.async: TMA needs two clocks for each
-row of a box, however narrow, and took longer than the MMAs. MMAs of two visits are in flight: with the same accumulator they
-follow each other without a wait.
+`weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` the MMAs of two visits are in flight: with the
+same accumulator they follow each other without a wait. Sums take as long as an MMA, so another warpgroup adds them.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """
@@ -29,18 +28,11 @@ Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from canon.fast.kernels.gluon.epilogue import store_tile
 from canon.fast.kernels.gluon.forward_pipeline import Output
-from canon.fast.kernels.gluon.layouts import (
-    contracted_width,
-    lane_sum_layout,
-    mma_layout,
-    per_row_layout,
-    shared_operand_layout,
-)
+from canon.fast.kernels.gluon.layouts import contracted_width, lane_sum_layout, mma_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, declare_registers, round_and_keep, zero_rows
 from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
@@ -54,6 +46,7 @@ from canon.fast.kernels.gluon.tile_ring import (
     issue_contraction,
     load_box,
     make_barriers,
+    tma_load,
 )
 
 # The tables of `few_queries_plan`.
@@ -178,10 +171,9 @@ class Visits:
 
 
 @gluon.constexpr_function
-def copy_layout(columns, vector):
-    """Return a layout of four warps in which each thread holds ``vector`` neighbours of a row."""
-    threads = min(32, columns // vector)
-    return gl.BlockedLayout([1, vector], [32 // threads, threads], [4, 1], [1, 0])
+def flat_lane_sum_layout():
+    """Return `lane_sum_layout` for the vector of all rows."""
+    return gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[64], [128]], [], [256])
 
 
 @gluon.jit
@@ -205,47 +197,35 @@ def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
 
 
 @gluon.jit
-def copy_tile(tile, source, rows, width, stride, VECTOR: gl.constexpr):
-    """Start a copy of ``rows`` x ``width`` elements from ``source``, in rows ``stride`` apart, and of zeros behind them.
-
-    ``source``, ``width`` and ``stride`` are multiples of 16 bytes, which are VECTOR elements.
-    """
-    LAYOUT: gl.constexpr = copy_layout(tile.shape[1], VECTOR)
-    r = gl.expand_dims(gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
-    offset = gl.max_contiguous(gl.multiple_of(r * stride + c, [1, VECTOR]), [1, VECTOR])
-    async_copy.async_copy_global_to_shared(tile, source + offset, mask=(r < rows) & (c // VECTOR * VECTOR < width))
-
-
-@gluon.jit
 def load_visits(
-    p, v, keys, v_strides, sums, buffers, columns, tiles, sets, visits, stored, heads, GROUP: gl.constexpr,
-    PACK: gl.constexpr, DV: gl.constexpr, DV_PAD: gl.constexpr, P_ROWS: gl.constexpr
+    p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP: gl.constexpr,
+    PACK: gl.constexpr, DV_PAD: gl.constexpr, SLICE: gl.constexpr
 ):  # fmt: skip
-    """Copy P, a slice of V and the sums of every visit (the loader). A visit has arrived when LAG later ones have started."""
-    STAGES: gl.constexpr = buffers.p.tiles.shape[0]
-    LAG: gl.constexpr = STAGES - 2  # a slot is free once the MMA of the next visit has started
-    COLUMNS: gl.constexpr = buffers.p.tiles.shape[2]
-    first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, buffers.v.shape[2])
+    """Load P, a slice of V and the sums of every visit (the loader). Sums behind the ``stored`` rows are of other visits."""
+    p = buffers.p
+    first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     batch, key_head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK // GROUP
-    v += batch.to(gl.int64) * v_strides[0] + key_head.to(gl.int64) * v_strides[2] + first_column
-    started, arrived = first_position(), first_position()
-    for visit in range(begin, end + LAG):
-        if visit < end:
-            slot, column, at = started.slot, gl.load(columns + 2 * visit), (set_ * visits + visit) * stored
-            mbarrier.wait(buffers.p.free.index(slot), started.parity ^ 1)
-            copy_tile(buffers.p.tiles.index(slot).slice(0, P_ROWS), p + at * COLUMNS, stored, COLUMNS, COLUMNS, 8)
-            v_rows = v + column.to(gl.int64) * v_strides[1]
-            copy_tile(buffers.v.index(slot), v_rows, keys - column, DV - first_column, v_strides[1], 8)
-            copy_tile(buffers.sums.index(slot), sums + at * 4, stored, 4, 4, 4)
-            copy_tile(buffers.excess.index(slot), sums + (sets * visits * stored + at) * 4, stored, 4, 4, 4)
-            started = started.next(STAGES)
-        async_copy.commit_group()
-        if visit >= begin + LAG:
-            async_copy.wait_group(LAG)
-            fence_async_shared()  # the MMA sees the copies
-            mbarrier.arrive(buffers.p.full.index(arrived.slot), count=1)
-            arrived = arrived.next(STAGES)
+    P_ROWS: gl.constexpr = p_desc.block_type.shape[1]
+    STAGES: gl.constexpr = buffers.v.shape[0]
+    HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
+    nbytes: gl.constexpr = (
+        HALVES * p_desc.block_type.nbytes + v_desc.block_type.nbytes + 2 * sums_desc.block_type.nbytes
+    )
+    ring = first_position()
+    following = gl.load(columns + 2 * begin)
+    for visit in range(begin, end):
+        column, at = following, set_ * visits + visit
+        following = gl.load(columns + 2 * gl.minimum(visit + 1, end - 1))
+        full = p.full.index(ring.slot)
+        mbarrier.wait(p.free.index(ring.slot), ring.parity ^ 1)
+        mbarrier.expect(full, nbytes)
+        for half in gl.static_range(HALVES):
+            p_tile = p.tiles.index(ring.slot * HALVES + half).slice(0, P_ROWS, dim=1)
+            tma_load(p_desc, [at, 0, 0, 64 * half], full, p_tile)
+        tma_load(v_desc, [batch, column, key_head, first_column], full, buffers.v.index(ring.slot))
+        tma_load(sums_desc, [at * (stored * 4)], full, buffers.sums.index(ring.slot))
+        tma_load(sums_desc, [(sets * visits + at) * (stored * 4)], full, buffers.excess.index(ring.slot))
+        ring = ring.next(STAGES)
 
 
 @gluon.jit
@@ -264,16 +244,21 @@ def add_products(
 ):
     """Add P V of all visits, in order, and write a slice of out (a warpgroup)."""
     p = buffers.p
-    SLICE: gl.constexpr = buffers.v.shape[2]
+    SLICE: gl.constexpr = buffers.v.shape[4]
+    STAGES: gl.constexpr = buffers.v.shape[0]
+    HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
     ring = first_position()
     for visit in range(begin, end):
         mbarrier.wait(p.full.index(ring.slot), ring.parity)
-        o = hopper.warpgroup_mma(p.tiles.index(ring.slot), buffers.v.index(ring.slot), o, is_async=True)
-        o = hopper.warpgroup_mma_wait(1, deps=[o])  # the MMA of the previous visit is done
+        v_tile = buffers.v.index(ring.slot).reshape([64 * HALVES, SLICE])
+        for half in gl.static_range(HALVES):
+            p_half = p.tiles.index(ring.slot * HALVES + half).reshape([M, 64])
+            o = hopper.warpgroup_mma(p_half, v_tile.slice(64 * half, 64), o, is_async=True)
+        o = hopper.warpgroup_mma_wait(HALVES, deps=[o])  # the MMAs of the previous visit are done
         mbarrier.arrive(p.free.index(ring.previous), count=1, pred=visit > begin)
-        ring = ring.next(p.tiles.shape[0])
+        ring = ring.next(STAGES)
     o = hopper.warpgroup_mma_wait(0, deps=[o])
     mbarrier.wait(ready, 0)
     factor = gl.expand_dims(inverse.load(per_row_layout(SLICE)), 1)
@@ -293,22 +278,22 @@ def add_sums(
 ):
     """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse`` (a warpgroup)."""
     p = buffers.p
-    SLICE: gl.constexpr = buffers.v.shape[2]
-    LANES: gl.constexpr = lane_sum_layout()
-    ROWS: gl.constexpr = per_row_layout(p.tiles.shape[2])
+    SLICE: gl.constexpr = buffers.v.shape[4]
+    ROWS: gl.constexpr = per_row_layout(64)
+    STAGES: gl.constexpr = buffers.v.shape[0]
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     ring = first_position()
     for _visit in range(begin, end):
         mbarrier.wait(p.full.index(ring.slot), ring.parity)
-        sums, more = buffers.sums.index(ring.slot).load(LANES), buffers.excess.index(ring.slot).load(LANES)
+        sums, more = by_lane(buffers.sums.index(ring.slot)), by_lane(buffers.excess.index(ring.slot))
         mbarrier.arrive(p.free.index(ring.slot), count=1)
         limit = sum_so_far(l, p.tiles)
         limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
         excess += gl.where(sums > limit, more, 0.0)
         l += sums
-        ring = ring.next(p.tiles.shape[0])
+        ring = ring.next(STAGES)
 
     m = gl.full([M], float("-inf"), gl.float32, ROWS)
     chunks = tiles + 2 * tile + CHUNKS_BEGIN
@@ -323,11 +308,17 @@ def add_sums(
     gl.store(start + (packed * output.tokens + token), natural, mask=(token < stop) & (first_column == 0))
 
 
-@gluon.jit(do_not_specialize=["tokens", "keys", "sets", "visits", "stored"], do_not_specialize_on_alignment=["lse"])
+@gluon.jit
+def by_lane(sums):
+    """Return a vector of sums in shared memory as (64, 4)."""
+    return gl.convert_layout(sums.load(flat_lane_sum_layout()).reshape([M, 4]), lane_sum_layout())
+
+
+@gluon.jit(do_not_specialize=["tokens", "sets", "visits", "stored"], do_not_specialize_on_alignment=["lse"])
 def sums_kernel(
-    p,
-    v,
-    sums,
+    p_desc,
+    v_desc,
+    sums_desc,
     maxima,
     out,
     lse,
@@ -339,38 +330,34 @@ def sums_kernel(
     stored,
     heads,
     tokens,
-    keys,
-    v_strides,
     stride_t,
     stride_h,
     GROUP: gl.constexpr,
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
     PACK: gl.constexpr,
-    P_ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
     SLICE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) from the results of `weights_kernel`.
 
-    The batch stride of ``out`` is tokens * stride_t. A CTA computes SLICE columns of a tile of rows. At most P_ROWS rows of P
-    are ``stored``.
+    The batch stride of ``out`` is tokens * stride_t. A CTA computes SLICE columns of a tile of rows.
     """
-    dtype: gl.constexpr = p.dtype.element_ty
-    rows_by_lane: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    p_tiles = gl.allocate_shared_memory(dtype, [STAGES, M, COLUMNS], shared_operand_layout(COLUMNS))
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, COLUMNS, SLICE], shared_operand_layout(SLICE))
-    sum_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, M, 4], rows_by_lane)
-    excess_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, M, 4], rows_by_lane)
+    dtype: gl.constexpr = v_desc.dtype
+    p_tiles = gl.allocate_shared_memory(dtype, [STAGES * COLUMNS // 64, 1, M, 1, 64], p_desc.layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
+    excess = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
+    p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     inverse = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    p_ring = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     ready = make_barriers(1, 1).index(0)
-    if P_ROWS < M:
-        for i in gl.static_range(STAGES):
-            p_tiles.index(i).store(gl.zeros([M, COLUMNS], dtype, copy_layout(COLUMNS, 8)))
-    fence_async_shared()  # the MMA sees the zeros
-    buffers = Visits(p_ring, v_tiles, sum_tiles, excess_tiles)
+    if p_desc.block_type.shape[1] < M:
+        for i in gl.static_range(STAGES * COLUMNS // 64):
+            zeros = gl.zeros([M, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+            p_tiles.index(i).reshape([M, 64]).store(zeros)
+    fence_async_shared()  # TMA sees the initialised mbarriers, and the MMA the zeros
+    buffers = Visits(p, v_tiles, sums, excess)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
     gl.warp_specialize(  # tuples of constants must stand here: in a variable they would become numbers at run time
         [
@@ -379,11 +366,9 @@ def sums_kernel(
             (
                 load_visits,
                 (
-                    p,
-                    v,
-                    keys,
-                    v_strides,
-                    sums,
+                    p_desc,
+                    v_desc,
+                    sums_desc,
                     buffers,
                     columns,
                     tiles,
@@ -393,12 +378,11 @@ def sums_kernel(
                     heads,
                     GROUP,
                     PACK,
-                    DV,
                     DV_PAD,
-                    P_ROWS,
+                    SLICE,
                 ),
             ),
         ],
-        [4, 4],
-        [96, 96],
+        [4, 1],
+        [96, 32],
     )

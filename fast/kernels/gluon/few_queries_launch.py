@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.descriptors import box, empty_for_tma
+from canon.fast.kernels.gluon.descriptors import box, descriptor
 from canon.fast.kernels.gluon.few_queries import sums_kernel, weights_kernel
 from canon.fast.kernels.gluon.few_queries_plan import (
     MOST_WEIGHTS,
@@ -19,7 +19,7 @@ from canon.fast.kernels.gluon.few_queries_plan import (
     tokens_of_tile,
     visits_of,
 )
-from canon.fast.kernels.launcher import launch, tma_loadable
+from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.placed_mask import AnyMask
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 100 KB, so that an SM holds two CTAs
@@ -58,7 +58,7 @@ def forward_of_few(
     """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
     (b, t, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
     sets, visits, rows = b * h // pack, len(plan.columns), plan.tokens * pack
-    p = torch.empty(sets * visits, rows, columns, dtype=q.dtype, device=q.device)
+    p = torch.empty(sets * visits, rows, 1, columns, dtype=q.dtype, device=q.device)
     sums = torch.empty(2, sets * visits, rows, 4, device=q.device)
     maxima = torch.empty(len(plan.chunks), sets, ROWS, device=q.device)
     counter = torch.zeros(2, dtype=torch.int32, device=q.device)
@@ -70,10 +70,9 @@ def forward_of_few(
     launch(weights_kernel, len(plan.chunks) * sets, q.device, arguments, **common, **options)
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
     width = slice_width(all_columns, ctas)
-    v = v if tma_loadable(v) else empty_for_tma(v).copy_(v)  # copies of 16 bytes need the same strides
-    arguments = p, v, sums, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, visits, rows, h, t, k.shape[1]
-    arguments += v.stride()[:3], out.stride(1), out.stride(2)
-    options = {"DV": dv, "DV_PAD": pads[1], "P_ROWS": 16 if rows <= 16 else ROWS}
-    options |= {"SLICE": width, "STAGES": SLICES[width]}
+    tiles = box(p, 16 if rows <= 16 else ROWS, 1, 64), box(v, columns, 1, width), descriptor(sums.view(-1), 4 * ROWS)
+    arguments = (*tiles, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, visits, rows, h, t)
+    arguments += out.stride(1), out.stride(2)
+    options = {"DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
     launch(sums_kernel, all_columns // width, q.device, arguments, **common, **options)
     return counter

@@ -38,7 +38,6 @@ from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
@@ -88,10 +87,6 @@ def _register_all() -> None:
     for module in (gl, hopper, hopper.mbarrier, hopper.tma):
         for name in stand_ins.keys() & set(dir(module)):
             register(getattr(module, name), stand_ins[name])
-
-    register(async_copy.async_copy_global_to_shared, engines.copy_async)
-    register(async_copy.commit_group, engines.commit_group)
-    register(async_copy.wait_group, engines.wait_group)
 
 
 _register_all()

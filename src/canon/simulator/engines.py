@@ -194,37 +194,14 @@ def await_written() -> None:
         write()
 
 
-# cp.async.
-
-
-def copy_async(smem, pointer, mask=None, cache_modifier="", eviction_policy="", volatile=False):
-    """`async_copy.async_copy_global_to_shared`: what is masked is filled with 0."""
-    value = load(pointer, mask, 0)
-    if value.shape != smem.shape or value.dtype.name != smem.dtype.name:
-        raise TypeError(f"an asynchronous copy of {value.dtype}{value.shape} to {smem.dtype}{smem.shape}, at {Place()}")
-    access = smem.allocation.write(smem.region, "asynchronous copy")
-    access.epoch = None
-    smem.data.copy_(garbage(smem.data))
-    here().copies[-1].append((smem, value, access))
-    here().program.step()
-
-
-def commit_group():
-    """`async_copy.commit_group`."""
-    here().copies.append([])
-
-
-def wait_group(num_outstanding=0):
-    """`async_copy.wait_group`: the copies of earlier groups become stores of this partition."""
-    me = here()
-    while len(me.copies) - 1 > num_outstanding:
-        for smem, value, access in me.copies.pop(0):
-            smem.data.copy_(value.data)
-            access.epoch = me.clock[me.id]
-            me.unfenced.append(access)
-
-
 # wgmma.
+
+
+def in_steps(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    """Return a @ b + ``total`` in float32, 16 columns of a after another. Bits do not depend on the columns of b."""
+    for products in a.unflatten(1, (-1, 16)).transpose(0, 1) @ b.unflatten(0, (-1, 16)):
+        total = products.float() if total is None else total + products.float()
+    return total
 
 
 class Product:
@@ -254,11 +231,10 @@ class Product:
             if self.taint:
                 self.value = torch.full(self.shape, float("nan"))
             else:
-                a, b = self.a.data.double(), self.b.data.double()
-                self.value = (a @ b).float()  # no rounding depends on the widths of a and b
-                if self.before is not None:
-                    before = self.before
-                    self.value += before.product.compute() if isinstance(before, Pending) else before.data
+                before = self.before
+                if before is not None:
+                    before = before.product.compute() if isinstance(before, Pending) else before.data
+                self.value = in_steps(self.a.data.double(), self.b.data.double(), before)
             self.a = self.b = self.before = None
         return self.value
 

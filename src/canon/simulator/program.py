@@ -83,7 +83,7 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function. ``products``, ``stores`` and ``copies`` (groups) are started operations without a wait."""
+    """Warps that run one function. ``products`` and ``stores`` are started operations without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
@@ -91,7 +91,6 @@ class Partition:
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
         self.stores: list[Any] = []
-        self.copies: list[list[Any]] = [[]]  # the last group is not committed
         self.acquired = False  # True after an acquire without a later proxy fence
         self.unfenced: list[Any] = []  # writes to shared memory without a later fence for the async proxy
         self.baton = threading.Lock()
@@ -128,8 +127,6 @@ class Partition:
     def end(self) -> None:
         if self.products:
             raise Fault(f"{self.name} ends with {len(self.products)} wgmma not waited for: {self.products[-1]}")
-        if any(self.copies):
-            raise Fault(f"{self.name} ends with asynchronous copies not waited for")
 
 
 class Program:

@@ -175,11 +175,7 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
 
     def keep(kernel, _ctas, _device, arguments, **options):
         stages, width = options["STAGES"], options.get("SLICE")
-        each = (
-            columns * d
-            if width is None
-            else columns * (width + few_queries_launch.ROWS) + 4 * few_queries_launch.ROWS * 4
-        )
+        each = columns * d if width is None else columns * (width + few_queries_launch.ROWS) + 1024
         bytes_ = 1024 + 2 * (stages * each + (few_queries_launch.ROWS * d if width is None else 0))
         used = hopper_config.Config(few_queries_launch.ROWS, columns, stages)
         results.append(_report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_))
