@@ -24,7 +24,7 @@ LAST = range(N - 40, N)
 MASKS = {
     "one query": Mask.full(1, N),
     "causal": Mask.causal(17, N),
-    "128 queries": Mask.causal(128, N),
+    "64 queries": Mask.causal(64, N),
     "window": Mask.window(N, 300, 3).crop(queries=LAST),
     "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
     "tree": Mask.tree([-1, 0, 1, 0, 0], [300, 200, 60, 40, 100]).crop(queries=LAST),
@@ -185,15 +185,15 @@ def test_queries_that_see_different_keys_do_not_share_a_tile():
 
 def test_only_whole_sequences_with_few_queries_and_many_keys_qualify(monkeypatch):
     monkeypatch.setattr(few_queries_plan, "FEWEST_VISITS", 16)
-    assert is_few(in_place(Mask.causal(128, 2048)), 128)
-    assert not is_few(in_place(Mask.causal(129, 2048)), 128)
-    assert not is_few(in_place(Mask.causal(128, 2047)), 128)
-    assert not is_few(Mask.causal(128, 2048), 128)
-    moved = PlacedMask(Mask.causal(128, 4096), ((0, range(128)),), ((0, range(2048, 4096)),), 128, 2048)
+    assert is_few(in_place(Mask.causal(64, 2048)), 128)
+    assert not is_few(in_place(Mask.causal(65, 2048)), 128)
+    assert not is_few(in_place(Mask.causal(64, 2047)), 128)
+    assert not is_few(Mask.causal(64, 2048), 128)
+    moved = PlacedMask(Mask.causal(64, 4096), ((0, range(64)),), ((0, range(2048, 4096)),), 64, 2048)
     assert not is_few(moved, 128)
     q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 1 << 20, 8, 64)
     mask = in_place(Mask.causal(1, 1 << 20))
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132)
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=100, ctas=132) is None
-    q, mask = torch.empty(1, 128, 8, 64), in_place(Mask.causal(128, 1 << 20))
-    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None  # 2 GB of weights
+    q, mask = torch.empty(1, 64, 8, 64), in_place(Mask.causal(64, 1 << 20))
+    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None  # 1 GB of weights

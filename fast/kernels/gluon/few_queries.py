@@ -20,7 +20,8 @@ that follows computes the whole call; otherwise that launch ends at once.
     ready                          1                     add_sums, at the end              add_products    the factors of O
 
 `weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` the MMAs of two visits are in flight: with the
-same accumulator they follow each other without a wait. Sums take as long as an MMA, so another warpgroup adds them.
+same accumulator they follow each other without a wait. A loader of one warp and boxes without absent rows of P are faster
+(the TMA unit takes time for each row of a box, however narrow); those rows are 0 from the start.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """

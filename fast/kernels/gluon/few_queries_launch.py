@@ -1,7 +1,7 @@
 """Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs work.
 
-Scratch: 2 bytes for each weight, 1/2 byte for sums of it (D up to 128; 1 byte for wider heads): 2.5 (3) times
-query heads x queries x keys that any query sees, at most 400 MB.
+Scratch: 2.25 bytes (wider heads than 128: 2.5) for each weight, and there are query heads x queries x keys that any of these
+queries sees, at most 2^27. Weights take 2 bytes, sums the rest.
 """
 
 import torch

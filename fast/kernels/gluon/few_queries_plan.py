@@ -16,12 +16,12 @@ from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPAN, SPANS_END, TILES, WORK_TILE
 from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
 from canon.fast.kernels.index_ranges import counted
-from canon.fast.kernels.key_parts import MOST_QUERIES
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, in_place
 from canon.fast.kernels.work_tables import band_array, visits
 from canon.masks.plan_cache import cached_plan
 
 ROWS = 64  # of a tile: tokens x query heads of a group
+MOST_QUERIES = 64  # more give `forward` enough to do
 FEWEST_VISITS = 16  # of a tile of queries; with fewer, three launches take longer than one
 MOST_WEIGHTS = 1 << 27  # elements of P
 
