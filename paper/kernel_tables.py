@@ -1,6 +1,7 @@
 """Compute the tables and numbers of `measured.md` and `records.md` about agreement, kernels and compilation."""
 
 import re
+from statistics import geometric_mean
 
 from records import cut_off_cases, lines, load, median, named, span, table, tokens
 
@@ -17,13 +18,22 @@ SHAPES = (
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
-BITS = {"bits_h100": "bits_h100", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
+BITS = {"bits_two": "bits_two_h200", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
+BESIDE = "kernels_peers_h200"
+OF_FORWARD = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "flash-attn-4": "flash-attn-4"}
+OF_BESIDE = {
+    "canon auto": "Canon",
+    "canon gluon fused": "Canon, any order",
+    "SDPA cudnn": "cuDNN",
+    "flash-attn-4": "flash-attn-4",
+    "flash-attn-4 deterministic": "the same, deterministic",
+}
 PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
     ("check_cuda_h200", "the same with the CUDA backend; 3 unordered cases declined", "bf16, fp16"),
     ("check_one_h100", "4 ranks as threads on 1 H100; the check raised in the other case", "bf16, fp16, fp32"),
-    ("check_two_h100", "2 H100s, NCCL", "bf16, fp16, fp32"),
+    ("check_two_h200", "2 H200s, NCCL", "bf16, fp16, fp32"),
     ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
     ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
     ("check_gluon_simulated", "4 CPU ranks, Hopper kernels simulated", "bf16, fp16"),
@@ -50,7 +60,8 @@ def rows_of(record: str, shape: str) -> list[dict]:
 
 def row_of(record: str, shape: str, contender: str) -> dict:
     """Return the row of a contender, or {} where it has no figures."""
-    return next((row for row in rows_of(record, shape) if row["contender"] == contender and "failed" not in row), {})
+    rows = (row for row in rows_of(record, shape) if row["contender"] == contender)
+    return next((row for row in rows if "failed" not in row and "declined" not in row), {})
 
 
 def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, float]:
@@ -60,7 +71,8 @@ def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, f
     """
     if not (row := row_of(record, shape, contender)) or f"{name}_wall_ms" not in row:
         return 0.0, 0.0
-    forward = row if "forward_ms" in row else row_of(record, shape, row["forward_of"])
+    sharing = (x for x in rows_of(record, shape) if x["forward_of"] == row["forward_of"] and "forward_ms" in x)
+    forward = row if "forward_ms" in row else next(sharing)
     passes = [forward["forward_ms"], *([] if name == "forward" else [row["backward_ms"]])]
     return median(row[f"{name}_wall_ms"]), sum(map(median, passes))
 
@@ -134,12 +146,7 @@ def agreement() -> dict[str, str]:
     cpu = [line for line in lines("tests_cpu.txt") if " passed" in line]
     count = lambda line, word: re.findall(rf"(\d+) {word}", line)[0]
     slower = semaphore()
-    restructured = load("kernels_restructured_h200")["results"]
-    old, new = (
-        {(r["shape"], r["what"]): median(r["ms"]) for r in restructured if r["tree"] == t} for t in ("old", "new")
-    )
     return {
-        "restructured": span([new[key] / old[key] for key in old]),
         "random_cpu": _random("random_cpu"),
         "random_distinct": tokens(
             len({(run["seed"], row[0]) for run in load("random_cpu")["runs"] for row in run["cases"]})
@@ -178,30 +185,30 @@ def planted() -> dict[str, str]:
     }
 
 
-def kernels() -> dict[str, str]:
-    """Return the table of kernels and the ratios of their speeds."""
-    rows, ratios = [], {"forward": [], "fastest": [], "repeatable": []}
+def table_of_kernels() -> str:
+    """Return the table of kernels of an earlier commit, for the paper."""
+    rows = []
     for shape in SHAPES:
         ours, (ordered, method) = forward(RECORD, shape), repeatable(RECORD, shape)
+        cells = [ours, *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
+        rest = "canon gluon fused", "SDPA cudnn", "flash-attn-4", "flash-attn-4 deterministic"
+        back = [speed(RECORD, shape, name, "backward") for name in rest]
+        shown = [f"{c:.0f}" if c else "-" for c in (*cells, *back)]
+        rows.append([named(shape), *shown[:3], f"{ordered:.0f} ({method})", *shown[3:]])
+    header = ("batch x tokens, query/key heads, width, mask", "forward: Canon", "cuDNN", "flash-attn-4")
+    header += ("backward, same bits every time: Canon", "any order: Canon fused", "cuDNN", "flash-attn-4")
+    return table((*header, "flash-attn-4 deterministic"), rows)
+
+
+def kernels() -> dict[str, str]:
+    """Return the ratios of the speeds of kernels, of an earlier commit."""
+    ratios: dict[str, list[float]] = {"forward": [], "fastest": [], "repeatable": []}
+    for shape in SHAPES:
+        ours, (ordered, _) = forward(RECORD, shape), repeatable(RECORD, shape)
         fused = speed(RECORD, shape, "canon gluon fused", "backward")
-        strict = speed(RECORD, shape, "flash-attn-4 deterministic", "backward")
         ratios["forward"].append(ours / best_peer(RECORD, shape, "forward"))
         ratios["fastest"].append(max(fused, ordered) / best_peer(RECORD, shape, "backward"))
-        ratios["repeatable"].append(ordered / strict)
-        cells = [ours, *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
-        back = [fused, *(speed(RECORD, shape, peer, "backward") for peer in ("SDPA cudnn", "flash-attn-4")), strict]
-        rows.append(
-            [named(shape), *(f"{c:.0f}" if c else "-" for c in cells), f"{ordered:.0f} ({method})"]
-            + [f"{c:.0f}" if c else "-" for c in back]
-        )
-    header = ("batch x tokens, query/key heads, width, mask", "forward: Canon", "cuDNN", "flash-attn-4")
-    header += (
-        "backward, same bits every time: Canon",
-        "any order: Canon fused",
-        "cuDNN",
-        "flash-attn-4",
-        "flash-attn-4 deterministic",
-    )
+        ratios["repeatable"].append(ordered / speed(RECORD, shape, "flash-attn-4 deterministic", "backward"))
     causal = "B1 S16384 Hq32 Hk8 D128 causal"
     cudnn = [speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")]
     flex = [speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape) for shape in SHAPES]
@@ -209,13 +216,12 @@ def kernels() -> dict[str, str]:
         speed(RECORD, s, "canon gluon split", "forward") / speed(RECORD, s, "canon auto", "forward") - 1 for s in SHAPES
     ]
     return {
-        "kernels": table(header, rows),
         "forward_over_peer": span(ratios["forward"]),
         "backward_over_peer": span(ratios["fastest"]),
         "repeatable_over_peer": span(ratios["repeatable"]),
         "repeatable_slower": str(sum(ratio < 1 for ratio in ratios["repeatable"])),
         "fastest_slower": str(sum(ratio < 1 for ratio in ratios["fastest"])),
-        "rows": str(len(rows)),
+        "rows": str(len(SHAPES)),
         "flex_over_canon": span(flex),
         "cudnn_runs": span(cudnn, 0),
         "auto_of_repeatable": span(
@@ -341,33 +347,52 @@ def tiles() -> dict[str, str]:
     return {"tiles": table(("kernel", "D 64", "D 128", "D 256"), rows, left=4)}
 
 
-def one_h100() -> dict[str, str]:
-    """Return tables of backward passes beside peers, of split beside ordered dq, and of trees, on one H100."""
-    peers = (
-        "canon gluon fused",
-        "canon auto, rank invariant",
-        "SDPA cudnn",
-        "flash-attn-4",
-        "flash-attn-4 deterministic",
-    )
-    shapes = list(dict.fromkeys(row["shape"] for row in load("kernels_h100")["results"]))
-    tflops = lambda record, shape, name: row_of(record, shape, name).get("backward_tflops", 0)
-    cell = lambda record, shape, name: f"{tflops(record, shape, name):.0f}" if tflops(record, shape, name) else "-"
-    beside = [[named(shape), *(cell("kernels_h100", shape, name) for name in peers)] for shape in shapes]
-    header = ("backward, TFLOP/s of GPU time", "any order", "rank invariant", "cuDNN", "flash-attn-4", "deterministic")
-    methods = "canon gluon split", "canon gluon fused in order"
-    rows = [row for row in load("kernels_split_h100")["results"] if row["contender"] == methods[0]]
-    both = [
-        [named(row["shape"]), *(cell("kernels_split_h100", row["shape"], name) for name in methods)] for row in rows
+def beside_peers() -> dict[str, str]:
+    """Return tables of both passes beside peers in one run, ratios, and the cost of ``rank_invariant=True``."""
+    shapes = list(dict.fromkeys(row["shape"] for row in load(BESIDE)["results"]))
+    tflops = lambda name, shape, kind: row_of(BESIDE, shape, name).get(f"{kind}_tflops", 0)
+    cell = lambda number, form=".0f": f"{number:{form}}" if number else "-"
+    forwards, backwards = ("canon auto", "SDPA cudnn", "flash-attn-4"), tuple(OF_BESIDE)
+    speeds = [[named(shape), *(cell(tflops(name, shape, "forward")) for name in forwards),
+               *(cell(tflops(name, shape, "backward")) for name in backwards)] for shape in shapes]  # fmt: skip
+    wall = [
+        [named(shape), *(cell(clocks(BESIDE, shape, name, "both")[0], ".2f") for name in backwards)] for shape in shapes
     ]
-    over = [tflops("kernels_split_h100", row["shape"], methods[0]) / tflops("kernels_split_h100", row["shape"], methods[1])
-            for row in rows]  # fmt: skip
+
+    def ratio(one: str, other: str, kind: str = "backward") -> dict[str, float]:
+        pairs = {shape: (tflops(one, shape, kind), tflops(other, shape, kind)) for shape in shapes}
+        return {shape: x / y for shape, (x, y) in pairs.items() if x and y}
+
+    ratios = {
+        "fused_flash4": ratio("canon gluon fused", "flash-attn-4"),
+        "auto_flash4": ratio("canon auto", "flash-attn-4"),
+        "auto_deterministic": ratio("canon auto", "flash-attn-4 deterministic"),
+        "forward_cudnn": ratio("canon auto", "SDPA cudnn", "forward"),
+        "forward_flash4": ratio("canon auto", "flash-attn-4", "forward"),
+    }
+    found = {f"{name}_mean": f"{geometric_mean(x.values()):.2f}" for name, x in ratios.items()}
+    found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
+    found |= {f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}" for name, x in ratios.items()}
+    full = ratio("canon gluon fused in order", "canon gluon split")
+    costs = [(shape.split()[4], clocks(BESIDE, shape, "canon auto, rank invariant", "both")[0]
+              / clocks(BESIDE, shape, "canon auto", "both")[0]) for shape in shapes]  # fmt: skip
+    return {
+        **found,
+        "peers": table(("TFLOP/s of GPU time", *(f"forward: {OF_FORWARD[x]}" for x in forwards),
+                         *(f"backward: {OF_BESIDE[x]}" for x in backwards)), speeds),
+        "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
+        "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
+        **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
+    }  # fmt: skip
+
+
+def one_h100() -> dict[str, str]:
+    """Return tables of split beside ordered dq, and of trees, on one H100, and the equal bits of all records."""
+    tflops = lambda shape, name: row_of("kernels_split_h100", shape, name).get("backward_tflops", 0)
+    methods = "canon gluon split", "canon gluon fused in order"
+    shapes = [row["shape"] for row in load("kernels_split_h100")["results"] if row["contender"] == methods[0]]
     trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
     times = [[row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"] for row in trees]
-    costs = []
-    for shape in shapes:
-        usual, option = (clocks("kernels_h100", shape, f"canon auto{x}", "both") for x in ("", ", rank invariant"))
-        costs.append((shape.split()[4], option[0] / usual[0]))
     changed = load("variants_masks_h100")["results"]
     gain = lambda row: median(row["ms"]["base"]) / median(row["ms"]["new"])
     short = [
@@ -377,15 +402,12 @@ def one_h100() -> dict[str, str]:
     ]
     wide = [row for row in changed if row["kernel"] == "dq" and row["shape"].split(",")[4] == "256"]
     return {
-        "beside_h100": table(header, beside),
-        "split_h100": table(("backward, TFLOP/s of GPU time", "split", "ordered"), both),
-        "split_over_h100": span(over),
+        "split_over_h100": span(tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes),
         "trees": table(("both passes", "wall ms", "GPU ms"), times),
-        **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
         "gain_short": span(map(gain, short)),
         "gain_dq_256": span(map(gain, wide)),
         **{key: _equal_bits(record) for key, record in BITS.items()},
     }
 
 
-PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles, one_h100)
+PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles, beside_peers, one_h100)

@@ -156,7 +156,7 @@ def kernels() -> Table:
     """Return the speeds of kernels and peers on each shape."""
     header = ["batch × tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
     header += ["Canon, same bits", "Canon, any order", "cuDNN", "FA4", "FA4, same bits"]
-    rows = [[_short(row[0]), *row[1:]] for row in cells(kernel_tables.kernels()["kernels"])]
+    rows = [[_short(row[0]), *row[1:]] for row in cells(kernel_tables.table_of_kernels())]
     return {"header": header, "rows": [[re.sub(r" \((.*)\)", r" \1", cell) for cell in row] for row in rows]}
 
 

@@ -16,7 +16,8 @@ from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 from hopper import new_schedule
 
 from canon import Mask, simulator
-from canon.fast.kernels.gluon import config, dq_order, few_queries_launch, launch, tile_scheduler
+from canon.fast.kernels.device_plans import uploaded
+from canon.fast.kernels.gluon import config, dq_order, few_queries_launch, few_queries_plan, launch, tile_scheduler
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.triton.blocks import LOG2E
 from canon.testing import simulated_kernels
@@ -84,8 +85,10 @@ def run(name: str, order: str, seed: int) -> Attended:
 def few(name: str, q, k, v, out, lse) -> Attended:
     """Return the results of the kernels for few queries, whose rings have two stages."""
     columns = KERNELS[name].config.columns
-    plan = few_queries_launch.few_queries_plan(in_place(MASK), 2, columns, 100, q.device)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(few_queries_plan, "ROWS", 32)  # tiles of 32 rows: others would be written to the next visit
+        plan = few_queries_launch.few_queries_plan.__wrapped__(in_place(MASK), 2, columns, 100)
+        plan = uploaded(plan, q.device)
         patch.setattr(few_queries_launch, "WEIGHTS_STAGES", {64: 2})
         patch.setattr(few_queries_launch, "SLICES", {64: 2})
         few_queries_launch.forward_of_few(q, k, v, (64, 64), 2, plan, columns, SCALE * LOG2E.value, None, 1, out, lse)

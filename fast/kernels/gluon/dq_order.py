@@ -29,7 +29,7 @@ import numpy as np
 
 from canon.fast.kernels.index_ranges import counted
 from canon.fast.kernels.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
-from canon.fast.kernels.work_tables import visits
+from canon.fast.kernels.work_tables import area, visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -52,6 +52,7 @@ UNEVEN = 1.2  # alternate if the longest work tile costs more than this times th
 # a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 paper/data/kernels_split_h100.json.
 MAX_SHARE = 0.08
 MIN_VISITS = {64: 8, 128: 256}
+MIN_VISITS_OF_FULL = 100  # without waits of unequal tiles: paper/data/kernels_peers_h200.json
 MIN_VISITS_OF_MORE_KEYS = 256  # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
 LAG = 2.5
 
@@ -114,7 +115,8 @@ def ordered_dq_pays(
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch; ``width`` is padded."""
     visited, tiles = visits(mask, 128, 128, True, 128)
-    if visited <= MIN_VISITS[width] * tiles:
+    least = min(MIN_VISITS[width], MIN_VISITS_OF_FULL) if area(mask) == mask.queries * mask.keys else MIN_VISITS[width]
+    if visited <= least * tiles:
         return False
     each = query_heads // key_heads
     # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq kernel, which "fused" cannot.

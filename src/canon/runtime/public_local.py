@@ -254,7 +254,8 @@ def decode_attention(
             sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
             rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
                 ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. On several
-                ranks K and V travel, not parts of the sum.
+                ranks K and V travel, not parts of the sum: to generate, divide the heads among ranks instead, and call
+                `attention` with this option on each, which needs no messages.
             group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
                 process is the only rank.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
