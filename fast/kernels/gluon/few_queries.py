@@ -144,7 +144,9 @@ def weights_kernel(
         highest = row_maximum(s) * factor_of_capped(scale_log2, SOFTCAP)
         m = gl.where(starts == visit, gl.maximum(m, highest), m)
         if i >= own:
-            x = powers(s, gl.maximum(m, LOWEST), scale_log2, SOFTCAP)
+            x = powers(
+                s, gl.maximum(m, LOWEST), scale_log2, SOFTCAP
+            )  # infinite if a row with visible keys has m = -inf
             lanes = lane_sum(x)
             x = round_and_keep(x, q, 0)
             excess = add_rounding_excess(nothing, x, lanes, gl.full_like(lanes, -1.0), 0)
