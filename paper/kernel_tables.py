@@ -393,19 +393,9 @@ def one_h100() -> dict[str, str]:
     shapes = [row["shape"] for row in load("kernels_split_h100")["results"] if row["contender"] == methods[0]]
     trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
     times = [[row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"] for row in trees]
-    changed = load("variants_masks_h100")["results"]
-    gain = lambda row: median(row["ms"]["base"]) / median(row["ms"]["new"])
-    short = [
-        row
-        for row in changed
-        if row["kernel"] == "forward" and ",32,8," in row["shape"] and "16384" not in row["shape"]
-    ]
-    wide = [row for row in changed if row["kernel"] == "dq" and row["shape"].split(",")[4] == "256"]
     return {
         "split_over_h100": span(tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes),
         "trees": table(("both passes", "wall ms", "GPU ms"), times),
-        "gain_short": span(map(gain, short)),
-        "gain_dq_256": span(map(gain, wide)),
         **{key: _equal_bits(record) for key, record in BITS.items()},
     }
 
