@@ -43,6 +43,9 @@ def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypat
     assert chosen(8, 2048, 32, 8, 128) == "split", "tiles of keys visit too few"
     assert chosen(64, 2048, 32, 32, 64) == "fused", "enough where heads are narrow"
     assert chosen(128, 1024, 32, 32, 64) == "split"
+    for n, method in ((16384, "fused"), (8192, "split")):
+        q, k = (torch.empty(1, n, heads, 128, device="meta") for heads in (32, 8))
+        assert backward.automatic(q, k, k, Mask.full(n), 132) == method, "equal tiles hardly wait; there are 128 and 64"
     q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
     packed = Mask.documents([*range(0, 65536, 4096), 65536])
     assert backward.automatic(q, k, k, packed, 132) == "split", "tiles of keys also visit too few in packed documents"
