@@ -71,6 +71,8 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
     assert not wrong, f"more shared memory than config.shared_bytes returns: {wrong}"
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
+    weights = [r["shared"] for r in reports if r["name"] == "weights_kernel"]
+    assert all(2 * (shared + 1024) <= 228 * 1024 for shared in weights), "an SM holds two CTAs of this kernel"
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
     wrong = [r for r in reports if r["overwritten"]]

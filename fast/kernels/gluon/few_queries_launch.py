@@ -22,7 +22,7 @@ from canon.fast.kernels.gluon.few_queries_plan import (
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.placed_mask import AnyMask
 
-WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 100 KB, so that an SM holds two CTAs
+WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 113 KB, so that an SM holds two CTAs
 SLICES = {64: 5, 32: 7, 16: 9}  # columns of a CTA of `sums_kernel`, and stages
 Widths = tuple[int, int]
 
