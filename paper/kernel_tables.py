@@ -232,16 +232,14 @@ def kernels() -> dict[str, str]:
 
 
 def wall() -> dict[str, str]:
-    """Return the table of wall times, Canon's over those of the fastest peer, and the cost of `rank_invariant`."""
-    rows, ratios, cost = [], {"forward": [], "both": []}, {"forward": [], "both": []}
+    """Return the table of wall times of an earlier commit, and Canon's over those of the fastest peer."""
+    rows, ratios = [], {"forward": [], "both": []}
     for shape in SHAPES:
         cells = []
         for name in ("forward", "both"):
             times = {who: clocks(RECORD, shape, who, name) for who in ("canon auto", *PEERS)}
             fastest = min(wall for who, (wall, _) in times.items() if wall and who != "canon auto")
             ratios[name].append(fastest / times["canon auto"][0])
-            invariant = clocks(RECORD, shape, "canon auto, rank invariant", name)
-            cost[name].append(invariant[1] / times["canon auto"][1])
             shown = (times[who] for who in ("canon auto", "SDPA cudnn", "flash-attn-4"))
             cells += [f"{wall:.2f} [{gpu:.2f}]" if wall else "-" for wall, gpu in shown]
         rows.append([named(shape), *cells])
@@ -258,8 +256,6 @@ def wall() -> dict[str, str]:
         "wall": table(header, rows),
         "wall_forward": span(ratios["forward"]),
         "wall_both": span(ratios["both"]),
-        "invariant_forward": span(cost["forward"]),
-        "invariant_both": span(cost["both"]),
     }
 
 
@@ -374,14 +370,18 @@ def beside_peers() -> dict[str, str]:
     found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
     found |= {f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}" for name, x in ratios.items()}
     full = ratio("canon gluon fused in order", "canon gluon split")
-    costs = [(shape.split()[4], clocks(BESIDE, shape, "canon auto, rank invariant", "both")[0]
-              / clocks(BESIDE, shape, "canon auto", "both")[0]) for shape in shapes]  # fmt: skip
+    cost = lambda shape, passes: (
+        clocks(BESIDE, shape, "canon auto, rank invariant", passes)[0] / clocks(BESIDE, shape, "canon auto", passes)[0]
+    )
+    costs = [(shape.split()[4], cost(shape, "both")) for shape in shapes]
     return {
         **found,
         "peers": table(("TFLOP/s of GPU time", *(f"forward: {OF_FORWARD[x]}" for x in forwards),
                          *(f"backward: {OF_BESIDE[x]}" for x in backwards)), speeds),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
+        "invariant_forward": span(cost(shape, "forward") for shape in shapes),
+        "invariant_both": span(cost for _, cost in costs),
         **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
     }  # fmt: skip
 
