@@ -3,12 +3,12 @@
     weights_kernel    a CTA for each chunk of keys     P = exp(S - m), and the sums of P, of every tile      reads Q and K
     sums_kernel       a CTA for each 16 to 64 columns  O += P V and l += sums, tile after tile               reads P and V
 
-`forward` gives a tile of queries to one CTA, so few queries leave most SMs idle. Only its sums depend on the order of tiles:
-the MMAs of S do not, and m (`stale_maximum`) is the maximum of a row's first visible tile as long as no P is too large. So a
-CTA computes the first visible tiles of its rows, then the weights of its chunk. A column of O depends on no other column.
+`forward` gives a tile of queries to one CTA, so few queries leave most SMs idle. But only its sums depend on the order of
+tiles. The MMAs of S do not. The maximum m (`stale_maximum`) is that of a row's first visible tile, as long as no P is too
+large. So a CTA computes the first visible tiles of its rows, then the weights of its chunk. A column of O depends on no other.
 
-If a lane's sum of P is too large, `forward` would raise m. `weights_kernel` then says so, and the launch of `forward`
-that follows computes the whole call; otherwise that launch ends at once.
+If a lane's sum of P is too large, `forward` would raise m. Then `weights_kernel` sets a number on the device. A launch of
+`forward` comes last: it computes the whole call if the number is set, and ends at once if not.
 
     barrier of `weights_kernel`    arrivals in a phase   arrives                           waits           protects
     q_full, k.full                 1, and all bytes      the warpgroup itself, then TMA    the warpgroup   Q, K until loaded
@@ -20,8 +20,8 @@ that follows computes the whole call; otherwise that launch ends at once.
     ready                          1                     add_sums, at the end              add_products    the factors of O
 
 `weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` the MMAs of two visits are in flight: with the
-same accumulator they follow each other without a wait. A loader of one warp and boxes without absent rows of P are faster
-(the TMA unit takes time for each row of a box, however narrow); those rows are 0 from the start.
+same accumulator they follow each other without a wait. A loader of one warp is faster than one of four. The TMA unit takes
+time for each row of a box, however narrow. So the boxes leave out rows of P that do not exist; these are 0 from the start.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """
@@ -362,7 +362,7 @@ def sums_kernel(
     fence_async_shared()  # TMA sees the initialised mbarriers, and the MMA the zeros
     buffers = Visits(p, v_tiles, sums, excess)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
-    gl.warp_specialize(  # tuples of constants must stand here: in a variable they would become numbers at run time
+    gl.warp_specialize(  # constants in a tuple that a variable holds would become numbers at run time
         [
             (add_products, (buffers, inverse, ready, output, work, tiles, sets, heads, DV, DV_PAD, PACK)),
             (add_sums, (buffers, inverse, ready, output, maxima, work, tiles, sets, heads, DV_PAD, PACK)),

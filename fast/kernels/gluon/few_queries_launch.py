@@ -1,7 +1,7 @@
 """Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs work.
 
-Scratch: 2.25 bytes (wider heads than 128: 2.5) for each weight, and there are query heads x queries x keys that any of these
-queries sees, at most 2^27. Weights take 2 bytes, sums the rest.
+Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), of which sums take 0.25 (0.5). The number of weights is query
+heads x queries x keys that any of these queries sees. Calls with more than 2^27 weights run `forward`.
 """
 
 import torch
