@@ -91,7 +91,7 @@ def few(name: str, q, k, v, out, lse) -> Attended:
         plan = uploaded(plan, q.device)
         patch.setattr(few_queries_launch, "WEIGHTS_STAGES", {64: 2})
         patch.setattr(few_queries_launch, "SLICES", {64: 2})
-        few_queries_launch.forward_of_few(q, k, v, (64, 64), 2, plan, columns, SCALE * LOG2E.value, None, 1, out, lse)
+        few_queries_launch.forward_of_few(q, k, v, (64, 64), plan, SCALE * LOG2E.value, None, 1, out, lse)
     return Attended(out, lse)
 
 

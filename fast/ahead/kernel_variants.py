@@ -202,7 +202,7 @@ def few_queries_in_order(x: Inputs) -> None:
     config, pack = kernels.forward_config(x.q, x.v, x.mask)[0], few.heads_of_tile(x.q, x.k)
     for width, queries in product(few.SLICES, (1, few.ROWS)):  # few and many rows of a tile
         y = Inputs(x.model, x.q.device, queries, TOKENS)
-        planned = pack, few.few_queries_plan(y.mask, pack, config.columns, 1, y.q.device)
+        planned = few.few_queries_plan(y.mask, pack, config.columns, 1, y.q.device)
         with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
             for _ in tiles_forced(y, "forward"):
                 forward_into(y.q, y.k, y.v, y.mask, y.model.scale, y.out, y.statistic())

@@ -117,7 +117,7 @@ def weights_kernel(
     lane_token, _ = token_of_row(first, PACK, gl.SliceLayout(1, lane_sum_layout()))
     row = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, lane_sum_layout())), 1)
     place = 4 * row + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
-    valid = gl.expand_dims(lane_token < stop, 1) & (place >= 0)
+    valid = gl.expand_dims(lane_token < stop, 1)
     nothing = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     too_large = gl.zeros([M, 4], gl.int32, lane_sum_layout())
     m = gl.full([M], float("-inf"), gl.float32, ROWS)
@@ -196,7 +196,14 @@ def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
     """Return the first token of a tile, the end of its tokens, its batch and its first head."""
     work_tile = work + WORK_TILE * (1 + tile)
     first, stop = gl.load(work_tile + FIRST_TOKEN), gl.load(work_tile + STOP_TOKEN)
-    return first, stop, set_ // (heads // PACK), set_ % (heads // PACK) * PACK
+    batch, head = place_of_set(set_, heads, PACK)
+    return first, stop, batch, head
+
+
+@gluon.jit
+def place_of_set(set_, heads, PACK: gl.constexpr):
+    """Return the batch and the first head of a set."""
+    return set_ // (heads // PACK), set_ % (heads // PACK) * PACK
 
 
 @gluon.jit
@@ -207,7 +214,7 @@ def load_visits(
     """Load P, a slice of V and the sums of every visit (the loader). Sums behind the ``stored`` rows are of other visits."""
     p = buffers.p
     first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
-    batch, key_head = set_ // (heads // PACK), set_ % (heads // PACK) * PACK // GROUP
+    batch, head = place_of_set(set_, heads, PACK)
     P_ROWS: gl.constexpr = p_desc.block_type.shape[1]
     STAGES: gl.constexpr = buffers.v.shape[0]
     HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
@@ -225,7 +232,7 @@ def load_visits(
         for half in gl.static_range(HALVES):
             p_tile = p.tiles.index(ring.slot * HALVES + half).slice(0, P_ROWS, dim=1)
             tma_load(p_desc, [at, 0, 0, 64 * half], full, p_tile)
-        tma_load(v_desc, [batch, column, key_head, first_column], full, buffers.v.index(ring.slot))
+        tma_load(v_desc, [batch, column, head // GROUP, first_column], full, buffers.v.index(ring.slot))
         tma_load(sums_desc, [at * (stored * 4)], full, buffers.sums.index(ring.slot))
         tma_load(sums_desc, [(sets * visits + at) * (stored * 4)], full, buffers.excess.index(ring.slot))
         ring = ring.next(STAGES)

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPAN, SPANS_END, TILES, WORK_TILE
-from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
-from canon.fast.kernels.index_ranges import counted
+from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, TILES
+from canon.fast.kernels.gluon.tile_scheduler import WORK_TILE, Heads, Traversal, tile_schedule
+from canon.fast.kernels.index_ranges import counted, expanded
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, in_place
 from canon.fast.kernels.work_tables import band_array, visits
 from canon.masks.plan_cache import cached_plan
@@ -23,7 +23,6 @@ from canon.masks.plan_cache import cached_plan
 ROWS = 64  # of a tile: tokens x query heads of a group
 MOST_QUERIES = 64  # more give `forward` enough to do
 FEWEST_VISITS = 16  # of a tile of queries; with fewer, three launches take longer than one
-MOST_WEIGHTS = 1 << 27  # elements of P
 
 
 class FewQueriesPlan(NamedTuple):
@@ -35,6 +34,8 @@ class FewQueriesPlan(NamedTuple):
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk
+    pack          heads of a tile
+    keys          of a tile
     tokens        of a tile of queries, at most
     """
 
@@ -44,6 +45,8 @@ class FewQueriesPlan(NamedTuple):
     columns: Any
     first_visits: Any
     tiles: Any
+    pack: int
+    keys: int
     tokens: int
     fully_masked_rows: tuple[slice, ...]
 
@@ -54,17 +57,16 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
     tokens = tokens_of_tile(mask, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
     schedule = tile_schedule.__wrapped__(mask, traversal)
-    work = schedule.work if schedule.work_tiles else np.zeros(WORK_TILE.value, np.int32)
-    numbers = work[WORK_TILE.value : WORK_TILE.value * (1 + schedule.work_tiles)].reshape(-1, WORK_TILE.value)
-    starts, stops = numbers[:, FIRST_SPAN.value], numbers[:, SPANS_END.value]
-    tile, place = counted((stops - starts) // SPAN.value)
-    span = starts[tile] + SPAN.value * place
-    of_span, place = counted(work[span + TILES.value])
-    column, tile = work[span + COLUMN.value][of_span] + columns * place, tile[of_span]
-    ends = np.append(0, np.cumsum(np.bincount(tile, minlength=schedule.work_tiles)))
+    records = schedule.work.reshape(-1, WORK_TILE)  # a header, the tiles of queries, their spans
+    tiles = records[1 : 1 + schedule.work_tiles]
+    tile, span = expanded(tiles[:, FIRST_SPAN] // WORK_TILE, tiles[:, SPANS_END] // WORK_TILE)
+    of_span, place = counted(records[span, int(TILES)])
+    span, tile = span[of_span], tile[of_span]
+    column = records[span, int(COLUMN)] + columns * place
+    ends = np.append(0, np.cumsum(np.bincount(tile, minlength=len(tiles))))
     first_key, last_key = seen_keys(mask)
     first_visits, chunks, order, first_chunks = np.full(mask.queries, -1), [], [], [0]
-    for i, (first, stop, begin, end) in enumerate(zip(*numbers[:, :2].T, ends, ends[1:], strict=False)):
+    for i, (first, stop, begin, end) in enumerate(zip(*tiles[:, :2].T, ends, ends[1:], strict=False)):
         rows = np.arange(first, stop)[first_key[first:stop] < last_key[first:stop]]
         own = column[begin:end]
         first_visits[rows] = begin + np.searchsorted(own, first_key[rows], "right") - 1
@@ -75,10 +77,10 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
             order += [*again, *range(at, min(at + each, end))]
         first_chunks.append(len(chunks))
     made = (
-        work, np.reshape(chunks, (-1, 4)), np.array(order), np.stack([column, span[of_span]], 1), first_visits,
+        schedule.work, np.reshape(chunks, (-1, 4)), np.array(order), np.stack([column, WORK_TILE * span], 1), first_visits,
         np.stack([ends, first_chunks], 1),
     )  # fmt: skip
-    return FewQueriesPlan(*(x.astype(np.int32) for x in made), tokens, schedule.fully_masked_rows)
+    return FewQueriesPlan(*(x.astype(np.int32) for x in made), pack, columns, tokens, schedule.fully_masked_rows)
 
 
 def is_few(mask: AnyMask, columns: int) -> bool:
@@ -97,12 +99,6 @@ def tokens_of_tile(mask: PlacedMask, pack: int, columns: int) -> int:
     most = min(ROWS // pack, 1 << (mask.queries - 1).bit_length())
     found = {tokens: visits(mask, tokens, columns)[0] for tokens in (1, 2, 4, 8, 16, 32, 64) if tokens <= most}
     return next(tokens for tokens, number in found.items() if number <= 1.1 * min(found.values()))
-
-
-@cached_plan
-def visits_of(mask: PlacedMask, pack: int, columns: int) -> float:
-    """Return the visits of all tiles of queries."""
-    return visits(mask, tokens_of_tile(mask, pack, columns), columns)[0]
 
 
 def seen_keys(mask: PlacedMask) -> tuple[np.ndarray, np.ndarray]:

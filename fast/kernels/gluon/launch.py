@@ -70,7 +70,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
     few = few_queries_launch.few_queries(q, k, mask, config, plan.work_tiles, resident_ctas(q))
     even_out = writable(out, even_batches=True)
     even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
-    for rows in few[1].fully_masked_rows if few else plan.fully_masked_rows:
+    for rows in (few or plan).fully_masked_rows:
         zero_rows(even_out[:, rows])
         mask_statistic(even_lse[..., rows])
     if plan.work_tiles:
@@ -81,7 +81,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
         strides = even_out.stride(1), even_out.stride(2)
         work, counter = queue(plan, q)
         if few:
-            given = q, k, v, (d, dv), *few, config.columns, scale, softcap, resident_ctas(q), even_out, even_lse
+            given = q, k, v, (d, dv), few, scale, softcap, resident_ctas(q), even_out, even_lse
             counter = few_queries_launch.forward_of_few(*given)
         options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
         key_order = isinstance(mask, PlacedMask)

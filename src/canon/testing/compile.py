@@ -186,7 +186,7 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
             mask = in_place(Mask.causal(queries, tokens))
             plan = few_queries_launch.few_queries_plan(mask, 4, columns, 1, q.device)
             with mock.patch.object(few_queries_launch, "slice_width", lambda *_, width=width: width):
-                few_queries_launch.forward_of_few(*tensors, 4, plan, columns, 0.1, None, 1, dout, lse)
+                few_queries_launch.forward_of_few(*tensors, plan, 0.1, None, 1, dout, lse)
     return [results[0], *results[1::2]]
 
 
