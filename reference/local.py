@@ -50,7 +50,7 @@ from canon.reference.tiles import (
 from canon.runtime import public_local
 from canon.runtime.call import Algorithm, Call, Half
 from canon.runtime.checks import Scale, accumulate_dtype
-from canon.runtime.sink_weights import over_width, sink_weight
+from canon.runtime.sink_weights import over_width, sigmoid, sink_weight
 from canon.runtime.sink_weights import weighted as with_sink
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -167,7 +167,7 @@ class _Sink(torch.autograd.Function):
         a, visible = sink_weight(lse, sink), lse != -torch.inf
         dout = dout.to(lse.dtype).masked_fill(~over_width(visible), 0)
         r = (dout * out).sum(-1).transpose(-1, -2)
-        dlse = torch.where(visible, a * torch.sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel
+        dlse = torch.where(visible, a * sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel
         dsink = -dlse.transpose(-1, -2).reshape(-1, len(sink)).sum(0) if ctx.needs_input_grad[2] else None
         return (over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)
 

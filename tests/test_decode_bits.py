@@ -7,6 +7,7 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Mask
+from canon.runtime.sink_weights import sigmoid
 from canon.testing import process_groups
 
 N = 300
@@ -92,3 +93,9 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):
 
     process_groups.threads(program, 2)
     assert len(messages) == 2
+
+
+def test_the_weight_under_a_sink_does_not_depend_on_the_number_of_queries():
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(0))
+    whole = sigmoid(x)
+    assert all(torch.equal(whole[i : i + 1], sigmoid(x[i : i + 1])) for i in range(len(x)))

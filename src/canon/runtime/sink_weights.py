@@ -12,7 +12,15 @@ def weighted(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
     """Return a (*b, h, t), 0 for queries that see no key."""
     hidden = lse == -torch.inf  # -inf is replaced before the subtraction: -inf - -inf has the gradient NaN
-    return torch.sigmoid(lse.masked_fill(hidden, 0) - sink[:, None]).masked_fill(hidden, 0)
+    return sigmoid(lse.masked_fill(hidden, 0) - sink[:, None]).masked_fill(hidden, 0)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the sigmoid. Its float32 bits do not depend on the number of elements.
+
+    A CPU takes another exponential for the last elements of a tensor. In float64 the difference vanishes in the rounding.
+    """
+    return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
 
 def over_width(x: Tensor) -> Tensor:
