@@ -2,7 +2,8 @@
 
 With a list of masks the part is copied there.
 
-The algorithm and its cost are those of `canon.reference.decode`.
+The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True on Hopper, sums travel from rank to
+rank, and no keys: `decode_in_order`.
 
 Source: as `canon.reference.decode`.
 """
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.fast.decode_in_order import in_order
 from canon.fast.device import check_inputs
 from canon.fast.local import attention, attention_forward, forward_into, merge_into
 from canon.fast.messages import transport_for
@@ -49,7 +51,7 @@ def decode(
 
 
 # torch.compile breaks its graph here: it does not trace plans.
-decode_attention = torch.compiler.disable(public_local.decode_attention(decode, attention, check_inputs))
+decode_attention = torch.compiler.disable(public_local.decode_attention(decode, attention, check_inputs, in_order))
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

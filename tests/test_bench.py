@@ -5,11 +5,11 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, few_queries, kernels, layers, shapes, tune
+from canon.bench import bench_command, decoding, few_queries, kernels, layers, shapes, tune
 from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
-from canon.testing import simulated_kernels
+from canon.testing import process_groups, simulated_kernels
 
 
 # ---------------------------------------------------------------------- shapes
@@ -103,6 +103,14 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
     assert "support bfloat16" in rows[-1]["declined"]
     assert layers.tables(rows)[0].row_count == len(rows)
+
+
+def test_decoding_is_judged_on_ranks_and_its_bits_compared():
+    shape = shapes.shape_of("1,3,4,2,64", "full:300")
+    rows, _ = process_groups.processes(decoding.Bench((shape,), torch.float32, "", 2, "cpu", calls=1), 2)
+    assert [row["schedule"] for row in rows] == ["parts", "sums travel", "keys travel", "one GPU"]
+    assert all(row["agrees"] and len(row["wall_ms"]) == 2 and "failed" not in row for row in rows)
+    assert decoding.tables(rows)[0].row_count == len(rows)
 
 
 def test_few_queries_are_judged_in_every_configuration_and_timed_beside_a_copy(monkeypatch):

@@ -52,7 +52,7 @@ def expected_waits(report):
     if case["backend"] != "gluon":  # Triton places them
         return report["waits"], 0, 0
     if case["kernel"] == "few_queries":
-        return (1 if report["name"] == "weights_kernel" else 2), 0, 0
+        return {"weights_kernel": 1, "sums_kernel": 2}.get(report["name"], 0), 0, 0
     if case["kernel"] != "forward":
         each = {"dq": 3, "dkdv": 4, "dkdv_hdim256": 2, "fused": 4 if case["d"] > 64 else 5}
         return 2 * each[case["kernel"]], 0, 0

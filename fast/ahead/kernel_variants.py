@@ -128,7 +128,7 @@ def steps(model: Model) -> list[Callable[["Inputs"], None]]:
     unused = set() if model.has_sink else {sinks}
     if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
         unused |= {whole_backward}
-    unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order}
+    unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order, few_queries_on_ranks}
     return [
         step for step in dict.fromkeys(x for name in model.functions for x in FUNCTIONS[name]) if step not in unused
     ]
@@ -206,6 +206,26 @@ def few_queries_in_order(x: Inputs) -> None:
         with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
             for _ in tiles_forced(y, "forward"):
                 forward_into(y.q, y.k, y.v, y.mask, y.model.scale, y.out, y.statistic())
+
+
+def few_queries_on_ranks(x: Inputs) -> None:
+    """Launch the Hopper kernels of `decode_in_order`."""
+    kernels = kernels_for(x.q, x.v)
+    if not packs_heads(kernels) or x.model.max_logits:
+        return
+    few = kernels.few_queries_launch
+    for width, queries in product(few.SLICES, (1, few.MOST_ROWS * x.k.shape[2] // x.q.shape[2])):
+        y = Inputs(x.model, x.q.device, min(queries, few.MOST_QUERIES), TOKENS)
+        if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
+            continue
+        lse, counter = y.statistic(), torch.zeros(2, dtype=torch.int32, device=y.q.device)
+        o, sums = y.out.float(), lse.new_zeros(2, *lse.shape, 4)
+        with _replaced(few, "slice_width", width):
+            shard = kernels.keys_of_rank(y.q, y.k, y.v, y.mask, y.model.scale, counter)
+            shard.write_first_maxima(lse)
+            shard.write_weights(lse, 1, 0)
+            shard.add(o, sums)
+        few.write_results(o, sums, lse, 1, 0, y.out, lse)
 
 
 def whole_backward(inputs: Inputs) -> None:
@@ -348,6 +368,7 @@ def _replaced(module: ModuleType, name: str, result: object) -> Iterator[None]:
 
 
 OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never with rank_invariant
+FEW_QUERIES = few_queries, few_queries_in_order, few_queries_on_ranks
 RINGS = {"ring_attention", "zigzag_attention", "striped_attention", "latent_attention"}
 RING = whole_forward, whole_backward, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
 FUNCTIONS = {
@@ -355,7 +376,7 @@ FUNCTIONS = {
     "attention_forward": (whole_forward, forward_parts, masked_rows, few_queries),
     "attention_backward": (whole_forward, whole_backward, backward_parts, masked_rows),
     "merge": (whole_merges,),
-    "decode_attention": (whole_forward, forward_parts, masked_rows, few_queries, few_queries_in_order, merges),
+    "decode_attention": (whole_forward, forward_parts, masked_rows, merges, *FEW_QUERIES),
     **dict.fromkeys(sorted(RINGS), RING),
     "strided_attention": (whole_forward, whole_backward, backward_parts, masked_rows, active_rows, sinks, rank_sums),
     "magi_attention": (*RING, cast_rows),

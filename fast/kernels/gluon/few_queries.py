@@ -23,6 +23,10 @@ If a lane's sum of P is too large, `forward` would raise m. Then `weights_kernel
 same accumulator they follow each other without a wait. A loader of one warp is faster than one of four. The TMA unit takes
 time for each row of a box, however narrow. So the boxes leave out rows of P that do not exist; these are 0 from the start.
 
+Where several ranks divide the keys (`canon.fast.decode_in_order`), `weights_kernel` runs twice on each: for the maxima of
+first visible tiles, and, once those of all ranks are known, for the weights. `sums_kernel` continues the sums of the rank
+before. `results_kernel` divides the sums over all keys.
+
 Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a repetition if it fails.
 """
 
@@ -54,6 +58,7 @@ from canon.fast.kernels.gluon.tile_ring import (
 TILE, FIRST_VISIT, FIRST_OWN, VISITS_END = map(gl.constexpr, range(4))  # of a chunk
 VISITS_BEGIN, CHUNKS_BEGIN = map(gl.constexpr, range(2))  # of a tile of queries; the next row has the ends
 M = gl.constexpr(64)  # rows of a tile
+WHOLE, FIRST_TILES, OF_A_RANK = map(gl.constexpr, range(3))  # what `weights_kernel` computes
 
 
 @gluon.jit
@@ -63,7 +68,26 @@ def token_of_row(first, PACK: gl.constexpr, LAYOUT: gl.constexpr):
     return first + r // PACK, r % PACK
 
 
-@gluon.jit(do_not_specialize=["sets", "visits", "stored"])
+@gluon.jit
+def place_of_rows(batch, head, packed, token, heads, tokens):
+    """Return the places of rows in a statistic (b, h, t)."""
+    return (batch * heads + head + packed) * tokens + token
+
+
+@gluon.jit
+def first_maximum(maxima, ranks, stride, place, valid):
+    """Return the maxima of the first rank that has one, or -inf. Rank r's are ``stride`` numbers after rank r - 1's.
+
+    Infinity stands for none. If it is a score, P is infinite or NaN, so the call is repeated.
+    """
+    m = gl.load(maxima + place, mask=valid, other=float("inf"))
+    for rank in range(1, ranks):
+        other = gl.load(maxima + rank * stride + place, mask=valid, other=float("inf"))
+        m = gl.where(m == float("inf"), other, m)
+    return gl.where(m == float("inf"), float("-inf"), m)
+
+
+@gluon.jit(do_not_specialize=["sets", "visits", "stored", "tokens", "ranks", "stride"])
 def weights_kernel(
     q_desc,
     k_desc,
@@ -81,6 +105,9 @@ def weights_kernel(
     visits,
     stored,
     heads,
+    tokens,
+    ranks,
+    stride,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     D_PAD: gl.constexpr,
@@ -88,11 +115,13 @@ def weights_kernel(
     COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr,
+    STEP: gl.constexpr,
 ):
     """Write p (sets, visits, stored, COLUMNS), sums (2, sets, visits, stored, 4), of P and of P minus rounded P by lane, and
     maxima (chunks, sets, 64). Set the number behind ``counter`` to 1 if a sum is too large for this maximum.
 
-    A set is PACK query heads of a sequence; ``stored`` rows of a tile are written.
+    A set is PACK query heads of a sequence; ``stored`` rows of a tile are written. STEP: FIRST_TILES writes only maxima
+    (b, h, t) of the rows whose first visible tile is the one visit of a chunk. OF_A_RANK reads maxima of all ``ranks``.
     """
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [1, 1, M // PACK, PACK, D_PAD], q_desc.layout)
@@ -104,7 +133,8 @@ def weights_kernel(
     chunk, set_ = gl.program_id(0) // sets, gl.program_id(0) % sets
     at = chunks + 4 * chunk
     first, stop, batch, head = rows_of_tile(work, gl.load(at + TILE), set_, heads, PACK)
-    begin, own, end = gl.load(at + FIRST_VISIT), gl.load(at + FIRST_OWN), gl.load(at + VISITS_END)
+    own, end = gl.load(at + FIRST_OWN), gl.load(at + VISITS_END)
+    begin = own if STEP == OF_A_RANK else gl.load(at + FIRST_VISIT)
     load_box(q_desc, batch, first, head, q_full.index(0), q.index(0))
     for i in gl.static_range(STAGES):
         if begin + i < end:
@@ -112,7 +142,8 @@ def weights_kernel(
             load_box(k_desc, batch, column, head // GROUP, k.full.index(i), k.tiles.index(i))
 
     ROWS: gl.constexpr = per_row_layout(COLUMNS)
-    token, _ = token_of_row(first, PACK, ROWS)
+    token, packed = token_of_row(first, PACK, ROWS)
+    place_of_row = place_of_rows(batch, head, packed, token, heads, tokens)
     starts = gl.load(first_visits + token, mask=token < stop, other=-1)
     lane_token, _ = token_of_row(first, PACK, gl.SliceLayout(1, lane_sum_layout()))
     row = gl.expand_dims(gl.arange(0, M, gl.SliceLayout(1, lane_sum_layout())), 1)
@@ -121,6 +152,8 @@ def weights_kernel(
     nothing = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     too_large = gl.zeros([M, 4], gl.int32, lane_sum_layout())
     m = gl.full([M], float("-inf"), gl.float32, ROWS)
+    if STEP == OF_A_RANK:
+        m = first_maximum(maxima, ranks, stride, place_of_row, token < stop)
     declare_registers(gl.zeros([M, COLUMNS], dtype, mma_layout(COLUMNS)), 0)
     q_tile = q.index(0).reshape([M, D_PAD])
     ring = first_position()
@@ -141,12 +174,14 @@ def weights_kernel(
         s = capped(s, scale_log2, SOFTCAP)
         if is_partial(work, span):
             s = mask_hidden(s, work, span, first, column, float("-inf"), PACK, True)
-        highest = row_maximum(s) * factor_of_capped(scale_log2, SOFTCAP)
-        m = gl.where(starts == visit, gl.maximum(m, highest), m)
-        if i >= own:
-            x = powers(
-                s, gl.maximum(m, LOWEST), scale_log2, SOFTCAP
-            )  # infinite if a row with visible keys has m = -inf
+        if STEP != OF_A_RANK:
+            highest = row_maximum(s) * factor_of_capped(scale_log2, SOFTCAP)
+            m = gl.where(starts == visit, gl.maximum(m, highest), m)
+        if STEP == FIRST_TILES:
+            gl.store(maxima + place_of_row, m, mask=starts == visit)
+        elif i >= own:
+            # infinite if a row with visible keys has m = -inf
+            x = powers(s, gl.maximum(m, LOWEST), scale_log2, SOFTCAP)
             lanes = lane_sum(x)
             x = round_and_keep(x, q, 0)
             excess = add_rounding_excess(nothing, x, lanes, gl.full_like(lanes, -1.0), 0)
@@ -157,7 +192,8 @@ def weights_kernel(
             gl.store(sums + tile * (stored * 4) + place, lanes, mask=valid)
             gl.store(sums + (sets * visits + tile) * (stored * 4) + place, excess, mask=valid)
         ring = ring.next(STAGES)
-    gl.store(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS), m)
+    if STEP == WHOLE:
+        gl.store(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS), m)
     if gl.max(gl.max(too_large, 1), 0) > 0:
         gl.store(counter + 1, 1)
 
@@ -251,14 +287,24 @@ def add_products(
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
     PACK: gl.constexpr,
+    CONTINUED: gl.constexpr,
 ):
-    """Add P V of all visits, in order, and write a slice of out (a warpgroup)."""
+    """Add P V of all visits, in order, and write a slice of out (a warpgroup). CONTINUED: add it to a slice of out."""
     p = buffers.p
     SLICE: gl.constexpr = buffers.v.shape[4]
     STAGES: gl.constexpr = buffers.v.shape[0]
     HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
-    o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
+    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
+    token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
+    column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
+    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
+    offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
+    keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
+    if CONTINUED:
+        o = gl.load(start + offset, mask=keep, other=0.0)
+    else:
+        o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
     ring = first_position()
     for visit in range(begin, end):
         mbarrier.wait(p.full.index(ring.slot), ring.parity)
@@ -270,30 +316,38 @@ def add_products(
         mbarrier.arrive(p.free.index(ring.previous), count=1, pred=visit > begin)
         ring = ring.next(STAGES)
     o = hopper.warpgroup_mma_wait(0, deps=[o])
-    mbarrier.wait(ready, 0)
-    factor = gl.expand_dims(inverse.load(per_row_layout(SLICE)), 1)
-    o = zero_rows(o * factor, factor)
-    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
-    token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
-    column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
-    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
-    offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
-    keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
+    if not CONTINUED:
+        mbarrier.wait(ready, 0)
+        factor = gl.expand_dims(inverse.load(per_row_layout(SLICE)), 1)
+        o = zero_rows(o * factor, factor)
     gl.store(start + offset, o.to(output.out.dtype.element_ty), mask=keep)
 
 
 @gluon.jit
 def add_sums(
-    buffers, inverse, ready, output, maxima, work, tiles, sets, heads, DV_PAD: gl.constexpr, PACK: gl.constexpr
-):
-    """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse`` (a warpgroup)."""
+    buffers, inverse, ready, output, maxima, work, tiles, sets, heads, second, DV_PAD: gl.constexpr,
+    PACK: gl.constexpr, CONTINUED: gl.constexpr
+):  # fmt: skip
+    """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse`` (a warpgroup).
+
+    CONTINUED: instead of lse there are sums (b, h, t, 4), to which they are added, and others ``second`` numbers behind it.
+    """
     p = buffers.p
     SLICE: gl.constexpr = buffers.v.shape[4]
     ROWS: gl.constexpr = per_row_layout(64)
     STAGES: gl.constexpr = buffers.v.shape[0]
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
+    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
+    LANES: gl.constexpr = gl.SliceLayout(1, lane_sum_layout())
+    token, packed = token_of_row(first, PACK, LANES)
+    row = gl.expand_dims(place_of_rows(batch, head, packed, token, heads, output.tokens), 1)
+    place = 4 * row + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
+    kept = gl.expand_dims(token < stop, 1) & (first_column == 0)  # by one CTA, the only one that reads them
     l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
+    if CONTINUED:
+        l = gl.load(output.lse + place, mask=kept, other=0.0)
+        excess = gl.load(output.lse + second + place, mask=kept, other=0.0)
     ring = first_position()
     for _visit in range(begin, end):
         mbarrier.wait(p.full.index(ring.slot), ring.parity)
@@ -305,17 +359,20 @@ def add_sums(
         l += sums
         ring = ring.next(STAGES)
 
-    m = gl.full([M], float("-inf"), gl.float32, ROWS)
-    chunks = tiles + 2 * tile + CHUNKS_BEGIN
-    for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
-        m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
-    factor, natural = results_of_sums(m, l, l - excess, ROWS)
-    inverse.store(factor)
-    mbarrier.arrive(ready, count=1)
-    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
-    token, packed = token_of_row(first, PACK, ROWS)
-    start = output.lse + (batch * heads + head).to(gl.int64) * output.tokens
-    gl.store(start + (packed * output.tokens + token), natural, mask=(token < stop) & (first_column == 0))
+    if CONTINUED:
+        gl.store(output.lse + place, l, mask=kept)
+        gl.store(output.lse + second + place, excess, mask=kept)
+    else:
+        m = gl.full([M], float("-inf"), gl.float32, ROWS)
+        chunks = tiles + 2 * tile + CHUNKS_BEGIN
+        for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
+            m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
+        factor, natural = results_of_sums(m, l, l - excess, ROWS)
+        inverse.store(factor)
+        mbarrier.arrive(ready, count=1)
+        token, packed = token_of_row(first, PACK, ROWS)
+        row = place_of_rows(batch, head, packed, token, heads, output.tokens)
+        gl.store(output.lse + row, natural, mask=(token < stop) & (first_column == 0))
 
 
 @gluon.jit
@@ -324,7 +381,7 @@ def by_lane(sums):
     return gl.convert_layout(sums.load(flat_lane_sum_layout()).reshape([M, 4]), lane_sum_layout())
 
 
-@gluon.jit(do_not_specialize=["tokens", "sets", "visits", "stored"], do_not_specialize_on_alignment=["lse"])
+@gluon.jit(do_not_specialize=["tokens", "sets", "visits", "stored", "second"], do_not_specialize_on_alignment=["lse"])
 def sums_kernel(
     p_desc,
     v_desc,
@@ -342,6 +399,7 @@ def sums_kernel(
     tokens,
     stride_t,
     stride_h,
+    second,
     GROUP: gl.constexpr,
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
@@ -349,10 +407,12 @@ def sums_kernel(
     COLUMNS: gl.constexpr,
     SLICE: gl.constexpr,
     STAGES: gl.constexpr,
+    CONTINUED: gl.constexpr,
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) from the results of `weights_kernel`.
 
-    The batch stride of ``out`` is tokens * stride_t. A CTA computes SLICE columns of a tile of rows.
+    The batch stride of ``out`` is tokens * stride_t. A CTA computes SLICE columns of a tile of rows. CONTINUED: add P V to
+    ``out``, float32, and sums of P to ``lse`` (b, h, t, 4), of P minus rounded P ``second`` numbers behind it, instead.
     """
     dtype: gl.constexpr = v_desc.dtype
     p_tiles = gl.allocate_shared_memory(dtype, [STAGES * COLUMNS // 64, 1, M, 1, 64], p_desc.layout)
@@ -371,8 +431,11 @@ def sums_kernel(
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
     gl.warp_specialize(  # constants in a tuple that a variable holds would become numbers at run time
         [
-            (add_products, (buffers, inverse, ready, output, work, tiles, sets, heads, DV, DV_PAD, PACK)),
-            (add_sums, (buffers, inverse, ready, output, maxima, work, tiles, sets, heads, DV_PAD, PACK)),
+            (add_products, (buffers, inverse, ready, output, work, tiles, sets, heads, DV, DV_PAD, PACK, CONTINUED)),
+            (
+                add_sums,
+                (buffers, inverse, ready, output, maxima, work, tiles, sets, heads, second, DV_PAD, PACK, CONTINUED),
+            ),
             (
                 load_visits,
                 (
@@ -396,3 +459,33 @@ def sums_kernel(
         [4, 1],
         [96, 32],
     )
+
+
+# ------------------------------------------------------------------ several ranks
+@gluon.jit(do_not_specialize=["ranks", "stride", "rows", "tokens"])
+def results_kernel(
+    o, sums, maxima, out, lse, ranks, stride, rows, heads, tokens, DV: gl.constexpr, DV_PAD: gl.constexpr
+):
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t) of ``rows`` rows of (b, h, t), from the sums over all keys.
+
+    ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4): those of `sums_kernel`. ``maxima`` (b, h, t) of each rank. All contiguous.
+    """
+    WIDTH: gl.constexpr = M  # columns at a time
+    ROWS: gl.constexpr = per_row_layout(WIDTH)
+    row = gl.program_id(0) * M + gl.arange(0, M, ROWS)
+    m = first_maximum(maxima, ranks, stride, row, row < rows)
+    lane_row = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(1, lane_sum_layout()))
+    place = 4 * gl.expand_dims(lane_row, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
+    kept = gl.expand_dims(lane_row < rows, 1)
+    l = gl.load(sums + place, mask=kept, other=0.0)
+    excess = gl.load(sums + 4 * rows + place, mask=kept, other=0.0)
+    factor, natural = results_of_sums(m, l, l - excess, ROWS)
+    gl.store(lse + row, natural, mask=row < rows)
+    factor = gl.expand_dims(factor, 1)
+    sequence, head, token = row // tokens // heads, row // tokens % heads, row % tokens
+    start = gl.expand_dims(((sequence * tokens + token) * heads + head).to(gl.int64) * DV, 1)
+    for first in gl.static_range(0, DV_PAD, WIDTH):
+        column = first + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, mma_layout(WIDTH))), 0)
+        keep = gl.expand_dims(row < rows, 1) & (column < DV)
+        x = gl.load(o + start + column, mask=keep, other=0.0)
+        gl.store(out + start + column, zero_rows(x * factor, factor).to(out.dtype.element_ty), mask=keep)

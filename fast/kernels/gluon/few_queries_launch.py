@@ -1,23 +1,42 @@
 """Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs work.
 
 Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), of which sums take 0.25 (0.5). The number of weights is query
-heads x queries x keys that any of these queries sees. Calls with more than 2^27 weights run `forward`.
+heads x queries x keys that any of these queries sees. Calls with more than 2^27 weights run `forward`. On several ranks the
+scratch has no limit: with at most 256 rows for a key head it is about as large as K and V of the rank.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.descriptors import box, descriptor
-from canon.fast.kernels.gluon.few_queries import sums_kernel, weights_kernel
-from canon.fast.kernels.gluon.few_queries_plan import ROWS, FewQueriesPlan, few_queries_plan, is_few, tokens_of_tile
+from canon.fast.kernels.gluon.few_queries import (
+    FIRST_TILES,
+    OF_A_RANK,
+    WHOLE,
+    results_kernel,
+    sums_kernel,
+    weights_kernel,
+)
+from canon.fast.kernels.gluon.few_queries_plan import (
+    MOST_QUERIES,
+    ROWS,
+    FewQueriesPlan,
+    few_queries_plan,
+    is_few,
+    tokens_of_tile,
+)
 from canon.fast.kernels.launcher import launch
-from canon.fast.kernels.placed_mask import AnyMask
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.work_tables import visits
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 113 KB, so that an SM holds two CTAs
 SLICES = {64: 5, 32: 7, 16: 9}  # columns of a CTA of `sums_kernel`, and stages
 MOST_WEIGHTS = 1 << 27
+MOST_ROWS = 256  # of a key head, on several ranks
 Widths = tuple[int, int]
 
 
@@ -28,12 +47,23 @@ def few_queries(
     columns = config.columns
     if not (config.stale_maximum and is_few(mask, columns)) or work_tiles > ctas // 2:
         return None
-    pack = heads_of_tile(q, k)
-    tokens = tokens_of_tile(mask, pack, columns)
-    number = q.shape[0] * q.shape[2] // pack * int(visits(mask, tokens, columns)[0])
+    pack, tokens, number = tiling(q, k, mask, columns)
     if number * pack * tokens * columns > MOST_WEIGHTS:
         return None
+    return plan_for(q, k, mask, columns, ctas)
+
+
+def plan_for(q: Tensor, k: Tensor, mask: PlacedMask, columns: int, ctas: int) -> FewQueriesPlan:
+    """Return the plan for tiles of ``columns`` keys, with two chunks for each of ``ctas``."""
+    pack, _, number = tiling(q, k, mask, columns)
     return few_queries_plan(mask, pack, columns, max(1, -(-number // (2 * ctas))), q.device)
+
+
+def tiling(q: Tensor, k: Tensor, mask: PlacedMask, columns: int) -> tuple[int, int, int]:
+    """Return the heads and the tokens of a tile of queries, and the number of visits of all heads and sequences."""
+    pack = heads_of_tile(q, k)
+    tokens = tokens_of_tile(mask, pack, columns)
+    return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(mask, tokens, columns)[0])
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:
@@ -47,29 +77,106 @@ def slice_width(columns: int, ctas: int) -> int:
     return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
 
 
+class Weights(NamedTuple):
+    """The results of `weights_kernel`; ``counter``: a counter for `forward`, then whether a maximum must rise."""
+
+    p: Tensor
+    sums: Tensor
+    counter: Tensor
+
+
 def forward_of_few(
     q: Tensor, k: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, ctas: int,
     out: Tensor, lse: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
-    (b, t, h, d), g, dv = q.shape, k.shape[2], v.shape[3]
-    pack, columns, number = plan.pack, plan.keys, len(plan.columns)
-    sets, rows = b * h // pack, plan.tokens * pack
-    p = torch.empty(sets * number, rows, 1, columns, dtype=q.dtype, device=q.device)
-    sums = torch.empty(2, sets * number, rows, 4, device=q.device)
-    maxima = torch.empty(len(plan.chunks), sets, ROWS, device=q.device)
-    counter = torch.zeros(2, dtype=torch.int32, device=q.device)
-    common = {"GROUP": h // g, "PACK": pack, "COLUMNS": columns, "num_warps": 4}
-    tiles = box(q, ROWS // pack, pack, pads[0]), box(k, columns, 1, pads[0])
-    tables = plan.work, plan.chunks, plan.order, plan.columns, plan.first_visits
-    arguments = (*tiles, p, sums, maxima, counter, *tables, scale, sets, number, rows, h)
-    options = {"D": d, "D_PAD": pads[0], "STAGES": WEIGHTS_STAGES[pads[0]], "SOFTCAP": softcap}
-    launch(weights_kernel, len(plan.chunks) * sets, q.device, arguments, **common, **options)
+    maxima = torch.empty(len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS, device=q.device)
+    weights = empty_weights(q, plan, torch.zeros(2, dtype=torch.int32, device=q.device))
+    launch_weights(q, k, pads, plan, scale, softcap, weights, maxima, WHOLE)
+    launch_sums(q, v, pads, plan, ctas, weights, maxima, out, lse)
+    return weights.counter
+
+
+def empty_weights(q: Tensor, plan: FewQueriesPlan, counter: Tensor) -> Weights:
+    """Allocate the results of `weights_kernel`. ``counter`` (2,) holds 0, int32."""
+    tiles, rows = q.shape[0] * q.shape[2] // plan.pack * len(plan.columns), plan.tokens * plan.pack
+    p = torch.empty(tiles, rows, 1, plan.keys, dtype=q.dtype, device=q.device)
+    sums = torch.empty(2, tiles, rows, 4, device=q.device)
+    return Weights(p, sums, counter)
+
+
+def launch_weights(
+    q: Tensor, k: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, weights: Weights,
+    maxima: Tensor, step: constexpr, ranks: int = 1, stride: int = 0,
+) -> None:  # fmt: skip
+    """Launch `weights_kernel` with this STEP. The first element of a rank's ``maxima`` is ``stride`` behind the last one's."""
+    (b, t, h, d), pack = q.shape, plan.pack
+    sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
+    tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
+    tables = weights.counter, plan.work, chunks, plan.order, plan.columns, plan.first_visits
+    sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride
+    options = {"GROUP": h // k.shape[2], "D": d, "D_PAD": pads[0], "STAGES": WEIGHTS_STAGES[pads[0]]}
+    options |= {"PACK": pack, "COLUMNS": plan.keys, "SOFTCAP": softcap, "STEP": step.value, "num_warps": 4}
+    arguments = (*tiles, weights.p, weights.sums, maxima, *tables, scale, *sizes)
+    launch(weights_kernel, len(chunks) * sets, q.device, arguments, **options)
+
+
+def launch_sums(
+    q: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, ctas: int, weights: Weights, maxima: Tensor, out: Tensor,
+    lse: Tensor, second: int = 0,
+) -> None:  # fmt: skip
+    """Launch `sums_kernel`; CONTINUED with sums of P minus rounded P ``second`` numbers behind ``lse``."""
+    (b, t, h, _), dv, pack, rows = q.shape, v.shape[3], plan.pack, plan.tokens * plan.pack
+    sets = b * h // pack
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
     width = slice_width(all_columns, ctas)
-    tiles = box(p, 16 if rows <= 16 else ROWS, 1, 64), box(v, columns, 1, width), descriptor(sums.view(-1), 4 * ROWS)
-    arguments = (*tiles, maxima, out, lse, plan.work, plan.tiles, plan.columns, sets, number, rows, h, t)
-    arguments += out.stride(1), out.stride(2)
-    options = {"DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
-    launch(sums_kernel, all_columns // width, q.device, arguments, **common, **options)
-    return counter
+    tiles = box(weights.p, 16 if rows <= 16 else ROWS, 1, 64), box(v, plan.keys, 1, width)
+    tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
+    sizes = sets, len(plan.columns), rows, h, t, out.stride(1), out.stride(2), second
+    options = {"GROUP": h // v.shape[2], "DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
+    options |= {"PACK": pack, "COLUMNS": plan.keys, "CONTINUED": second > 0, "num_warps": 4}
+    arguments = (*tiles, descriptor(weights.sums.view(-1), 4 * ROWS), *tables, *sizes)
+    launch(sums_kernel, all_columns // width, q.device, arguments, **options)
+
+
+# ------------------------------------------------------------------ several ranks
+def few_rows(q: Tensor, k: Tensor) -> bool:
+    """Return whether a call on several ranks has few enough queries, and rows of a key head, but at least one."""
+    return q.numel() > 0 and q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
+
+
+class KeysOfRank:
+    """The steps of `canon.fast.decode_in_order`: few queries q (b, t, h, d), and this rank's keys.
+
+    `write_weights` sets the second number of ``counter`` to 1 if a maximum must rise.
+    """
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None,
+        ctas: int, counter: Tensor,
+    ):  # fmt: skip
+        self.given, self.v, self.ctas = (q, k, pads, plan, scale, softcap), v, ctas
+        self.plan, self.weights = plan, empty_weights(q, plan, counter)
+
+    def write_first_maxima(self, maxima: Tensor) -> None:
+        """Write the maxima (b, h, t) of first visible tiles, of rows that see a key."""
+        if len(self.plan.columns):
+            launch_weights(*self.given, self.weights, maxima, FIRST_TILES)
+
+    def write_weights(self, maxima: Tensor, ranks: int, stride: int) -> None:
+        """Compute the weights from the first maxima of all ranks."""
+        if len(self.plan.columns):
+            launch_weights(*self.given, self.weights, maxima, OF_A_RANK, ranks, stride)
+
+    def add(self, o: Tensor, sums: Tensor) -> None:
+        """Add to o (b, t, h, dv), and to both ``sums`` (2, b, h, t, 4) of the weights: float32, contiguous but for axis 0."""
+        if len(self.plan.columns):
+            q, _, pads, *_ = self.given
+            launch_sums(q, self.v, pads, self.plan, self.ctas, self.weights, sums, o, sums, sums.stride(0))
+
+
+def write_results(o: Tensor, sums: Tensor, maxima: Tensor, ranks: int, stride: int, out: Tensor, lse: Tensor) -> None:
+    """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all ranks."""
+    (_, t, h, dv), rows = out.shape, lse.numel()
+    arguments = (o, sums, maxima, out, lse, ranks, stride, rows, h, t)
+    launch(results_kernel, -(-rows // ROWS), out.device, arguments, DV=dv, DV_PAD=-(-dv // ROWS) * ROWS, num_warps=4)

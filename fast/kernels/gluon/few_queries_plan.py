@@ -14,7 +14,7 @@ import numpy as np
 
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, TILES
-from canon.fast.kernels.gluon.tile_scheduler import WORK_TILE, Heads, Traversal, tile_schedule
+from canon.fast.kernels.gluon.tile_scheduler import WORK_TILE, Heads, MaskedTokens, Traversal, tile_schedule
 from canon.fast.kernels.index_ranges import counted, expanded
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, in_place
 from canon.fast.kernels.work_tables import band_array, visits
@@ -30,7 +30,8 @@ class FewQueriesPlan(NamedTuple):
 
     work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
     chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
-    order         visits of the chunks: those that are computed again, then their own
+    first_chunks  (n, 4): as ``chunks``, one for each tile of queries and first visit of its rows
+    order         visits of the chunks: those that are computed again, then their own; at the end, those of ``first_chunks``
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk
@@ -41,6 +42,7 @@ class FewQueriesPlan(NamedTuple):
 
     work: Any
     chunks: Any
+    first_chunks: Any
     order: Any
     columns: Any
     first_visits: Any
@@ -49,6 +51,7 @@ class FewQueriesPlan(NamedTuple):
     keys: int
     tokens: int
     fully_masked_rows: tuple[slice, ...]
+    loads_masked_tokens: MaskedTokens
 
 
 @device_plan
@@ -65,22 +68,27 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
     column = records[span, int(COLUMN)] + columns * place
     ends = np.append(0, np.cumsum(np.bincount(tile, minlength=len(tiles))))
     first_key, last_key = seen_keys(mask)
-    first_visits, chunks, order, first_chunks = np.full(mask.queries, -1), [], [], [0]
+    first_visits, chunks, order, begins = np.full(mask.queries, -1), [], [], [0]
+    first_of_tiles: list[tuple[int, int]] = []
     for i, (first, stop, begin, end) in enumerate(zip(*tiles[:, :2].T, ends, ends[1:], strict=False)):
         rows = np.arange(first, stop)[first_key[first:stop] < last_key[first:stop]]
         own = column[begin:end]
         first_visits[rows] = begin + np.searchsorted(own, first_key[rows], "right") - 1
+        first_of_tiles += [(i, visit) for visit in np.unique(first_visits[rows])]
         for at in range(begin, end, each):
             earlier = rows[(first_visits[rows] < at) & (last_key[rows] > column[at])]
             again = np.unique(first_visits[earlier])
             chunks.append((i, len(order), len(order) + len(again), len(order) + len(again) + min(each, end - at)))
             order += [*again, *range(at, min(at + each, end))]
-        first_chunks.append(len(chunks))
+        begins.append(len(chunks))
+    first_chunks = [(i, at, at + 1, at + 1) for at, (i, _) in enumerate(first_of_tiles, len(order))]
+    order += [visit for _, visit in first_of_tiles]
     made = (
-        schedule.work, np.reshape(chunks, (-1, 4)), np.array(order), np.stack([column, WORK_TILE * span], 1), first_visits,
-        np.stack([ends, first_chunks], 1),
+        schedule.work, np.reshape(chunks, (-1, 4)), np.reshape(first_chunks, (-1, 4)), np.array(order),
+        np.stack([column, WORK_TILE * span], 1), first_visits, np.stack([ends, begins], 1),
     )  # fmt: skip
-    return FewQueriesPlan(*(x.astype(np.int32) for x in made), pack, columns, tokens, schedule.fully_masked_rows)
+    arrays = (x.astype(np.int32) for x in made)
+    return FewQueriesPlan(*arrays, pack, columns, tokens, schedule.fully_masked_rows, schedule.loads_masked_tokens)
 
 
 def is_few(mask: AnyMask, columns: int) -> bool:

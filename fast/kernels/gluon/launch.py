@@ -20,6 +20,7 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.dq_order import ordered_dq_pays
+from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
@@ -107,6 +108,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
     copy_back(out, even_out)
     if even_lse is not lse:
         copy_statistic(even_lse, lse)
+
+
+def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether `keys_of_rank` takes such tensors, whatever the keys and masks of the ranks."""
+    config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
+    return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
+
+
+def keys_of_rank(
+    q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask, scale: Scale, counter: Tensor
+) -> few_queries_launch.KeysOfRank:
+    """Return the steps of a call with rank_invariant=True, for few queries and the keys of this rank."""
+    check(q)
+    config, d, dv = forward_config(q, v, mask)
+    number, softcap = split_scale(scale)
+    q, number = signed(q, number)
+    ctas = resident_ctas(q)
+    plan = few_queries_launch.plan_for(q, k, mask, config.columns, ctas)
+    v = zero_masked(v, mask, plan, keys=True)
+    return few_queries_launch.KeysOfRank(q, k, v, (d, dv), plan, number, softcap, ctas, counter)
 
 
 def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: Scale, dq: Tensor) -> None:
@@ -226,7 +247,7 @@ def check_runs(q: Tensor) -> None:
         )
 
 
-def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule, keys: bool) -> Tensor:
+def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
     """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy with 0 there.
 
     The copy has only the tokens that a tile may load. Others are uninitialised.

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from canon.bench.schedules import check_ranks
 from canon.bench.shapes import Shape, asked_for, shapes_of
 from canon.bench.timing import eager, slowest, synchronize, table
 from canon.masks.layout import Layout
@@ -152,8 +153,7 @@ def nccl_mb(device: torch.device) -> float:
 def program(options: argparse.Namespace) -> Bench:
     """Return the program of the command. Raises ValueError."""
     shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
-    if options.ranks and len(options.ranks) > 1:
-        raise ValueError(f"--ranks {options.ranks}: expected one number of GPUs")
+    check_ranks(options)
     return Bench(tuple(shapes), getattr(torch, options.dtype), options.only)
 
 

@@ -254,9 +254,14 @@ def program(options: argparse.Namespace) -> Bench:
     shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
     if any(shape.keys != shape.n for shape in shapes):
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
+    check_ranks(options)
+    return Bench(tuple(shapes), getattr(torch, options.dtype), options.only, options.rounds)
+
+
+def check_ranks(options: argparse.Namespace) -> None:
+    """Raise ValueError unless --ranks is one number, of GPUs here, or is not given."""
     if options.ranks and (len(options.ranks) > 1 or options.ranks[0] > torch.cuda.device_count()):
         raise ValueError(f"--ranks {options.ranks}: expected one number, of the {torch.cuda.device_count()} GPUs here")
-    return Bench(tuple(shapes), getattr(torch, options.dtype), options.only, options.rounds)
 
 
 def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:

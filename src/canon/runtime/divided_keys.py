@@ -34,7 +34,7 @@ def keys_of_all_ranks(
     bands = torch.tensor([(place, *band) for place, one in enumerate(masks) for band in one.bands], dtype=torch.int64)
     bands = bands.reshape(-1, 7).to(k.device)
     sizes = torch.stack(_gathered(torch.tensor([k.shape[-3], len(bands)], device=k.device), group, ranks)).tolist()
-    starts = _starts(function, [keys for keys, _ in sizes])
+    starts = check_starts(function, [keys for keys, _ in sizes])
     every_band = _gathered(_padded(bands, 0, max(number for _, number in sizes)), group, ranks)
     found: list[list[Band]] = [[] for _ in masks]
     for (_, number), start, numbers in zip(sizes, starts, every_band, strict=False):
@@ -49,8 +49,8 @@ def keys_of_all_ranks(
     return k_whole.contiguous(), v_whole.contiguous(), whole[0] if isinstance(mask, Mask) else whole
 
 
-def _starts(function: str, sizes: list[int]) -> list[int]:
-    """Return the first key of each rank, and the number of all keys."""
+def check_starts(function: str, sizes: list[int]) -> list[int]:
+    """Return the first key of each rank, and the number of all keys. Raise ValueError if one is no multiple of 128."""
     starts = [0]
     for rank, keys in enumerate(sizes):
         if keys and starts[-1] % TILE:

@@ -216,14 +216,21 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     return bound(merge, merged)
 
 
+def keys_travel(*arguments: Any) -> None:
+    """Return None, in place of a result: all keys have to travel."""
+
+
 def decode_attention(
     decode: Callable[..., tuple[Tensor, Tensor]],
     attention: Callable[..., Any],
     check_device: Callable[[Tensor], None] = any_device,
+    in_order: Callable[[Tensor, Tensor, Tensor], Callable[..., tuple[Tensor, Tensor] | None]] = lambda *_: keys_travel,
 ):
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks.
 
-    ``attention``: the function of the half, for ``rank_invariant``.
+    ``in_order(q, k, v)`` returns the function to be called on several ranks with ``rank_invariant``. Its arguments are those
+    of ``decode``. It returns None, on all ranks, where only the half's function ``attention`` over the keys of all ranks will
+    do.
     """
 
     @under_autocast("q", "k", "v")
@@ -253,9 +260,9 @@ def decode_attention(
             softcap: the limit of the scores, as in `attention`; None is none.
             sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
             rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
-                ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. On several
-                ranks K and V travel, not parts of the sum: to generate, divide the heads among ranks instead, and call
-                `attention` with this option on each, which needs no messages.
+                ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. K and V
+                travel to all ranks, unless the notes below say otherwise. Dividing the heads among ranks, and calling
+                `attention` with this option on each, needs no messages.
             group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
                 process is the only rank.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
@@ -264,14 +271,16 @@ def decode_attention(
         fit together, or dtypes, scales or shapes except s differ between ranks.
         Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device)
-        given, rank, ranks, mask, checked = agreed
+        way = lambda several: (in_order(*batched(q, k, v)) if several else keys_travel) if rank_invariant else decode
+        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device, way)
+        given, rank, ranks, mask, checked, compute = agreed
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
-            if rank_invariant:
+            result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
+            if result is None:
                 k, v, mask = keys_of_all_ranks("decode_attention", k, v, mask, given, ranks)
                 options = {"scale": scale, "softcap": softcap, "sink": sink, "rank_invariant": True}
                 return attention(q, k, v, mask, return_lse=return_lse, **options)
-            out, lse = decode(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
+        out, lse = result
         if q.ndim == 3:
             out, lse = out.squeeze(0), lse.squeeze(0)
         return (out, lse) if return_lse else out
@@ -290,8 +299,12 @@ def _agreed(
     rank_invariant: Any,
     group: Group,
     check_device: Callable[[Tensor], None],
-) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale]:
-    """Return the process group, the rank, the number of ranks, the mask and the scale, after a comparison between ranks."""
+    way: Callable[[bool], Callable[..., Any]],
+) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
+    """Return the process group, the rank, the number of ranks, the mask, the scale, and the function of ``way(several ranks)``.
+
+    Ranks are compared before.
+    """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
@@ -306,6 +319,7 @@ def _agreed(
         scale = default_scale(q, scale, softcap)
         check_sink(q, sink)
         check_rank_invariant(name, rank_invariant)
+        compute = way(ranks > 1)
     if ranks > 1:
         fields = (
             ("function", name),
@@ -317,6 +331,7 @@ def _agreed(
             *zip(("scale", "softcap"), split_scale(scale), strict=True),
             ("sink", kind_of_sink(sink)),
             ("rank_invariant", rank_invariant),
+            ("way", compute.__name__),
         )
         group_state(group).agree(name, fields, wait=q.device.type == "cpu")
-    return group, rank, ranks, mask, scale
+    return group, rank, ranks, mask, scale, compute

@@ -168,26 +168,33 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile both kernels of `few_queries_launch`, the second for each of its slices, and for few and many rows."""
-    q, k, v, dout, lse, _ = _tensors(case, getattr(torch, case.dtype))
+    """Compile the kernels of `few_queries_launch`, each variant once: slices of V, few and many rows, one rank and several."""
+    few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose("forward", case.d, case.dv, seen=float("inf"), most_rows=128)
-    results, columns = [], config.columns
+    results, columns, shared = {}, config.columns, few_queries_launch.ROWS
+    tables = {"weights_kernel": columns * d, "results_kernel": 0}
 
     def keep(kernel, _ctas, _device, arguments, **options):
-        stages, width = options["STAGES"], options.get("SLICE")
-        each = columns * d if width is None else columns * (width + few_queries_launch.ROWS) + 1024
-        bytes_ = 1024 + 2 * (stages * each + (few_queries_launch.ROWS * d if width is None else 0))
-        used = hopper_config.Config(few_queries_launch.ROWS, columns, stages)
-        results.append(_report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_))
+        stages, width = options.get("STAGES", 0), options.get("SLICE", 0)
+        each = tables.get(kernel.__name__, columns * (width + shared) + 1024)
+        bytes_ = 1024 + 2 * (stages * each + (shared * d if "STEP" in options else 0))
+        key = kernel.__name__, *options.items(), options.get("SLICE") and arguments[0].block_shape[1]
+        if key not in results:
+            used = hopper_config.Config(shared, columns, stages)
+            results[key] = _report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_)
 
-    tensors, tokens = (q, k, v, (d, dv)), q.shape[1]
-    with _target(case.arch), mock.patch.object(few_queries_launch, "launch", keep):
-        for width, queries in product(few_queries_launch.SLICES, (1, tokens)):
-            mask = in_place(Mask.causal(queries, tokens))
-            plan = few_queries_launch.few_queries_plan(mask, 4, columns, 1, q.device)
-            with mock.patch.object(few_queries_launch, "slice_width", lambda *_, width=width: width):
-                few_queries_launch.forward_of_few(*tensors, plan, 0.1, None, 1, dout, lse)
-    return [results[0], *results[1::2]]
+    tokens, counter, sums = q.shape[1], torch.zeros(2, dtype=torch.int32), torch.empty(2, *lse.shape, 4)
+    with _target(case.arch), mock.patch.object(few, "launch", keep):
+        for width, queries in product(few.SLICES, (1, tokens)):
+            plan = few.few_queries_plan(in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device)
+            with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
+                few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
+                shard = few.KeysOfRank(q, k, v, (d, dv), plan, 0.1, None, 1, counter)
+                shard.write_first_maxima(lse)
+                shard.write_weights(lse, 2, 64)
+                shard.add(wide, sums)
+                few.write_results(wide, sums, lse, 2, 64, dout, lse)
+    return list(results.values())
 
 
 def _compile_portable(case: Case) -> list[Compiled]:

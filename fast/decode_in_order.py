@@ -1,0 +1,94 @@
+"""Few queries over keys that are divided among ranks, with the bits of one rank: sums travel, and no keys.
+
+    rank 0    maxima of first tiles \\            / weights of its keys, O += P V   \\
+    rank 1    maxima of first tiles  }  gather  {  weights of its keys              O += P V   \\
+    rank 2    maxima of first tiles /            \\ weights of its keys                         O += P V  ->  out on all ranks
+
+Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks compute the weights of their
+keys at once, and each continues the sums of the rank before. A row keeps the maximum of its first visible tile, wherever
+that is.
+
+The keys of all ranks travel instead (`canon.runtime.divided_keys`) where scores would raise a maximum or are not finite, on
+other backends than "gluon", and with more than 64 queries or more than 256 rows (queries x heads) for a key head.
+
+Cost of a rank with s_r keys, n ranks, in float32 numbers:
+
+    messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8), of which a rank uses two
+    FLOPs             as `canon.fast.decode`
+    memory            2.25 bytes for each weight, b t h s_r of them; heads wider than 128: 2.5
+    host              waits for the end: it has to know whether a maximum must rise, so a CUDA graph cannot be captured
+
+Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), for the sums.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.fast.device import kernels_for
+from canon.fast.kernels.placed_mask import in_place
+from canon.fast.local import empty_result
+from canon.fast.messages import transport_for
+from canon.fast.sinks import under_sink
+from canon.masks.mask import Mask
+from canon.runtime.checks import Scale
+from canon.runtime.divided_keys import check_starts
+from canon.runtime.public_local import keys_travel
+
+UNIT = 64  # float32 numbers: 256 bytes, for wide stores and one kernel variant
+Result = tuple[Tensor, Tensor] | None
+
+
+def in_order(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result]:
+    """Return `decode_in_order` if the kernels for these tensors (b, t, h, d) can do it, else `keys_travel`."""
+    takes = getattr(kernels_for(q, v), "takes_keys_of_ranks", None)
+    return decode_in_order if takes is not None and takes(q, k, v) else keys_travel
+
+
+def decode_in_order(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
+    group: dist.ProcessGroup | None, rank: int, ranks: int,
+) -> Result:  # fmt: skip
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks. A collective.
+
+    ``mask``: of this rank's keys, or one for each sequence. Returns None, on all ranks, if the keys must travel. Raises
+    ValueError, on all ranks, if the keys of a rank do not begin at a multiple of 128.
+    """
+    (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
+    rows = b * h * t
+    state = torch.zeros(_padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, device=q.device)
+    state, counter = state[:-UNIT], state[-UNIT:].view(torch.int32)  # the counter does not travel
+    o, sums = state[: rows * dv].view(b, t, h, dv), state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4)
+    must_repeat = state[-1:].view(torch.int32)
+
+    each = [mask] if isinstance(mask, Mask) else mask
+    parts = [slice(i, i + 1) if len(each) > 1 else slice(None) for i in range(len(each))]
+    shards = [kernels.keys_of_rank(q[x], k[x], v[x], in_place(one), scale, counter)
+              for x, one in zip(parts, each, strict=True)]  # fmt: skip
+    stride = _padded(rows + 1)
+    messages = torch.full((ranks, stride), torch.inf, device=q.device)  # infinity: a row sees no key of the rank
+    maxima, numbers = messages[:, :rows].unflatten(1, (b, h, t)), messages.view(torch.int32)
+    numbers[rank, rows] = k.shape[1]
+    for x, shard in zip(parts, shards, strict=True):
+        shard.write_first_maxima(maxima[rank, x])
+    transport_for(group, q.device).all_gather(messages.view(-1)).wait()
+    for x, shard in zip(parts, shards, strict=True):
+        shard.write_weights(maxima[0, x], ranks, stride)
+    for source in range(ranks):
+        if source == rank:
+            must_repeat |= counter[1:2]
+            for x, shard in zip(parts, shards, strict=True):
+                shard.add(o[x], sums[:, x])
+        dist.broadcast(state, group=group, group_src=source)
+    out, lse = empty_result(q, v, q.dtype)
+    kernels.few_queries_launch.write_results(o, sums, maxima, ranks, stride, out, lse)
+    must, *sizes = torch.cat([must_repeat, numbers[:, rows]]).tolist()
+    check_starts("decode_attention", sizes)
+    return None if must else (out if sink is None else under_sink(out, lse, sink), lse)
+
+
+def _padded(numbers: int) -> int:
+    return -(-numbers // UNIT) * UNIT

@@ -1,0 +1,156 @@
+"""Few queries over keys on several ranks with rank_invariant=True: sums travel, and give the bits of one rank."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from hopper import HOPPER_ONLY, hopper, inputs
+from invariant_worlds import bits
+from sharded import DEVICE
+
+from canon import Band, Mask, fast
+from canon.fast import decode_in_order
+from canon.fast.kernels.gluon import few_queries_launch, launch
+from canon.runtime import public_local
+from canon.testing import process_groups
+
+pytestmark = HOPPER_ONLY
+N = 700
+ENDS = {"two ranks": (384, N), "a short shard first": (128, 640, N), "ranks without keys": (0, 256, 256, N, N)}
+MASKS = {
+    "one query": Mask.full(1, N),
+    "causal": Mask.causal(17, N),
+    "window": Mask.window(N, 300, 3).crop(queries=range(N - 40, N)),
+    "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
+    "a gap that no query sees": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "no bands": Mask([], 4, N),
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_sms(monkeypatch):
+    monkeypatch.setattr(launch, "SIMULATED_SMS", 40)
+
+
+def attend(q, k, v, mask, **options):
+    with hopper(), torch.no_grad():
+        return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
+
+
+def decoded(ends, q, k, v, mask, **options):
+    """Return out and lse of each rank, whose keys end at ``ends``."""
+
+    def program():
+        held = range(*[0, *ends][dist.get_rank() :][:2])
+        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
+        some = [x.crop(keys=held) for x in mask] if isinstance(mask, list) else mask.crop(keys=held)
+        return fast.decode_attention(q, *own, some, rank_invariant=True, return_lse=True, **options)
+
+    with hopper():
+        return process_groups.threads(program, len(ends))
+
+
+@contextmanager
+def noted(monkeypatch):
+    """Yield a list to which each rank adds whether its sums gave the result."""
+    found, made = [], decode_in_order.decode_in_order
+
+    def decode(*arguments):
+        result = made(*arguments)
+        found.append(result is not None)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_in_order, "decode_in_order", decode)
+        yield found
+
+
+def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
+    """Fail unless all ranks return the bits of `attention`. Return whether sums travelled."""
+    expected = attend(q, k, v, mask, **options)
+    with noted(monkeypatch) as found:
+        results = decoded(ends, q, k, v, mask, **options)
+    assert len(found) == len(ends)
+    assert len(set(found)) == 1
+    for result in results:
+        for one, other in zip(result, expected, strict=True):
+            assert torch.equal(bits(one), bits(other))
+    return found[0]
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
+@pytest.mark.parametrize("name", MASKS)
+def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
+    """Keys that no query sees are NaN."""
+    q, k, v, *_ = inputs(MASKS[name], 2, 4, 2, 64, 64)
+    assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, MASKS[name])
+
+
+@pytest.mark.parametrize(
+    ("h", "g", "d", "dv", "dtype"),
+    [(6, 2, 128, 128, torch.bfloat16), (2, 2, 64, 64, torch.float16), (4, 2, 256, 256, torch.float16),
+     (2, 1, 192, 128, torch.bfloat16), (3, 3, 40, 24, torch.bfloat16)],
+)  # fmt: skip
+def test_widths_and_dtypes(monkeypatch, h, g, d, dv, dtype):
+    mask = MASKS["causal"]
+    q, k, v, *_ = inputs(mask, 1, h, g, d, dv, dtype)
+    assert assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
+
+
+def test_sinks_softcaps_scales_packs_and_a_mask_for_each_sequence(monkeypatch):
+    mask, ends = MASKS["causal"], ENDS["two ranks"]
+    q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
+    options = dict(softcap=5.0, sink=torch.randn(4, device=DEVICE), scale=-0.2)
+    assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options)
+    masks = [mask, MASKS["window"].crop(queries=range(17))]
+    assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, masks, **options)
+    assert assert_bits_of_one_rank(monkeypatch, ends, q[0], k[0], v[0], mask)
+
+
+@pytest.mark.parametrize(("growth", "travel"), [(6.0, None), (40.0, False), (-40.0, True)])
+def test_where_a_maximum_would_rise_the_keys_travel(monkeypatch, growth, travel):
+    mask = Mask.causal(9, N)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
+    q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
+    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    found = assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
+    assert travel is None or found == travel
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("keys", [slice(0, 128), slice(384, 512)], ids=str)
+def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, keys):
+    mask = Mask.causal(5, N)
+    q, k, v, *_ = inputs(mask, 1, 2, 2, 64, 64)
+    q[..., 0] = 1.0
+    k[:, keys, :, 0] = value
+    found = assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
+    assert found == (value == -torch.inf and keys.start > 0)
+
+
+def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
+    q, k, v, *_ = inputs(MASKS["causal"], 1, 2, 2, 64, 64)
+    messages = []
+
+    def program():
+        held = (slice(0, 100), slice(100, N))[dist.get_rank()]
+        with pytest.raises(ValueError, match="those of rank 1 begin at 100: give every rank but the last") as error:
+            fast.decode_attention(q, k[:, held], v[:, held], rank_invariant=True)
+        messages.append(str(error.value))
+        return fast.decode_attention(q, k[:, :128], v[:, :128], rank_invariant=True)
+
+    with hopper():
+        process_groups.threads(program, 2)
+    assert len(messages) == 2
+
+
+def test_only_few_queries_on_hopper_kernels():
+    q, k = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16), torch.empty(1, 0, 2, 64, dtype=torch.bfloat16)
+    with hopper():
+        assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
+        assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_local.keys_travel
+        assert decode_in_order.in_order(q[:, :0], k, k) is public_local.keys_travel
+        more = torch.empty(1, few_queries_launch.MOST_QUERIES + 1, 2, 64, dtype=torch.bfloat16)
+        assert decode_in_order.in_order(more, k, k) is public_local.keys_travel
+    assert decode_in_order.in_order(q, k, k) is public_local.keys_travel
