@@ -1,13 +1,21 @@
 """With rank_invariant=True each row visits every tile of keys once, in order, whatever the bands and the other rows."""
 
+import copy
+
 import pytest
+import torch
 from band_strategies import square_masks
+from hopper import HOPPER_ONLY, assert_exact, hopper, inputs
 from hypothesis import given
 from hypothesis import strategies as st
+from sharded import ON_HOPPER
 
-from canon import Band, Mask
+from canon import Band, Mask, fast
+from canon.fast.kernels.gluon import masking
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.work_tables import host_table, work_table
+from canon.runtime.rank_invariance import transposed
+from canon.testing.judge import Attended
 
 
 def visits_of(tiles, spans, columns):
@@ -81,3 +89,58 @@ def test_long_masks_need_few_spans():
     """Bands that do not meet in a tile need no span for each tile; 2^20 tokens have 2^25 pairs of tiles."""
     n = 1 << 20
     assert len(host_table(in_place(Mask.prefix(n, 1000)), 128, 128, 128).spans) < 6 * n // 128
+
+
+# --- the Hopper kernels ---
+
+
+# In a tile of 128 keys, rows see up to four bands: all, some, only later ones, or none.
+GAPS = Mask(
+    [
+        Band(0, 70, 0, 10),
+        Band(5, 80, 20, 40),
+        Band(0, 60, 60, 90, 40, 70),
+        Band(10, 75, 120, 200),
+        Band(0, 8, 256, 300),
+    ],
+    90,
+    300,
+)
+
+
+def both_passes(q, k, v, dout, dlse, mask):
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    with hopper():
+        out, lse = fast.attention(*leaves, mask, rank_invariant=True, return_lse=True)
+        return Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+
+
+@pytest.mark.parametrize("mask", [GAPS, transposed(GAPS)], ids=["keys", "queries"])
+@pytest.mark.parametrize("d", [pytest.param(d, marks=HOPPER_ONLY) for d in (64, 128, 256)])
+def test_cells_between_the_bands_of_a_tile_are_hidden(mask, d):
+    arguments = inputs(mask, d=d, dv=d)
+    assert_exact(both_passes(*arguments, mask), *arguments, mask)
+
+
+FAULTS = [
+    ("x = _hide_between(", "_ = _hide_between("),
+    ("gl.where(sees, next_left, right)", "right"),
+    ("gl.where(sees, next_left, right)", "next_left"),
+    ("gl.where(seen, left, next_left)", "left"),
+    ("gl.where(sees, next_right, right)", "right"),
+    ("gl.where(sees, next_right, right)", "next_right"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong"), [pytest.param(*fault, marks=HOPPER_ONLY) for fault in FAULTS])
+def test_faults_planted_between_the_bands_of_a_tile_are_found(right, wrong, monkeypatch):
+    """They are planted in the source that the simulator runs: a GPU would run the compiled kernel again."""
+    if ON_HOPPER:
+        pytest.skip("the kernel is compiled already")
+    changed = copy.copy(masking._hide_gaps)
+    changed.raw_src = ["".join(changed.raw_src).replace(right, wrong)]
+    assert changed.raw_src != ["".join(masking._hide_gaps.raw_src)]
+    monkeypatch.setattr(masking, "_hide_gaps", changed)
+    arguments = inputs(GAPS)
+    with pytest.raises(AssertionError):
+        assert_exact(both_passes(*arguments, GAPS), *arguments, GAPS)

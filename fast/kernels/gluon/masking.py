@@ -19,25 +19,30 @@ def mask_hidden(
 
     KEY_ORDER: the span may be a chained one (`key_order`).
     """
+    band = span
     if KEY_ORDER:
-        return _hide_outside_bands(x, work, span, first, column, HIDDEN, PACK)
-    else:
-        left, right = visible_columns(x, work, span, first, column, PACK)
-        return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
+        number = gl.load(work + span + ROW_STOP)
+        band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
+    left, right = visible_columns(x, work, band, first, column, PACK)
+    if KEY_ORDER:
+        end = band + SPAN * gl.maximum(-number, 1)
+        x, left, right = _hide_gaps(x, left, right, work, band + SPAN, end, first, column, HIDDEN, PACK)
+    return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
 
 
 @gluon.jit
-def _hide_outside_bands(x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
-    """Hide the cells outside all bands of a span, which come in the order of their keys: gap after gap."""
-    number = gl.load(work + span + ROW_STOP)
-    band = gl.where(number < 0, gl.load(work + span + ROW_START), span)
-    reach = gl.zeros([x.shape[0]], gl.int32, per_row_layout(x.shape[1]))
-    for at in range(band, band + SPAN * gl.maximum(-number, 1), SPAN):
-        left, right = visible_columns(x, work, at, first, column, PACK)
-        sees = right > gl.maximum(left, 0)
-        x = _hide_between(x, reach, gl.where(sees, left, reach), gl.load(work + at + COLUMN_STOP), HIDDEN)
-        reach = gl.where(sees, right, reach)
-    return _hide_between(x, reach, gl.full_like(reach, x.shape[1]), gl.load(work + band + COLUMN_STOP), HIDDEN)
+def _hide_gaps(x, left, right, work, band, end, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
+    """Hide the cells between the bands of a chained span, which come in the order of their keys.
+
+    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others. Return x, and the bounds of all bands.
+    """
+    for at in range(band, end, SPAN):
+        next_left, next_right = visible_columns(x, work, at, first, column, PACK)
+        seen, sees = right > gl.maximum(left, 0), next_right > gl.maximum(next_left, 0)
+        x = _hide_between(x, right, gl.where(sees, next_left, right), gl.load(work + at + COLUMN_STOP), HIDDEN)
+        left = gl.where(seen, left, next_left)
+        right = gl.where(sees, next_right, right)
+    return x, left, right
 
 
 @gluon.jit
