@@ -15,13 +15,15 @@ If a lane's sum of P is too large, `forward` would raise m. Then `weights_kernel
     k.free                         1                     after S                           itself          K until read
 
     barrier of `sums_kernel`       arrivals in a phase   arrives                           waits           protects
-    p.full                         1, and all bytes      loader, then TMA                  both            a visit until loaded
-    p.free                         2                     add_sums; add_products, later     loader          all until read
+    p.full                         1, and all bytes      loader, then TMA                  add_products    a visit until loaded
+    p.free                         1                     add_products, a visit later       loader          P and V until read
     ready                          1                     add_sums, at the end              add_products    the factors of O
 
 `weights_kernel` has no loader, so that an SM holds two CTAs. In `sums_kernel` the MMAs of two visits are in flight: with the
 same accumulator they follow each other without a wait. A loader of one warp is faster than one of four. The TMA unit takes
 time for each row of a box, however narrow. So the boxes leave out rows of P that do not exist; these are 0 from the start.
+`add_sums` loads its numbers for several visits at a time, ahead of their use: its chain of sums is about as long as that of the
+MMAs.
 
 Where several ranks divide the keys (`canon.fast.decode_in_order`), `weights_kernel` runs twice on each: for the maxima of
 first visible tiles, and, once those of all ranks are known, for the weights. `sums_kernel` continues the sums of the rank
@@ -42,7 +44,7 @@ from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import add_rounding_excess, declare_registers, round_and_keep, zero_rows
 from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
 from canon.fast.kernels.gluon.softmax import lane_sum, powers, results_of_sums, row_maximum
-from canon.fast.kernels.gluon.stale_maximum import LOWEST, largest_sum, sum_so_far
+from canon.fast.kernels.gluon.stale_maximum import LOWEST, largest_sum
 from canon.fast.kernels.gluon.tile_queue import FIRST_TOKEN, STOP_TOKEN, WORK_TILE, is_partial
 from canon.fast.kernels.gluon.tile_ring import (
     Ring,
@@ -58,6 +60,7 @@ from canon.fast.kernels.gluon.tile_ring import (
 TILE, FIRST_VISIT, FIRST_OWN, VISITS_END = map(gl.constexpr, range(4))  # of a chunk
 VISITS_BEGIN, CHUNKS_BEGIN = map(gl.constexpr, range(2))  # of a tile of queries; the next row has the ends
 M = gl.constexpr(64)  # rows of a tile
+VISITS_AT_A_TIME = gl.constexpr(4)  # of `add_sums`
 WHOLE, FIRST_TILES, OF_A_RANK = map(gl.constexpr, range(3))  # what `weights_kernel` computes
 
 
@@ -201,18 +204,10 @@ def weights_kernel(
 # ------------------------------------------------------------------ sums in order
 @aggregate
 class Visits:
-    """Buffers of the visits: P, with mbarriers for all, a slice of V, and both kinds of sums by lane."""
+    """Buffers of the visits: P, with mbarriers for both, and a slice of V."""
 
     p: Ring
     v: gl.shared_memory_descriptor
-    sums: gl.shared_memory_descriptor
-    excess: gl.shared_memory_descriptor
-
-
-@gluon.constexpr_function
-def flat_lane_sum_layout():
-    """Return `lane_sum_layout` for the vector of all rows."""
-    return gl.DistributedLinearLayout([[32]], [[1], [2], [4], [8], [16]], [[64], [128]], [], [256])
 
 
 @gluon.jit
@@ -244,19 +239,17 @@ def place_of_set(set_, heads, PACK: gl.constexpr):
 
 @gluon.jit
 def load_visits(
-    p_desc, v_desc, sums_desc, buffers, columns, tiles, sets, visits, stored, heads, GROUP: gl.constexpr,
-    PACK: gl.constexpr, DV_PAD: gl.constexpr, SLICE: gl.constexpr
+    p_desc, v_desc, buffers, columns, tiles, sets, visits, heads, GROUP: gl.constexpr, PACK: gl.constexpr,
+    DV_PAD: gl.constexpr, SLICE: gl.constexpr
 ):  # fmt: skip
-    """Load P, a slice of V and the sums of every visit (the loader). Sums behind the ``stored`` rows are of other visits."""
+    """Load P and a slice of V of every visit (the loader)."""
     p = buffers.p
     first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     batch, head = place_of_set(set_, heads, PACK)
     P_ROWS: gl.constexpr = p_desc.block_type.shape[1]
     STAGES: gl.constexpr = buffers.v.shape[0]
     HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
-    nbytes: gl.constexpr = (
-        HALVES * p_desc.block_type.nbytes + v_desc.block_type.nbytes + 2 * sums_desc.block_type.nbytes
-    )
+    nbytes: gl.constexpr = HALVES * p_desc.block_type.nbytes + v_desc.block_type.nbytes
     ring = first_position()
     following = gl.load(columns + 2 * begin)
     for visit in range(begin, end):
@@ -269,8 +262,6 @@ def load_visits(
             p_tile = p.tiles.index(ring.slot * HALVES + half).slice(0, P_ROWS, dim=1)
             tma_load(p_desc, [at, 0, 0, 64 * half], full, p_tile)
         tma_load(v_desc, [batch, column, head // GROUP, first_column], full, buffers.v.index(ring.slot))
-        tma_load(sums_desc, [at * (stored * 4)], full, buffers.sums.index(ring.slot))
-        tma_load(sums_desc, [(sets * visits + at) * (stored * 4)], full, buffers.excess.index(ring.slot))
         ring = ring.next(STAGES)
 
 
@@ -323,45 +314,83 @@ def add_products(
     gl.store(start + offset, o.to(output.out.dtype.element_ty), mask=keep)
 
 
+@gluon.constexpr_function
+def layout_of_visits(visits):
+    """Return `lane_sum_layout` for several visits (visits, 64, 4): a lane holds its numbers of all."""
+    registers = [[1 << i, 0, 0] for i in range(visits.bit_length() - 1)] + [[0, 8, 0]]
+    lanes = [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 16, 0], [0, 32, 0]], [], [visits, 64, 4])
+
+
+@gluon.jit
+def sums_of_visits(sums, more, stored, tokens, PACK: gl.constexpr, visit, end):
+    """Return sums of P and of P minus rounded P (VISITS_AT_A_TIME, 64, 4) from a visit on; 0 from ``end`` on."""
+    LAYOUT: gl.constexpr = layout_of_visits(VISITS_AT_A_TIME)
+    at = gl.arange(0, VISITS_AT_A_TIME, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    row = gl.arange(0, M, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    at, row = visit + gl.expand_dims(gl.expand_dims(at, 1), 2), gl.expand_dims(gl.expand_dims(row, 0), 2)
+    place = at * (stored * 4) + (4 * row + gl.expand_dims(gl.expand_dims(lane, 0), 1))
+    kept = (at < end) & (row // PACK < tokens)
+    return gl.load(sums + place, mask=kept, other=0.0), gl.load(more + place, mask=kept, other=0.0)
+
+
+@gluon.jit
+def halves(x):
+    """Return the first and the last half of x along the first of three axes."""
+    return gl.split(gl.permute(x.reshape([2, x.shape[0] // 2, x.shape[1], x.shape[2]]), (1, 2, 3, 0)))
+
+
+@gluon.jit
+def add_two(l, excess, sums, more, LARGEST: gl.constexpr):
+    """Add the sums of two visits (2, 64, 4), in order. Return l and excess (64, 4)."""
+    sums, more = halves(sums), halves(more)
+    for i in gl.static_range(2):
+        of_visit = gl.convert_layout(sums[i].reshape([M, 4]), lane_sum_layout())
+        limit = gl.expand_dims(gl.minimum(gl.sum(l, 1), LARGEST), 1)
+        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
+        excess += gl.where(of_visit > limit, gl.convert_layout(more[i].reshape([M, 4]), lane_sum_layout()), 0.0)
+        l += of_visit
+    return l, excess
+
+
 @gluon.jit
 def add_sums(
-    buffers, inverse, ready, output, maxima, work, tiles, sets, heads, second, DV_PAD: gl.constexpr,
+    sums, buffers, inverse, ready, output, maxima, work, tiles, sets, visits, stored, heads, second, DV_PAD: gl.constexpr,
     PACK: gl.constexpr, CONTINUED: gl.constexpr
 ):  # fmt: skip
     """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse`` (a warpgroup).
 
     CONTINUED: instead of lse there are sums (b, h, t, 4), to which they are added, and others ``second`` numbers behind it.
     """
-    p = buffers.p
-    SLICE: gl.constexpr = buffers.v.shape[4]
     ROWS: gl.constexpr = per_row_layout(64)
-    STAGES: gl.constexpr = buffers.v.shape[0]
+    SLICE: gl.constexpr = buffers.v.shape[4]
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
-    LANES: gl.constexpr = gl.SliceLayout(1, lane_sum_layout())
-    token, packed = token_of_row(first, PACK, LANES)
+    token, packed = token_of_row(first, PACK, gl.SliceLayout(1, lane_sum_layout()))
+    lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
     row = gl.expand_dims(place_of_rows(batch, head, packed, token, heads, output.tokens), 1)
-    place = 4 * row + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
-    kept = gl.expand_dims(token < stop, 1) & (first_column == 0)  # by one CTA, the only one that reads them
+    place, kept = output.lse + (4 * row + lane), gl.expand_dims(token < stop, 1)
     l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     if CONTINUED:
-        l = gl.load(output.lse + place, mask=kept, other=0.0)
-        excess = gl.load(output.lse + second + place, mask=kept, other=0.0)
-    ring = first_position()
-    for _visit in range(begin, end):
-        mbarrier.wait(p.full.index(ring.slot), ring.parity)
-        sums, more = by_lane(buffers.sums.index(ring.slot)), by_lane(buffers.excess.index(ring.slot))
-        mbarrier.arrive(p.free.index(ring.slot), count=1)
-        limit = sum_so_far(l, p.tiles)
-        limit = gl.where(limit > 0.0, limit, float("inf"))  # a row's first visible tile has no excess
-        excess += gl.where(sums > limit, more, 0.0)
-        l += sums
-        ring = ring.next(STAGES)
-
+        end = gl.where(first_column == 0, end, begin)  # one CTA of a tile adds them
+        l = gl.load(place, mask=kept, other=0.0)
+        excess = gl.load(place + second, mask=kept, other=0.0)
+    more = sums + (sets + set_) * visits * (stored * 4)
+    sums += set_ * visits * (stored * 4)
+    ahead, more_ahead = sums_of_visits(sums, more, stored, stop - first, PACK, begin, end)
+    for visit in range(begin, end, VISITS_AT_A_TIME):
+        of_visits, of_excess = ahead, more_ahead
+        ahead, more_ahead = sums_of_visits(sums, more, stored, stop - first, PACK, visit + VISITS_AT_A_TIME, end)
+        x, y = halves(of_visits)
+        x_more, y_more = halves(of_excess)
+        l, excess = add_two(l, excess, x, x_more, largest_sum(buffers.v.dtype))
+        l, excess = add_two(l, excess, y, y_more, largest_sum(buffers.v.dtype))
     if CONTINUED:
-        gl.store(output.lse + place, l, mask=kept)
-        gl.store(output.lse + second + place, excess, mask=kept)
+        kept = kept & (first_column == 0)
+        gl.store(place, l, mask=kept)
+        gl.store(place + second, excess, mask=kept)
     else:
         m = gl.full([M], float("-inf"), gl.float32, ROWS)
         chunks = tiles + 2 * tile + CHUNKS_BEGIN
@@ -375,17 +404,11 @@ def add_sums(
         gl.store(output.lse + row, natural, mask=(token < stop) & (first_column == 0))
 
 
-@gluon.jit
-def by_lane(sums):
-    """Return a vector of sums in shared memory as (64, 4)."""
-    return gl.convert_layout(sums.load(flat_lane_sum_layout()).reshape([M, 4]), lane_sum_layout())
-
-
 @gluon.jit(do_not_specialize=["tokens", "sets", "visits", "stored", "second"], do_not_specialize_on_alignment=["lse"])
 def sums_kernel(
     p_desc,
     v_desc,
-    sums_desc,
+    sums,
     maxima,
     out,
     lse,
@@ -417,9 +440,7 @@ def sums_kernel(
     dtype: gl.constexpr = v_desc.dtype
     p_tiles = gl.allocate_shared_memory(dtype, [STAGES * COLUMNS // 64, 1, M, 1, 64], p_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
-    excess = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * M], sums_desc.layout)
-    p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     inverse = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = make_barriers(1, 1).index(0)
     if p_desc.block_type.shape[1] < M:
@@ -427,34 +448,33 @@ def sums_kernel(
             zeros = gl.zeros([M, 64], dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
             p_tiles.index(i).reshape([M, 64]).store(zeros)
     fence_async_shared()  # TMA sees the initialised mbarriers, and the MMA the zeros
-    buffers = Visits(p, v_tiles, sums, excess)
+    buffers = Visits(p, v_tiles)
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
     gl.warp_specialize(  # constants in a tuple that a variable holds would become numbers at run time
         [
             (add_products, (buffers, inverse, ready, output, work, tiles, sets, heads, DV, DV_PAD, PACK, CONTINUED)),
             (
                 add_sums,
-                (buffers, inverse, ready, output, maxima, work, tiles, sets, heads, second, DV_PAD, PACK, CONTINUED),
-            ),
-            (
-                load_visits,
                 (
-                    p_desc,
-                    v_desc,
-                    sums_desc,
+                    sums,
                     buffers,
-                    columns,
+                    inverse,
+                    ready,
+                    output,
+                    maxima,
+                    work,
                     tiles,
                     sets,
                     visits,
                     stored,
                     heads,
-                    GROUP,
-                    PACK,
+                    second,
                     DV_PAD,
-                    SLICE,
+                    PACK,
+                    CONTINUED,
                 ),
             ),
+            (load_visits, (p_desc, v_desc, buffers, columns, tiles, sets, visits, heads, GROUP, PACK, DV_PAD, SLICE)),
         ],
         [4, 1],
         [96, 32],

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon.config import Config
-from canon.fast.kernels.gluon.descriptors import box, descriptor
+from canon.fast.kernels.gluon.descriptors import box
 from canon.fast.kernels.gluon.few_queries import (
     FIRST_TILES,
     OF_A_RANK,
@@ -34,7 +34,8 @@ from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.work_tables import visits
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 113 KB, so that an SM holds two CTAs
-SLICES = {64: 5, 32: 7, 16: 9}  # columns of a CTA of `sums_kernel`, and stages
+SLICES = {64: 6, 32: 8, 16: 10}  # columns of a CTA of `sums_kernel`, and stages
+P_ROWS = 8, 32, 64  # of a box of P
 MOST_WEIGHTS = 1 << 27
 MOST_ROWS = 256  # of a key head, on several ranks
 Widths = tuple[int, int]
@@ -130,12 +131,13 @@ def launch_sums(
     sets = b * h // pack
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
     width = slice_width(all_columns, ctas)
-    tiles = box(weights.p, 16 if rows <= 16 else ROWS, 1, 64), box(v, plan.keys, 1, width)
+    boxed = next(number for number in P_ROWS if rows <= number)
+    tiles = box(weights.p, boxed, 1, 64), box(v, plan.keys, 1, width)
     tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
     sizes = sets, len(plan.columns), rows, h, t, out.stride(1), out.stride(2), second
     options = {"GROUP": h // v.shape[2], "DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
     options |= {"PACK": pack, "COLUMNS": plan.keys, "CONTINUED": second > 0, "num_warps": 4}
-    arguments = (*tiles, descriptor(weights.sums.view(-1), 4 * ROWS), *tables, *sizes)
+    arguments = (*tiles, weights.sums, *tables, *sizes)
     launch(sums_kernel, all_columns // width, q.device, arguments, **options)
 
 

@@ -176,7 +176,7 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
 
     def keep(kernel, _ctas, _device, arguments, **options):
         stages, width = options.get("STAGES", 0), options.get("SLICE", 0)
-        each = tables.get(kernel.__name__, columns * (width + shared) + 1024)
+        each = tables.get(kernel.__name__, columns * (width + shared))
         bytes_ = 1024 + 2 * (stages * each + (shared * d if "STEP" in options else 0))
         key = kernel.__name__, *options.items(), options.get("SLICE") and arguments[0].block_shape[1]
         if key not in results:
