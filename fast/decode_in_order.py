@@ -32,6 +32,7 @@ from canon.fast.device import kernels_for
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.local import empty_result
 from canon.fast.messages import transport_for
+from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
 from canon.masks.mask import Mask
 from canon.runtime.checks import Scale
@@ -64,27 +65,28 @@ def decode_in_order(
     o, sums = state[: rows * dv].view(b, t, h, dv), state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4)
     must_repeat = state[-1:].view(torch.int32)
 
-    each = [mask] if isinstance(mask, Mask) else mask
-    parts = [slice(i, i + 1) if len(each) > 1 else slice(None) for i in range(len(each))]
-    shards = [kernels.keys_of_rank(q[x], k[x], v[x], in_place(one), scale, counter)
-              for x, one in zip(parts, each, strict=True)]  # fmt: skip
+    each = [(slice(None), mask)] if isinstance(mask, Mask) else [(slice(i, i + 1), one) for i, one in enumerate(mask)]
+    parts = [(x, in_place(one)) for x, one in each]
+    inputs = [(q[x], k[x], v[x]) for x, _ in parts]
+    weights = [kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)]
+
     stride = _padded(rows + 1)
     messages = torch.full((ranks, stride), torch.inf, device=q.device)  # infinity: a row sees no key of the rank
     maxima, numbers = messages[:, :rows].unflatten(1, (b, h, t)), messages.view(torch.int32)
     numbers[rank, rows] = k.shape[1]
-    for x, shard in zip(parts, shards, strict=True):
-        shard.write_first_maxima(maxima[rank, x])
+    for qkv, (x, one) in zip(inputs, parts, strict=True):
+        replayed(kernels.write_first_maxima, (*qkv, maxima[rank, x]), one, scale)
     transport_for(group, q.device).all_gather(messages.view(-1)).wait()
-    for x, shard in zip(parts, shards, strict=True):
-        shard.write_weights(maxima[0, x], ranks, stride)
+    for qkv, made, (x, one) in zip(inputs, weights, parts, strict=True):
+        replayed(kernels.write_weights, (*qkv, maxima[0, x], *made, counter), one, scale, ranks, stride)
     for source in range(ranks):
         if source == rank:
             must_repeat |= counter[1:2]
-            for x, shard in zip(parts, shards, strict=True):
-                shard.add(o[x], sums[:, x])
+            for qkv, made, (x, one) in zip(inputs, weights, parts, strict=True):
+                replayed(kernels.add_values, (*qkv, *made, o[x], sums[:, x]), one)
         dist.broadcast(state, group=group, group_src=source)
     out, lse = empty_result(q, v, q.dtype)
-    kernels.few_queries_launch.write_results(o, sums, maxima, ranks, stride, out, lse)
+    replayed(kernels.write_results, (o, sums, maxima[0], out, lse), ranks, stride)
     must, *sizes = torch.cat([must_repeat, numbers[:, rows]]).tolist()
     check_starts("decode_attention", sizes)
     return None if must else (out if sink is None else under_sink(out, lse, sink), lse)

@@ -95,6 +95,37 @@ def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
         assert_a_replay_has_the_bits_of_steps_as_written(2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv")
 
 
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("ends", [(128, LONG), (0, 256, LONG)], ids=str)
+def test_decoding_in_order_replays_too(several, ends):
+    """A mask for all sequences, or one for each. The keys that no query sees are NaN."""
+    masks = [Mask.causal(3, LONG), Mask.window(LONG, 200, 0).crop(queries=range(500, 503))]
+    seen = torch.stack([mask.dense().any(0) for mask in masks])[:, :, None, None]
+
+    def program():
+        held = slice(*[0, *ends][dist.get_rank() :][:2])
+        own = [mask.crop(keys=range(held.start, held.stop)) for mask in masks]
+        results = []
+        for seed in (1, 2, 2):
+            q, k, v = (torch.randn(2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)).bfloat16()
+                       for i, (n, h) in enumerate([(3, 4), (LONG, 2), (LONG, 2)]))  # fmt: skip
+            k, v = (x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held] for x in (k, v))
+            if len(results) == 2:
+                dist.barrier()
+                prepared.REPLAYED = {}
+                dist.barrier()
+            options = dict(rank_invariant=True, return_lse=True)
+            results.append(fast.decode_attention(q, k, v, own if several else own[1], **options))
+        return results, [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+
+    with backend("gluon"), simulated_kernels.simulated():
+        for (_, replayed, written), reasons in process_groups.threads(program, len(ends)):
+            assert reasons
+            assert set(reasons) == {""}
+            assert all(map(torch.equal, replayed, written))
+
+
 def attention(q, k, v, mask, _, scale):
     return fast.attention(q, k, v, mask, scale=scale)
 

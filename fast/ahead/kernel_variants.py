@@ -218,14 +218,14 @@ def few_queries_on_ranks(x: Inputs) -> None:
         y = Inputs(x.model, x.q.device, min(queries, few.MOST_QUERIES), TOKENS)
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
-        lse, counter = y.statistic(), torch.zeros(2, dtype=torch.int32, device=y.q.device)
-        o, sums = y.out.float(), lse.new_zeros(2, *lse.shape, 4)
+        lse, counter, scale = y.statistic(), torch.zeros(2, dtype=torch.int32, device=y.q.device), y.model.scale
+        o, sums, qkv = y.out.float(), lse.new_zeros(2, *lse.shape, 4), (y.q, y.k, y.v)
+        weights = kernels.weights_of_rank(*qkv, y.mask)
         with _replaced(few, "slice_width", width):
-            shard = kernels.keys_of_rank(y.q, y.k, y.v, y.mask, y.model.scale, counter)
-            shard.write_first_maxima(lse)
-            shard.write_weights(lse, 1, 0)
-            shard.add(o, sums)
-        few.write_results(o, sums, lse, 1, 0, y.out, lse)
+            kernels.write_first_maxima(*qkv, lse, y.mask, scale)
+            kernels.write_weights(*qkv, lse, *weights, counter, y.mask, scale, 1, 0)
+            kernels.add_values(*qkv, *weights, o, sums, y.mask)
+        kernels.write_results(o, sums, lse, y.out, lse, 1, 0)
 
 
 def whole_backward(inputs: Inputs) -> None:

@@ -197,8 +197,9 @@ def weights_kernel(
         ring = ring.next(STAGES)
     if STEP == WHOLE:
         gl.store(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS), m)
-    if gl.max(gl.max(too_large, 1), 0) > 0:
-        gl.store(counter + 1, 1)
+    if STEP != FIRST_TILES:  # noqa: SIM102 - known at compile time
+        if gl.max(gl.max(too_large, 1), 0) > 0:
+            gl.store(counter + 1, 1)
 
 
 # ------------------------------------------------------------------ sums in order

@@ -15,7 +15,6 @@ from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.descriptors import box
 from canon.fast.kernels.gluon.few_queries import (
     FIRST_TILES,
-    OF_A_RANK,
     WHOLE,
     results_kernel,
     sums_kernel,
@@ -110,7 +109,7 @@ def launch_weights(
     q: Tensor, k: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, weights: Weights,
     maxima: Tensor, step: constexpr, ranks: int = 1, stride: int = 0,
 ) -> None:  # fmt: skip
-    """Launch `weights_kernel` with this STEP. The first element of a rank's ``maxima`` is ``stride`` behind the last one's."""
+    """Launch `weights_kernel` with this STEP. ``maxima`` of a rank are ``stride`` numbers behind those of the rank before."""
     (b, t, h, d), pack = q.shape, plan.pack
     sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
     tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
@@ -147,37 +146,7 @@ def few_rows(q: Tensor, k: Tensor) -> bool:
     return q.numel() > 0 and q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
 
 
-class KeysOfRank:
-    """The steps of `canon.fast.decode_in_order`: few queries q (b, t, h, d), and this rank's keys.
-
-    `write_weights` sets the second number of ``counter`` to 1 if a maximum must rise.
-    """
-
-    def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None,
-        ctas: int, counter: Tensor,
-    ):  # fmt: skip
-        self.given, self.v, self.ctas = (q, k, pads, plan, scale, softcap), v, ctas
-        self.plan, self.weights = plan, empty_weights(q, plan, counter)
-
-    def write_first_maxima(self, maxima: Tensor) -> None:
-        """Write the maxima (b, h, t) of first visible tiles, of rows that see a key."""
-        if len(self.plan.columns):
-            launch_weights(*self.given, self.weights, maxima, FIRST_TILES)
-
-    def write_weights(self, maxima: Tensor, ranks: int, stride: int) -> None:
-        """Compute the weights from the first maxima of all ranks."""
-        if len(self.plan.columns):
-            launch_weights(*self.given, self.weights, maxima, OF_A_RANK, ranks, stride)
-
-    def add(self, o: Tensor, sums: Tensor) -> None:
-        """Add to o (b, t, h, dv), and to both ``sums`` (2, b, h, t, 4) of the weights: float32, contiguous but for axis 0."""
-        if len(self.plan.columns):
-            q, _, pads, *_ = self.given
-            launch_sums(q, self.v, pads, self.plan, self.ctas, self.weights, sums, o, sums, sums.stride(0))
-
-
-def write_results(o: Tensor, sums: Tensor, maxima: Tensor, ranks: int, stride: int, out: Tensor, lse: Tensor) -> None:
+def write_results(o: Tensor, sums: Tensor, maxima: Tensor, out: Tensor, lse: Tensor, ranks: int, stride: int) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all ranks."""
     (_, t, h, dv), rows = out.shape, lse.numel()
     arguments = (o, sums, maxima, out, lse, ranks, stride, rows, h, t)

@@ -20,6 +20,7 @@ from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
 from canon.fast.kernels.gluon.dq_order import ordered_dq_pays
+from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
@@ -48,6 +49,7 @@ SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
 MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
 
+write_results = few_queries_launch.write_results
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
 
 
@@ -110,26 +112,63 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
         copy_statistic(even_lse, lse)
 
 
+# ------------------------------------------------------------------ few queries, keys of several ranks
+# The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether `keys_of_rank` takes such tensors, whatever the keys and masks of the ranks."""
+    """Return whether there are kernels for such tensors, whatever the keys and masks of the ranks."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
 
 
-def keys_of_rank(
-    q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask, scale: Scale, counter: Tensor
-) -> few_queries_launch.KeysOfRank:
-    """Return the steps of a call with rank_invariant=True, for few queries and the keys of this rank."""
+def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[Tensor, Tensor]:
+    """Allocate the weights, and their sums."""
+    weights = few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, mask)[0], q)
+    return weights.p, weights.sums
+
+
+def write_first_maxima(q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, mask: PlacedMask, scale: Scale) -> None:
+    """Write the maxima (b, h, t) of first visible tiles, in rows that see a key."""
+    plan, widths = _plan_of_rank(q, k, v, mask)
+    if len(plan.columns):
+        number, softcap = split_scale(scale)
+        q, number = signed(q, number)
+        unused = few_queries_launch.Weights(maxima, maxima, maxima)
+        few_queries_launch.launch_weights(q, k, widths, plan, number, softcap, unused, maxima, FIRST_TILES)
+
+
+def write_weights(
+    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, p: Tensor, sums: Tensor, counter: Tensor, mask: PlacedMask,
+    scale: Scale, ranks: int, stride: int,
+) -> None:  # fmt: skip
+    """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a maximum must rise."""
+    plan, widths = _plan_of_rank(q, k, v, mask)
+    if len(plan.columns):
+        number, softcap = split_scale(scale)
+        q, number = signed(q, number)
+        weights = few_queries_launch.Weights(p, sums, counter)
+        given = q, k, widths, plan, number, softcap, weights, maxima, OF_A_RANK, ranks, stride
+        few_queries_launch.launch_weights(*given)
+
+
+def add_values(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, sums: Tensor, o: Tensor, totals: Tensor, mask: PlacedMask
+) -> None:
+    """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous but for axis 0."""
+    plan, widths = _plan_of_rank(q, k, v, mask)
+    if len(plan.columns):
+        v = zero_masked(v, mask, plan, keys=True)
+        weights = few_queries_launch.Weights(p, sums, totals)
+        given = q, v, widths, plan, resident_ctas(q), weights, totals, o, totals, totals.stride(0)
+        few_queries_launch.launch_sums(*given)
+
+
+def _plan_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[FewQueriesPlan, tuple[int, int]]:
     check(q)
     config, d, dv = forward_config(q, v, mask)
-    number, softcap = split_scale(scale)
-    q, number = signed(q, number)
-    ctas = resident_ctas(q)
-    plan = few_queries_launch.plan_for(q, k, mask, config.columns, ctas)
-    v = zero_masked(v, mask, plan, keys=True)
-    return few_queries_launch.KeysOfRank(q, k, v, (d, dv), plan, number, softcap, ctas, counter)
+    return few_queries_launch.plan_for(q, k, mask, config.columns, resident_ctas(q)), (d, dv)
 
 
+# ------------------------------------------------------------------ gradients
 def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: Scale, dq: Tensor) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)

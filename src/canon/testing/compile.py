@@ -30,6 +30,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
+from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.placed_mask import AnyMask, in_place
 from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
@@ -189,11 +190,11 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
             plan = few.few_queries_plan(in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device)
             with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
                 few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
-                shard = few.KeysOfRank(q, k, v, (d, dv), plan, 0.1, None, 1, counter)
-                shard.write_first_maxima(lse)
-                shard.write_weights(lse, 2, 64)
-                shard.add(wide, sums)
-                few.write_results(wide, sums, lse, 2, 64, dout, lse)
+                weights = few.empty_weights(q, plan, counter)
+                for step in (FIRST_TILES, OF_A_RANK):
+                    few.launch_weights(q, k, (d, dv), plan, 0.1, None, weights, lse, step, 2, 64)
+                few.launch_sums(q, v, (d, dv), plan, 1, weights, sums, wide, sums, sums.stride(0))
+                few.write_results(wide, sums, lse, dout, lse, 2, 64)
     return list(results.values())
 
 
