@@ -18,7 +18,7 @@ SHAPES = (
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
-BITS = {"bits_two": "bits_two_h200", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
+BITS = {"bits_two": "bits_two_h100", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
 BESIDE = "kernels_peers_h200"
 OF_FORWARD = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "flash-attn-4": "flash-attn-4"}
 OF_BESIDE = {
@@ -212,9 +212,6 @@ def kernels() -> dict[str, str]:
     causal = "B1 S16384 Hq32 Hk8 D128 causal"
     cudnn = [speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")]
     flex = [speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape) for shape in SHAPES]
-    twice = [
-        speed(RECORD, s, "canon gluon split", "forward") / speed(RECORD, s, "canon auto", "forward") - 1 for s in SHAPES
-    ]
     return {
         "forward_over_peer": span(ratios["forward"]),
         "backward_over_peer": span(ratios["fastest"]),
@@ -227,7 +224,6 @@ def kernels() -> dict[str, str]:
         "auto_of_repeatable": span(
             speed(RECORD, s, "canon auto", "backward") / repeatable(RECORD, s)[0] for s in SHAPES
         ),
-        "timed_twice": f"{max(map(abs, twice)):.1%}",
     }
 
 
@@ -269,7 +265,7 @@ def portable() -> dict[str, str]:
             cells += [speed(record, shape, peer, name) for name in ("forward", "backward")]
         pairs = zip(cells[::2], cells[1::2], strict=True)
         rows.append([named(shape), *(f"{one:.0f} / {two:.0f}" if one else "-" for one, two in pairs)])
-    auto, partial = load("kernels_auto_h200")["auto"], load("kernels_partial_h200")["partial"]
+    auto = load("kernels_auto_h200")["auto"]
     over = lambda name: [
         speed(record, shape, "canon triton split", "forward") / speed(record, shape, name, "forward")
         for shape in dict.fromkeys(row["shape"] for row in load(record)["results"])
@@ -288,7 +284,6 @@ def portable() -> dict[str, str]:
         "portable_over_flex": span(over("FlexAttention")),
         "auto_shapes": str(len({row["shape"] for row in auto})),
         "auto_worst": f"{max(row['auto_to_best'] for row in auto) - 1:.1%}",
-        "partial_worst": f"{max(row['cost'] for row in partial):.1%}",
     }
 
 
@@ -370,9 +365,13 @@ def beside_peers() -> dict[str, str]:
     found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
     found |= {f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}" for name, x in ratios.items()}
     full = ratio("canon gluon fused in order", "canon gluon split")
-    cost = lambda shape, passes: (
-        clocks(BESIDE, shape, "canon auto, rank invariant", passes)[0] / clocks(BESIDE, shape, "canon auto", passes)[0]
-    )
+    names = "canon auto, rank invariant", "canon auto"
+
+    def cost(shape: str, passes: str, record: str = BESIDE) -> float:
+        option, default = (clocks(record, shape, name, passes)[0] for name in names)
+        return option / default
+
+    documents = lambda mean: next(shape for shape in shapes if shape.endswith(f"documents:{mean}"))
     costs = [(shape.split()[4], cost(shape, "both")) for shape in shapes]
     return {
         **found,
@@ -382,6 +381,7 @@ def beside_peers() -> dict[str, str]:
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),
         "invariant_both": span(cost for _, cost in costs),
+        **{f"invariant_{x}_now": f"{cost(documents(x), 'both', 'rank_invariant_h200'):.2f}" for x in (256, 1024)},
         **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
     }  # fmt: skip
 

@@ -322,7 +322,18 @@ def few_queries() -> dict[str, str]:
         if all(name in found for name in (*names, "copy")):
             queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
             lines.append([f"{queries} and {keys}", *(found[name] for name in (*names, "copy"))])
-    return {"few": table(("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits", "a copy"), lines)}
+    ways, made = ("parts", "sums travel", "keys travel"), load("decode_two_h100")["results"]
+    cell = lambda row: f"{1e3 * median(row['wall_ms']):.0f} / {row['peak_mb']:.0f}"
+    decoding = []
+    for shape in dict.fromkeys(row["shape"] for row in made if " S1 " in row["shape"]):
+        found = {row["schedule"]: cell(row) for row in made if row["shape"] == shape}
+        decoding.append([tokens(int(shape.split(":")[1])), *(found[way] for way in ways)])
+    return {
+        "few": table(("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits", "a copy"), lines),
+        "decoding": table(
+            ("wall us / MB, 1 query, keys", "merged parts", *(f"same bits, {way}" for way in ways[1:])), decoding
+        ),
+    }
 
 
 PARTS = (schedules, two_gpus, few_queries, packs, host, plans, training, messages)
