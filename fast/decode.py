@@ -50,8 +50,14 @@ def decode(
     return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
 
 
+NOTES = """
+    With ``rank_invariant`` on Hopper (bfloat16 or float16), K and V stay on their ranks for up to 64 queries and 256 rows
+    (queries x heads) for a key head: maxima and sums travel (`canon.fast.decode_in_order`).
+    """
 # torch.compile breaks its graph here: it does not trace plans.
-decode_attention = torch.compiler.disable(public_local.decode_attention(decode, attention, check_inputs, in_order))
+decode_attention = torch.compiler.disable(
+    public_local.decode_attention(decode, attention, check_inputs, in_order, NOTES)
+)
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -7,6 +7,7 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Mask
+from canon.runtime import public_local
 from canon.runtime.sink_weights import sigmoid
 from canon.testing import process_groups
 
@@ -93,6 +94,18 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):
 
     process_groups.threads(program, 2)
     assert len(messages) == 2
+
+
+def test_a_capture_is_refused_on_every_rank(half, monkeypatch):
+    q, k, v = inputs()
+    monkeypatch.setattr(public_local, "is_captured", lambda _: dist.get_rank() == 1)
+
+    def program():
+        with pytest.raises((RuntimeError, ValueError), match="a CUDA graph cannot be captured"):
+            half.decode_attention(q[:, -1:], k, v, rank_invariant=True)
+        return half.decode_attention(q[:, -1:], k, v)
+
+    process_groups.threads(program, 2)
 
 
 def test_the_weight_under_a_sink_does_not_depend_on_the_number_of_queries():

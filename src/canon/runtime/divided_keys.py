@@ -1,7 +1,7 @@
 """Bring the keys of all ranks to every rank, in order: for ``decode_attention(..., rank_invariant=True)``.
 
 A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in order. So K, V and masks
-travel, and each rank computes the call of one rank.
+travel, and each rank computes the call of one rank. `canon.fast.decode_in_order` needs this in few cases only.
 
 Cost of a rank: three all-gathers, of n x 2 numbers, of all bands (7 numbers each) and of K and V, padded to the longest.
 The host waits for the first two.

@@ -216,6 +216,11 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     return bound(merge, merged)
 
 
+def is_captured(x: Tensor) -> bool:
+    """Return whether work on x is captured in a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def keys_travel(*arguments: Any) -> None:
     """Return None, in place of a result: all keys have to travel."""
 
@@ -225,6 +230,7 @@ def decode_attention(
     attention: Callable[..., Any],
     check_device: Callable[[Tensor], None] = any_device,
     in_order: Callable[[Tensor, Tensor, Tensor], Callable[..., tuple[Tensor, Tensor] | None]] = lambda *_: keys_travel,
+    notes: str = "",
 ):
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks.
 
@@ -261,15 +267,15 @@ def decode_attention(
             sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
             rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
                 ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. K and V
-                travel to all ranks, unless the notes below say otherwise. Dividing the heads among ranks, and calling
-                `attention` with this option on each, needs no messages.
+                travel to all ranks, unless notes below say otherwise, and the host waits: no CUDA graph can be captured.
+                Dividing the heads among ranks, and calling `attention` with this option on each, needs no messages.
             group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
                 process is the only rank.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
 
         The result is not differentiable. Raises ValueError or TypeError on every rank, if the arguments of one rank do not
-        fit together, or dtypes, scales or shapes except s differ between ranks.
-        Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+        fit together, or dtypes, scales or shapes except s differ between ranks; RuntimeError for ``rank_invariant`` on several
+        ranks while a CUDA graph is captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
         way = lambda several: (in_order(*batched(q, k, v)) if several else keys_travel) if rank_invariant else decode
         agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device, way)
@@ -285,7 +291,7 @@ def decode_attention(
             out, lse = out.squeeze(0), lse.squeeze(0)
         return (out, lse) if return_lse else out
 
-    return bound(decode_attention, decode)
+    return bound(decode_attention, decode, notes)
 
 
 def _agreed(
@@ -319,6 +325,11 @@ def _agreed(
         scale = default_scale(q, scale, softcap)
         check_sink(q, sink)
         check_rank_invariant(name, rank_invariant)
+        if rank_invariant and ranks > 1 and is_captured(q):
+            raise RuntimeError(
+                f"{name}: with rank_invariant=True on several ranks the host waits, so a CUDA graph cannot be captured: divide "
+                "the heads among ranks, and call attention(..., rank_invariant=True)"
+            )
         compute = way(ranks > 1)
     if ranks > 1:
         fields = (
