@@ -8,8 +8,9 @@ Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries
 keys at once, and each continues the sums of the rank before. A row keeps the maximum of its first visible tile, wherever
 that is.
 
-The keys of all ranks travel instead (`canon.runtime.divided_keys`) where scores would raise a maximum or are not finite, on
-other backends than "gluon", and with more than 64 queries or more than 256 rows (queries x heads) for a key head.
+The keys of all ranks travel instead (`canon.runtime.divided_keys`) where scores would raise a maximum, and where scores or
+values are not finite. So they do on other backends than "gluon", and with more than 64 queries or more than 256 rows (queries
+x heads) for a key head.
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 
@@ -86,7 +87,7 @@ def decode_in_order(
                 replayed(kernels.add_values, (*qkv, *made, o[x], sums[:, x]), one)
         dist.broadcast(state, group=group, group_src=source)
     out, lse = empty_result(q, v, q.dtype)
-    replayed(kernels.write_results, (o, sums, maxima[0], out, lse), ranks, stride)
+    replayed(kernels.write_results, (o, sums, maxima[0], out, lse, must_repeat), ranks, stride)
     must, *sizes = torch.cat([must_repeat, numbers[:, rows]]).tolist()
     check_starts("decode_attention", sizes)
     return None if must else (out if sink is None else under_sink(out, lse, sink), lse)

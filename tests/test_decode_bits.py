@@ -6,7 +6,7 @@ import torch.distributed as dist
 from invariant_worlds import bits
 from sharded import DEVICE
 
-from canon import Mask
+from canon import Band, Mask
 from canon.runtime import public_local
 from canon.runtime.sink_weights import sigmoid
 from canon.testing import process_groups
@@ -67,6 +67,21 @@ def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
     assert all(same(one, got) for got in decoded(half, (128, 300), q[:, rows], k, v, masks))
     packed = [x[1] for x in (q[:, rows], k, v)]
     assert all(same([x[1] for x in one], got) for got in decoded(half, (128, 300), *packed))
+
+
+def test_ranks_may_have_one_mask_or_one_for_each_sequence(half):
+    q, k, v = inputs(b=2)
+    q = q[:, -2:]
+    one = half.attention(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 128)], 2, N)], rank_invariant=True)
+
+    def program():
+        torch.set_num_threads(1)
+        held, masks = [(slice(0, 128), None), (slice(128, N), [Mask.full(2, N - 128), Mask([], 2, N - 128)])][
+            dist.get_rank()
+        ]
+        return half.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True)
+
+    assert all(torch.equal(one, got) for got in process_groups.threads(program, 2))
 
 
 def test_without_the_option_the_bits_depend_on_the_ranks(half):

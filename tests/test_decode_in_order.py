@@ -129,6 +129,36 @@ def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, keys):
     assert found == (value == -torch.inf and keys.start > 0)
 
 
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_where_values_are_not_finite_the_keys_travel(monkeypatch, value):
+    """0 times NaN reaches other rows of a tile of queries, whose size depends on the keys of a rank."""
+    mask = Mask([Band(0, 2, 11, 62), Band(4, 6, 236, 247), Band(16, 17, 105, 168)], 17, N)
+    q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
+    v[:, 240] = value
+    assert not assert_bits_of_one_rank(monkeypatch, ENDS["two ranks"], q, k, v, mask)
+
+
+@pytest.mark.parametrize("growth", [0.0, 40.0])
+def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
+    """The second sequence ends with the keys of rank 0. With growing scores the keys travel."""
+    q, k, v, *_ = inputs(Mask.full(2, N), 2, 4, 2, 64, 64)
+    k[..., 0] = (torch.arange(N, device=DEVICE) // 64 * growth)[None, :, None]
+    q[..., 0] = 1.0
+    expected = attend(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 384)], 2, N)])
+
+    def program():
+        held, masks = [(slice(0, 384), None), (slice(384, N), [Mask.full(2, N - 384), Mask([], 2, N - 384)])][
+            dist.get_rank()
+        ]
+        return fast.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True, return_lse=True)
+
+    with noted(monkeypatch) as found, hopper():
+        results = process_groups.threads(program, 2)
+    assert found == [growth == 0.0] * 2
+    for result in results:
+        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(result, expected, strict=True))
+
+
 def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
     q, k, v, *_ = inputs(MASKS["causal"], 1, 2, 2, 64, 64)
     messages = []

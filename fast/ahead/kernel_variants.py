@@ -225,7 +225,7 @@ def few_queries_on_ranks(x: Inputs) -> None:
             kernels.write_first_maxima(*qkv, lse, y.mask, scale)
             kernels.write_weights(*qkv, lse, *weights, counter, y.mask, scale, 1, 0)
             kernels.add_values(*qkv, *weights, o, sums, y.mask)
-        kernels.write_results(o, sums, lse, y.out, lse, 1, 0)
+        kernels.write_results(o, sums, lse, y.out, lse, counter, 1, 0)
 
 
 def whole_backward(inputs: Inputs) -> None:

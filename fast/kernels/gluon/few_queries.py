@@ -90,7 +90,10 @@ def first_maximum(maxima, ranks, stride, place, valid):
     return gl.where(m == float("inf"), float("-inf"), m)
 
 
-@gluon.jit(do_not_specialize=["sets", "visits", "stored", "tokens", "ranks", "stride"])
+@gluon.jit(
+    do_not_specialize=["sets", "visits", "stored", "tokens", "ranks", "stride"],
+    do_not_specialize_on_alignment=["maxima"],
+)
 def weights_kernel(
     q_desc,
     k_desc,
@@ -192,8 +195,9 @@ def weights_kernel(
             tile = set_ * visits + visit
             start = p + tile.to(gl.int64) * (stored * COLUMNS)
             store_tile(start, x, tile, stop - first, PACK * COLUMNS, COLUMNS, COLUMNS, PACK)
-            gl.store(sums + tile * (stored * 4) + place, lanes, mask=valid)
-            gl.store(sums + (sets * visits + tile) * (stored * 4) + place, excess, mask=valid)
+            of_tile = sums + tile.to(gl.int64) * (stored * 4)
+            gl.store(of_tile + place, lanes, mask=valid)
+            gl.store(of_tile + (sets * visits).to(gl.int64) * (stored * 4) + place, excess, mask=valid)
         ring = ring.next(STAGES)
     if STEP == WHOLE:
         gl.store(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS), m)
@@ -378,8 +382,8 @@ def add_sums(
         end = gl.where(first_column == 0, end, begin)  # one CTA of a tile adds them
         l = gl.load(place, mask=kept, other=0.0)
         excess = gl.load(place + second, mask=kept, other=0.0)
-    more = sums + (sets + set_) * visits * (stored * 4)
-    sums += set_ * visits * (stored * 4)
+    sums += set_.to(gl.int64) * visits * (stored * 4)
+    more = sums + sets.to(gl.int64) * visits * (stored * 4)
     ahead, more_ahead = sums_of_visits(sums, more, stored, stop - first, PACK, begin, end)
     for visit in range(begin, end, VISITS_AT_A_TIME):
         of_visits, of_excess = ahead, more_ahead
@@ -485,11 +489,12 @@ def sums_kernel(
 # ------------------------------------------------------------------ several ranks
 @gluon.jit(do_not_specialize=["ranks", "stride", "rows", "tokens"])
 def results_kernel(
-    o, sums, maxima, out, lse, ranks, stride, rows, heads, tokens, DV: gl.constexpr, DV_PAD: gl.constexpr
+    o, sums, maxima, out, lse, repeat, ranks, stride, rows, heads, tokens, DV: gl.constexpr, DV_PAD: gl.constexpr
 ):
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t) of ``rows`` rows of (b, h, t), from the sums over all keys.
 
     ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4): those of `sums_kernel`. ``maxima`` (b, h, t) of each rank. All contiguous.
+    Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows of its tile, and ranks have other tiles of queries.
     """
     WIDTH: gl.constexpr = M  # columns at a time
     ROWS: gl.constexpr = per_row_layout(WIDTH)
@@ -509,4 +514,6 @@ def results_kernel(
         column = first + gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, mma_layout(WIDTH))), 0)
         keep = gl.expand_dims(row < rows, 1) & (column < DV)
         x = gl.load(o + start + column, mask=keep, other=0.0)
+        if gl.max(gl.max(gl.where(gl.abs(x) < float("inf"), 0, 1), 1), 0) > 0:
+            gl.store(repeat, 1)
         gl.store(out + start + column, zero_rows(x * factor, factor).to(out.dtype.element_ty), mask=keep)

@@ -5,7 +5,8 @@
     chunk 1                                  (0)          3   4   5          (0): computed again for the maximum
     chunk 2                                  (0)             (4)      6
 
-Nothing here changes a bit: not the sizes of tiles and chunks, nor whether a call takes these kernels or `forward`.
+Nothing here changes a bit of finite results: not the sizes of tiles and chunks, nor whether a call takes these kernels or
+`forward`.
 """
 
 from typing import Any, NamedTuple

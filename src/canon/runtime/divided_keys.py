@@ -3,7 +3,7 @@
 A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in order. So K, V and masks
 travel, and each rank computes the call of one rank. `canon.fast.decode_in_order` needs this in few cases only.
 
-Cost of a rank: three all-gathers, of n x 2 numbers, of all bands (7 numbers each) and of K and V, padded to the longest.
+Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V, padded to the longest.
 The host waits for the first two.
 """
 
@@ -18,6 +18,7 @@ from canon.masks.layout import TILE
 from canon.masks.mask import Mask
 
 Masks = Mask | Sequence[Mask]
+EVERY = -1  # the place of a band of all sequences
 
 
 def keys_of_all_ranks(
@@ -25,28 +26,32 @@ def keys_of_all_ranks(
 ) -> tuple[Tensor, Tensor, Masks]:
     """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which follow each other.
 
-    ``mask``: of this rank's keys, or one for each sequence on every rank. Raises ValueError, on every rank, if the keys of a
-    rank do not begin at a multiple of 128.
+    ``mask``: of this rank's keys, or one for each sequence; other ranks may do otherwise. Returns a mask for each sequence if a
+    rank has them. Raises ValueError, on every rank, if the keys of a rank do not begin at a multiple of 128.
     """
-    if ranks == 1:
+    if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
-    masks = (mask,) if isinstance(mask, Mask) else tuple(mask)
-    bands = torch.tensor([(place, *band) for place, one in enumerate(masks) for band in one.bands], dtype=torch.int64)
+    each = [(EVERY, mask)] if isinstance(mask, Mask) else list(enumerate(mask))
+    bands = torch.tensor([(place, *band) for place, one in each for band in one.bands], dtype=torch.int64)
     bands = bands.reshape(-1, 7).to(k.device)
-    sizes = torch.stack(_gathered(torch.tensor([k.shape[-3], len(bands)], device=k.device), group, ranks)).tolist()
-    starts = check_starts(function, [keys for keys, _ in sizes])
-    every_band = _gathered(_padded(bands, 0, max(number for _, number in sizes)), group, ranks)
-    found: list[list[Band]] = [[] for _ in masks]
-    for (_, number), start, numbers in zip(sizes, starts, every_band, strict=False):
+    counts = k.shape[-3], len(bands), 0 if isinstance(mask, Mask) else len(each)
+    sizes = torch.stack(_gathered(torch.tensor(counts, device=k.device), group, ranks)).tolist()
+    starts = check_starts(function, [keys for keys, _, _ in sizes])
+    every_band = _gathered(_padded(bands, 0, max(number for _, number, _ in sizes)), group, ranks)
+    sequences = max(number for _, _, number in sizes)  # 0: one mask on all ranks
+    found: list[list[Band]] = [[] for _ in range(max(1, sequences))]
+    for (_, number, _), start, numbers in zip(sizes, starts, every_band, strict=False):
         for place, q_start, q_stop, k_start, k_stop, lo, hi in numbers[:number].tolist():
-            found[place].append(Band(q_start, q_stop, k_start, k_stop, lo, hi).shift(keys=start))
-    whole = [Mask.of_disjoint(own, one.queries, starts[-1]) for own, one in zip(found, masks, strict=True)]
+            band = Band(q_start, q_stop, k_start, k_stop, lo, hi).shift(keys=start)
+            for bands_of_one in found if place == EVERY else [found[place]]:
+                bands_of_one.append(band)
+    whole = [Mask.of_disjoint(own, each[0][1].queries, starts[-1]) for own in found]
     both = torch.cat([k.flatten(-2), v.flatten(-2)], -1)
-    parts = _gathered(_padded(both, both.ndim - 2, max(keys for keys, _ in sizes)), group, ranks)
-    both = torch.cat([x.narrow(-2, 0, keys) for x, (keys, _) in zip(parts, sizes, strict=True)], -2)
+    parts = _gathered(_padded(both, both.ndim - 2, max(keys for keys, _, _ in sizes)), group, ranks)
+    both = torch.cat([x.narrow(-2, 0, keys) for x, (keys, _, _) in zip(parts, sizes, strict=True)], -2)
     k_whole, v_whole = both.split([k.shape[-2] * k.shape[-1], v.shape[-2] * v.shape[-1]], -1)
     k_whole, v_whole = k_whole.unflatten(-1, k.shape[-2:]), v_whole.unflatten(-1, v.shape[-2:])
-    return k_whole.contiguous(), v_whole.contiguous(), whole[0] if isinstance(mask, Mask) else whole
+    return k_whole.contiguous(), v_whole.contiguous(), whole if sequences else whole[0]
 
 
 def check_starts(function: str, sizes: list[int]) -> list[int]:

@@ -194,7 +194,7 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
                 for step in (FIRST_TILES, OF_A_RANK):
                     few.launch_weights(q, k, (d, dv), plan, 0.1, None, weights, lse, step, 2, 64)
                 few.launch_sums(q, v, (d, dv), plan, 1, weights, sums, wide, sums, sums.stride(0))
-                few.write_results(wide, sums, lse, dout, lse, 2, 64)
+                few.write_results(wide, sums, lse, dout, lse, counter, 2, 64)
     return list(results.values())
 
 
