@@ -277,7 +277,12 @@ def decode_attention(
         fit together, or dtypes, scales or shapes except s differ between ranks; RuntimeError for ``rank_invariant`` on several
         ranks while a CUDA graph is captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-        way = lambda several: (in_order(*batched(q, k, v)) if several else keys_travel) if rank_invariant else decode
+
+        def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
+            if not rank_invariant:
+                return decode
+            return in_order(*batched(q, k, v)) if several else keys_travel
+
         agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device, way)
         given, rank, ranks, mask, checked, compute = agreed
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
