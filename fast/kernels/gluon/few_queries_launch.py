@@ -6,8 +6,6 @@ scratch has no limit. With 256 rows for a key head, the most, it is 1.1 times as
 times at D 64.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from triton.experimental.gluon.language import constexpr
@@ -78,53 +76,48 @@ def slice_width(columns: int, ctas: int) -> int:
     return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
 
 
-class Weights(NamedTuple):
-    """The results of `weights_kernel`; ``counter``: a counter for `forward`, then whether a maximum must rise."""
-
-    p: Tensor
-    sums: Tensor
-    counter: Tensor
-
-
 def forward_of_few(
     q: Tensor, k: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, ctas: int,
     out: Tensor, lse: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
     maxima = torch.empty(len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS, device=q.device)
-    weights = empty_weights(q, plan, torch.zeros(2, dtype=torch.int32, device=q.device))
-    launch_weights(q, k, pads, plan, scale, softcap, weights, maxima, WHOLE)
-    launch_sums(q, v, pads, plan, ctas, weights, maxima, out, lse)
-    return weights.counter
+    p, sums = empty_weights(q, plan)
+    counter = torch.zeros(2, dtype=torch.int32, device=q.device)
+    launch_weights(q, k, pads, plan, scale, softcap, (p, sums, counter), maxima, WHOLE)
+    launch_sums(q, v, pads, plan, ctas, (p, sums), maxima, out, lse)
+    return counter
 
 
-def empty_weights(q: Tensor, plan: FewQueriesPlan, counter: Tensor) -> Weights:
-    """Allocate the results of `weights_kernel`. ``counter`` (2,) holds 0, int32."""
+def empty_weights(q: Tensor, plan: FewQueriesPlan) -> tuple[Tensor, Tensor]:
+    """Allocate the weights p and their sums, the results of `weights_kernel`."""
     tiles, rows = q.shape[0] * q.shape[2] // plan.pack * len(plan.columns), plan.tokens * plan.pack
     p = torch.empty(tiles, rows, 1, plan.keys, dtype=q.dtype, device=q.device)
-    sums = torch.empty(2, tiles, rows, 4, device=q.device)
-    return Weights(p, sums, counter)
+    return p, torch.empty(2, tiles, rows, 4, device=q.device)
 
 
 def launch_weights(
-    q: Tensor, k: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, weights: Weights,
-    maxima: Tensor, step: constexpr, ranks: int = 1, stride: int = 0,
+    q: Tensor, k: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None,
+    written: tuple[Tensor, Tensor, Tensor], maxima: Tensor, step: constexpr, ranks: int = 1, stride: int = 0,
 ) -> None:  # fmt: skip
-    """Launch `weights_kernel` with this STEP. ``maxima`` of a rank are ``stride`` numbers behind those of the rank before."""
+    """Launch `weights_kernel` with this STEP. ``written``: p, sums and counter.
+
+    ``maxima`` of a rank are ``stride`` numbers behind those of the rank before.
+    """
     (b, t, h, d), pack = q.shape, plan.pack
     sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
     tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
-    tables = weights.counter, plan.work, chunks, plan.order, plan.columns, plan.first_visits
+    tables = plan.work, chunks, plan.order, plan.columns, plan.first_visits
     sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride
     options = {"GROUP": h // k.shape[2], "D": d, "D_PAD": pads[0], "STAGES": WEIGHTS_STAGES[pads[0]]}
     options |= {"PACK": pack, "COLUMNS": plan.keys, "SOFTCAP": softcap, "STEP": step.value, "num_warps": 4}
-    arguments = (*tiles, weights.p, weights.sums, maxima, *tables, scale, *sizes)
+    arguments = (*tiles, *written[:2], maxima, written[2], *tables, scale, *sizes)
     launch(weights_kernel, len(chunks) * sets, q.device, arguments, **options)
 
 
 def launch_sums(
-    q: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, ctas: int, weights: Weights, maxima: Tensor, out: Tensor,
-    lse: Tensor, second: int = 0,
+    q: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, ctas: int, weights: tuple[Tensor, Tensor],
+    maxima: Tensor, out: Tensor, lse: Tensor, second: int = 0,
 ) -> None:  # fmt: skip
     """Launch `sums_kernel`; CONTINUED with sums of P minus rounded P ``second`` numbers behind ``lse``."""
     (b, t, h, _), dv, pack, rows = q.shape, v.shape[3], plan.pack, plan.tokens * plan.pack
@@ -132,12 +125,12 @@ def launch_sums(
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
     width = slice_width(all_columns, ctas)
     boxed = next(number for number in P_ROWS if rows <= number)
-    tiles = box(weights.p, boxed, 1, 64), box(v, plan.keys, 1, width)
+    tiles = box(weights[0], boxed, 1, 64), box(v, plan.keys, 1, width)
     tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
     sizes = sets, len(plan.columns), rows, h, t, out.stride(1), out.stride(2), second
     options = {"GROUP": h // v.shape[2], "DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
     options |= {"PACK": pack, "COLUMNS": plan.keys, "CONTINUED": second > 0, "num_warps": 4}
-    arguments = (*tiles, weights.sums, *tables, *sizes)
+    arguments = (*tiles, weights[1], *tables, *sizes)
     launch(sums_kernel, all_columns // width, q.device, arguments, **options)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon import few_queries_launch
@@ -122,18 +123,13 @@ def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[Tensor, Tensor]:
     """Allocate the weights, and their sums."""
-    weights = few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, mask)[0], q)
-    return weights.p, weights.sums
+    return few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, mask)[0])
 
 
 def write_first_maxima(q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, mask: PlacedMask, scale: Scale) -> None:
     """Write the maxima (b, h, t) of first visible tiles, in rows that see a key."""
-    plan, widths = _plan_of_rank(q, k, v, mask)
-    if len(plan.columns):
-        number, softcap = split_scale(scale)
-        q, number = signed(q, number)
-        unused = few_queries_launch.Weights(maxima, maxima, maxima)
-        few_queries_launch.launch_weights(q, k, widths, plan, number, softcap, unused, maxima, FIRST_TILES)
+    unused = maxima, maxima, maxima
+    _visit_keys(q, k, v, maxima, unused, mask, scale, FIRST_TILES)
 
 
 def write_weights(
@@ -141,12 +137,18 @@ def write_weights(
     scale: Scale, ranks: int, stride: int,
 ) -> None:  # fmt: skip
     """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a maximum must rise."""
+    _visit_keys(q, k, v, maxima, (p, sums, counter), mask, scale, OF_A_RANK, ranks, stride)
+
+
+def _visit_keys(
+    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, written: tuple[Tensor, Tensor, Tensor], mask: PlacedMask, scale: Scale,
+    step: constexpr, ranks: int = 1, stride: int = 0,
+) -> None:  # fmt: skip
     plan, widths = _plan_of_rank(q, k, v, mask)
     if len(plan.columns):
         number, softcap = split_scale(scale)
         q, number = signed(q, number)
-        weights = few_queries_launch.Weights(p, sums, counter)
-        given = q, k, widths, plan, number, softcap, weights, maxima, OF_A_RANK, ranks, stride
+        given = q, k, widths, plan, number, softcap, written, maxima, step, ranks, stride
         few_queries_launch.launch_weights(*given)
 
 
@@ -157,8 +159,7 @@ def add_values(
     plan, widths = _plan_of_rank(q, k, v, mask)
     if len(plan.columns):
         v = zero_masked(v, mask, plan, keys=True)
-        weights = few_queries_launch.Weights(p, sums, totals)
-        given = q, v, widths, plan, resident_ctas(q), weights, totals, o, totals, totals.stride(0)
+        given = q, v, widths, plan, resident_ctas(q), (p, sums), totals, o, totals, totals.stride(0)
         few_queries_launch.launch_sums(*given)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from canon.bench.schedules import check_ranks
+from canon.bench.schedules import check_ranks, of_all_shapes
 from canon.bench.shapes import Shape, asked_for, shapes_of
 from canon.bench.timing import eager, slowest, synchronize, table
 from canon.masks.layout import Layout
@@ -60,16 +60,7 @@ class Bench:
     keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each schedule, with all rows so far
 
     def __call__(self) -> list[dict]:
-        device = (
-            torch.device(self.device, torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
-        )
-        rows: list[dict] = []
-        for shape in self.shapes:
-            for some in measure(shape, self.dtype, device, self.only, self.steps):
-                rows += some
-                if self.keep and not dist.get_rank():
-                    self.keep(rows)
-        return rows
+        return of_all_shapes(self, lambda shape, device: measure(shape, self.dtype, device, self.only, self.steps))
 
 
 def measure(shape: Shape, dtype: torch.dtype, device: torch.device, only: str, steps: int) -> Iterator[list[dict]]:

@@ -6,7 +6,8 @@
     one GPU         rank_invariant=True over all keys on every rank, without messages
 
 A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". Wall time is that of the slowest
-rank: calls back to back, without a head start. GPU memory is the most that a call adds.
+rank: calls back to back, without a head start. There is no GPU time, because the host waits inside some calls. GPU memory is
+the most that a call adds.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench.peers import last_head, verdict_row
-from canon.bench.schedules import check_ranks
+from canon.bench.schedules import check_ranks, of_all_shapes
 from canon.bench.shapes import Shape, asked_for, shapes_of
 from canon.bench.timing import eager, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
@@ -48,14 +49,8 @@ class Bench:
     keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
 
     def __call__(self) -> list[dict]:
-        on_gpu = self.device == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        rows: list[dict] = []
-        for shape in self.shapes:
-            rows += measure(shape, self.dtype, device, self.only, self.rounds, self.calls)
-            if self.keep and not dist.get_rank():
-                self.keep(rows)
-        return rows
+        given = self.only, self.rounds, self.calls
+        return of_all_shapes(self, lambda shape, device: [measure(shape, self.dtype, device, *given)])
 
 
 def measure(
@@ -66,8 +61,9 @@ def measure(
     one, ranks = last_head(shape, q, k, v, dout), dist.get_world_size()
     exact, honest = oracle(*one, shape.mask), dense(*one, shape.mask)
     rows, runs = [], []
-    expected = _contenders(shape, q, k, v)["one GPU"]()
-    for name, run in _contenders(shape, q, k, v).items():
+    contenders = _contenders(shape, q, k, v)
+    expected = contenders["one GPU"]()
+    for name, run in contenders.items():
         if not asked_for(name, only):
             continue
         out = run()

@@ -14,7 +14,7 @@ Peers run in processes of their own. A schedule that raises on one rank is left 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -59,15 +59,24 @@ class Bench:
     keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
 
     def __call__(self) -> list[dict]:
-        on_gpu = self.device == "cuda"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        group = dist.new_group(backend="gloo", timeout=AGREEING) if on_gpu else None
-        rows = []
-        for shape in self.shapes:
-            rows += measure(shape, self.dtype, device, self.only, self.rounds, peers=self.peers, group=group)
-            if self.keep and not dist.get_rank():
-                self.keep(rows)
-        return rows
+        group = dist.new_group(backend="gloo", timeout=AGREEING) if self.device == "cuda" else None
+        given: dict[str, Any] = {"peers": self.peers, "group": group}
+        return of_all_shapes(
+            self, lambda shape, device: [measure(shape, self.dtype, device, self.only, self.rounds, **given)]
+        )
+
+
+def of_all_shapes(program: Any, measure: Callable[[Shape, torch.device], Iterable[list[dict]]]) -> list[dict]:
+    """Return all rows of ``measure(shape, device)``, for the shapes and the device of a `Bench`, and keep them on rank 0."""
+    on_gpu = program.device == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    rows: list[dict] = []
+    for shape in program.shapes:
+        for some in measure(shape, device):
+            rows += some
+            if program.keep and not dist.get_rank():
+                program.keep(rows)
+    return rows
 
 
 def measure(

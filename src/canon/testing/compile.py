@@ -190,9 +190,9 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
             plan = few.few_queries_plan(in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device)
             with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
                 few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
-                weights = few.empty_weights(q, plan, counter)
+                weights = few.empty_weights(q, plan)
                 for step in (FIRST_TILES, OF_A_RANK):
-                    few.launch_weights(q, k, (d, dv), plan, 0.1, None, weights, lse, step, 2, 64)
+                    few.launch_weights(q, k, (d, dv), plan, 0.1, None, (*weights, counter), lse, step, 2, 64)
                 few.launch_sums(q, v, (d, dv), plan, 1, weights, sums, wide, sums, sums.stride(0))
                 few.write_results(wide, sums, lse, dout, lse, counter, 2, 64)
     return list(results.values())
