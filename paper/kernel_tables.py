@@ -18,7 +18,7 @@ SHAPES = (
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
-BITS = {"bits_two": "bits_two_h100", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
+BITS = {"bits_two": "bits_two_h200", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
 BESIDE = "kernels_peers_h200"
 OF_FORWARD = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "flash-attn-4": "flash-attn-4"}
 OF_BESIDE = {

@@ -322,7 +322,7 @@ def few_queries() -> dict[str, str]:
         if all(name in found for name in (*names, "copy")):
             queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
             lines.append([f"{queries} and {keys}", *(found[name] for name in (*names, "copy"))])
-    ways, made = ("parts", "sums travel", "keys travel"), load("decode_two_h100")["results"]
+    ways, made = ("parts", "sums travel", "keys travel"), load("decode_two_h200")["results"]
     cell = lambda row: f"{1e3 * median(row['wall_ms']):.0f} / {row['peak_mb']:.0f}"
     decoding = []
     for shape in dict.fromkeys(row["shape"] for row in made if " S1 " in row["shape"]):
