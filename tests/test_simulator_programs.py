@@ -55,6 +55,11 @@ def test_named_barriers_order_partitions(order, seed):
             alternations(order, seed, how)
 
 
+def test_partitions_run_in_the_inference_mode_of_their_launch():
+    with torch.inference_mode():
+        assert alternations("late", 0) == list(range(6))
+
+
 def test_seeds_draw_interleavings_and_repeat_them():
     logs = [alternations("late", seed, "unordered") for seed in range(20)]
     assert logs == [alternations("late", seed, "unordered") for seed in range(20)]

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 IN_VAIN = 2000  # volatile loads of an unchanged value before a deadlock is reported
 
 _current = threading.local()
@@ -134,6 +136,7 @@ class Program:
 
     def __init__(self, indices: tuple, grid: tuple, order: str, chance: random.Random, log: list[Event] | None = None):
         self.indices, self.grid, self.order, self.chance, self.log = indices, grid, order, chance, log
+        self.inference = torch.is_inference_mode_enabled()  # by the launching thread; partitions are other threads
         self.inertia = chance.choice((0.1, 0.5, 0.9))  # probability that a ready partition keeps the baton
         self.actors = self.shared_bytes = self.allocations = 0
         self.barriers: list[Any] = []  # mbarriers
@@ -238,9 +241,10 @@ class Program:
         self.partitions = [main]
         outer, _current.partition = getattr(_current, "partition", None), main
         try:
-            function()
-            main.end()
-            self.end(main)
+            with torch.inference_mode(self.inference):
+                function()
+                main.end()
+                self.end(main)
         except Exception as failure:
             self.fail(failure, main)
             raise
@@ -300,10 +304,11 @@ class Program:
         me.baton.acquire()
         try:
             if not self.failure:
-                function()
-                me.end()
-                for store in me.stores:
-                    store.complete()
+                with torch.inference_mode(self.inference):
+                    function()
+                    me.end()
+                    for store in me.stores:
+                        store.complete()
                 me.finished = True
                 self.next().baton.release()
         except Stopped:
