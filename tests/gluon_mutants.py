@@ -93,7 +93,7 @@ FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new b
 HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
 ONE_V = "the wait for V, just before, implies it: the same MMAs read dO and the only buffer of V"
 FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
-ARRIVED = "the arrival just before has synchronised the warps, which have all waited for their MMA"
+ARRIVED = "the arrival just before implies it: it has synchronised the warps, which have all waited for their MMA"
 SURVIVORS = {
     "few queries, weights": {
         "weights_kernel: fence_async_shared() is left out": FENCE,
