@@ -1,12 +1,12 @@
 """Compute the gradients of attention from its out and lse, in two kernels or in one.
 
     method           kernels                                           MMAs a tile    memory
-    "split"          dk and dv over tiles of keys, the query heads     4 + 3          delta: 4 b h t bytes
+    "split"          dk and dv over tiles of keys, the query heads     4 + 3          statistics: 8 b h t bytes
                      of a group one after another; then dq over
                      tiles of queries
     "head_parallel"  dk and dv of each *query* head, summed over       4 + 3          also 4 b h s (d + dv) bytes; above
                      the group in head order; dq as in "split"                        256 MB in chunks of keys
-    "fused"          one over tiles of keys; it adds to dq by          5              delta, and 4 b h t d bytes
+    "fused"          one over tiles of keys; it adds to dq by          5              statistics, and 4 b h t d bytes
                      atomics                                                          unless dq is float32 itself
 
 "fused" adds to dq in any order, so its bits may differ between runs. The Gluon kernel can also add in a fixed order: a tile
@@ -19,8 +19,8 @@ The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``war
     "fused"            Gluon, sequences long enough that the fixed order costs less than two MMAs a tile
     "split"            otherwise
 
-The thresholds fit these records: paper/data/kernels_auto_h200.json, paper/data/kernels_sweep_widths_h200.json,
-paper/data/pairs_h200.json. paper/backward_on_hopper.md explains the fixed order.
+`canon.fast.kernels.gluon.dq_order` names the records that its thresholds fit. paper/backward_on_hopper.md explains the fixed
+order.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.schedule`).
 

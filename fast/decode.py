@@ -2,8 +2,8 @@
 
 With a list of masks the part is copied there.
 
-The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True on Hopper, sums travel from rank to
-rank, and no keys: `decode_in_order`.
+The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True and few queries on Hopper, sums
+travel from rank to rank, and no keys: `decode_in_order`.
 
 Source: as `canon.reference.decode`.
 """

@@ -5,8 +5,8 @@
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused", no soft-cap.
                 Needs the extra cuda
 
-Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere. A chosen backend that does not
-support the inputs raises: it is never replaced.
+Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere, and for few queries over many keys
+(`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is never replaced.
 """
 
 from collections import Counter

@@ -4,7 +4,7 @@
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
 
 There is a pair for each differentiable function, for both halves. `canon::latent_attention` has the tensors q, latent, k_rope,
-up_weight. Eager calls do not use operators, because one costs about 10 us more than an autograd Function. Both run the same
+up_weight. Eager calls do not use operators, because one costs more host time than an autograd Function. Both run the same
 `Algorithm`. An operator finds its `Call` when it runs, not when it is traced.
 
 A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both are made outside of the

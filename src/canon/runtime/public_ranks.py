@@ -284,7 +284,8 @@ def magi_attention(algorithm: Algorithm):
                 own_keys_first=True.
 
         `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
-        ``layout`` comes from `dispatch`, or is any other. rank_invariant needs ``dispatch(mask, ranks, rank_invariant=True)``.
+        ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose pieces begin at multiples
+        of 128, as those of ``dispatch(mask, ranks, rank_invariant=True)``.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
         also if an option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
         """
