@@ -6,7 +6,8 @@
                 Needs the extra cuda
 
 Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere, and for few queries over many keys
-(`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is never replaced.
+without rank_invariant (`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is never
+replaced.
 """
 
 from collections import Counter
