@@ -38,14 +38,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from canon.faces import public_local
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
 from canon.masks.plan_cache import cached_plan
-from canon.runtime import public_local
-from canon.runtime.checks import Scale, accumulate_dtype
+from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
 

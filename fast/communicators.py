@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from canon.fast.messages import transport_for
-from canon.runtime.group import Group, backend_of, place_in
+from canon.ranks.group import Group, backend_of, place_in
 
 __all__ = ["own_communicators"]
 

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_local
 from canon.fast.decode_in_order import in_order
 from canon.fast.device import check_inputs
 from canon.fast.local import attention, attention_forward, forward_into, merge_into
 from canon.fast.messages import transport_for
 from canon.masks.mask import Mask
-from canon.runtime import public_local
-from canon.runtime.checks import Scale, accumulate_dtype, split_scale
-from canon.runtime.sink_weights import weighted
+from canon.route.checks import Scale, accumulate_dtype, split_scale
+from canon.route.sink_weights import weighted
 
 __all__ = ["decode_attention"]
 

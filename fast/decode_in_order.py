@@ -8,7 +8,7 @@ Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries
 keys at once, and each continues the sums of the rank before. A row keeps the maximum of its first visible tile, wherever
 that is.
 
-The keys of all ranks travel instead (`canon.runtime.divided_keys`) where scores would raise a maximum, and where scores or
+The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a maximum, and where scores or
 values are not finite. So they do on other backends than "gluon", and with more than 64 queries or more than 256 rows (queries
 x heads) for a key head.
 
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces.public_local import keys_travel
 from canon.fast.device import kernels_for
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.local import empty_result
@@ -36,9 +37,8 @@ from canon.fast.messages import transport_for
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
 from canon.masks.mask import Mask
-from canon.runtime.checks import Scale
-from canon.runtime.divided_keys import check_starts
-from canon.runtime.public_local import keys_travel
+from canon.ranks.divided_keys import check_starts
+from canon.route.checks import Scale
 
 UNIT = 64  # float32 numbers: 256 bytes, for wide stores and one kernel variant
 Result = tuple[Tensor, Tensor] | None

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_plans
 from canon.fast.device import check_device
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
@@ -33,8 +34,7 @@ from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planne
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime import public_plans
-from canon.runtime.plan_arguments import Sizes
+from canon.route.plan_arguments import Sizes
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 

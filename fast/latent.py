@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.ring import KeyRing, Ring, RingBackward, RingStep, ring_of
 from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
 from canon.fast.sinks import FAST
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.latent_arguments import NAMES, check_latent, sizes_of, visible_only
+from canon.route.call import Algorithm, Call
+from canon.route.checks import accumulate_dtype
+from canon.route.latent_arguments import NAMES, check_latent, sizes_of, visible_only
 
 __all__ = ["latent_attention"]
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
+from canon.faces import public_local
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, chosen_backend, kernels_for
 from canon.fast.kernels.key_parts import has_parts
@@ -33,9 +34,8 @@ from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import FAST
 from canon.masks.mask import Mask
-from canon.runtime import public_local
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import Scale, accumulate_dtype
+from canon.route.call import Algorithm, Call
+from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 

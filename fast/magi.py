@@ -35,6 +35,7 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.fast.active_queries import active_queries_of, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
@@ -57,9 +58,8 @@ from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileCast
 from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call, kinds_of
-from canon.runtime.checks import accumulate_dtype
+from canon.route.call import Algorithm, Call, kinds_of
+from canon.route.checks import accumulate_dtype
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 

@@ -35,9 +35,9 @@ from canon.masks.band import joined
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.agreement import group_state
-from canon.runtime.call import Call
-from canon.runtime.group import backend_of, companion_of
+from canon.ranks.agreement import group_state
+from canon.ranks.group import backend_of, companion_of
+from canon.route.call import Call
 
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the first element of a view
 

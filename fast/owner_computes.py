@@ -8,7 +8,7 @@ needs no copy of the whole sequence: kernels read received tokens where they lie
     compute    dq of i                      dk, dv of i
 
 With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles. Sizes of tiles differ, so the
-bits of the two halves differ, as the bits of two kernel backends do. `canon.runtime.rank_invariance` has the contract and its
+bits of the two halves differ, as the bits of two kernel backends do. `canon.route.rank_invariance` has the contract and its
 proof. Launches keep these rules:
 
     tiles             cut at multiples of their sizes in the sequence, visited in the order of keys (`key_order`)
@@ -32,7 +32,7 @@ from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical
 from canon.fast.local import empty_result, forward_into
 from canon.fast.messages import Pending
 from canon.fast.schedule import receiving
-from canon.runtime.call import Call
+from canon.route.call import Call
 
 Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message
 

@@ -17,11 +17,11 @@ from fractions import Fraction
 
 import numpy as np
 
+from canon.faces import public_plans
 from canon.fast.kernels.work_tables import band_array
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from canon.faces import public_plans
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, visible_keys
 from canon.fast.backward import plan_gradients
 from canon.fast.group_collectives import cast_plan, rows_returned, rows_sent
@@ -33,10 +34,9 @@ from canon.fast.strided import strided_attention
 from canon.masks.head_groups import steps_of
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime import public_plans
-from canon.runtime.checks import cached
-from canon.runtime.latent_arguments import hidden_keys
-from canon.runtime.prepared_plans import Preparation
+from canon.route.checks import cached
+from canon.route.latent_arguments import hidden_keys
+from canon.route.prepared_plans import Preparation
 
 __all__ = ["prepare"]
 

@@ -27,7 +27,7 @@ which messages are in flight meanwhile:
 
 With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
 call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
-latest (`canon.runtime.agreement`; its cost is in paper/records.md). Autograd keeps q, k, v, out and lse of the
+latest (`canon.ranks.agreement`; its cost is in paper/records.md). Autograd keeps q, k, v, out and lse of the
 own tokens.
 
 `PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and
@@ -54,6 +54,7 @@ from itertools import chain, cycle, repeat
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
@@ -65,9 +66,8 @@ from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run
 from canon.fast.sinks import FAST
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import PLANS
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call, kinds_of
-from canon.runtime.checks import accumulate_dtype
+from canon.route.call import Algorithm, Call, kinds_of
+from canon.route.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 

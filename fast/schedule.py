@@ -36,9 +36,9 @@ from canon.fast.backward import QueryInputs, _dkdv, _dq
 from canon.fast.device import kernels_for
 from canon.fast.local import empty_result, forward_into, forward_part
 from canon.fast.replay.recordings import replayed
-from canon.runtime.call import Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.profiling import named_steps
+from canon.ranks.profiling import named_steps
+from canon.route.call import Call
+from canon.route.checks import accumulate_dtype
 
 ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from canon.fast.device import check_inputs, restored, settings_of
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.replay.recordings import replayed
-from canon.runtime.call import Call, Half
+from canon.route.call import Call, Half
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:

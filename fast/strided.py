@@ -30,6 +30,7 @@ from itertools import cycle, repeat
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
@@ -42,8 +43,7 @@ from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.plan_cache import PLANS
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call, kinds_of
+from canon.route.call import Algorithm, Call, kinds_of
 
 __all__ = ["strided_attention"]
 

@@ -27,8 +27,8 @@ from canon.fast.owner_computes import Leg
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.call import Call
-from canon.runtime.rank_invariance import TILE, Piece, pieces_of, transposed
+from canon.route.call import Call
+from canon.route.rank_invariance import TILE, Piece, pieces_of, transposed
 
 
 def whole_tiles(tokens: int) -> int:

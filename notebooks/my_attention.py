@@ -29,14 +29,14 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl  # noqa: F401 - a kept `forward_kernel` uses it
 
+from canon.faces import public_local, public_plans, public_ranks
 from canon.fast.kernels import interpreter
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, strided, tiles
-from canon.runtime import public_local, public_plans, public_ranks
-from canon.runtime.call import Algorithm, Half
+from canon.route.call import Algorithm, Half
 
 FOLDER = Path(__file__).parent / "my_functions"
 interpreter.repair()

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from canon.runtime.call import Call
+from canon.route.call import Call
 
 
 @dataclass(frozen=True)

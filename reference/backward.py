@@ -40,6 +40,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from canon.faces import public_local
 from canon.masks.mask import Mask
 from canon.reference.tiles import (
     in_whole_tiles,
@@ -51,8 +52,7 @@ from canon.reference.tiles import (
     slope_of,
     visible_tiles,
 )
-from canon.runtime import public_local
-from canon.runtime.checks import Scale, accumulate_dtype
+from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
 

@@ -8,7 +8,7 @@ Each rank computes attention over its own keys, in float32 (float64 for float64)
 to all ranks. Each rank merges the parts in rank order and rounds once, so all ranks return the same bits. A sink is applied
 after the last merge. The formula of `merge` is derived in notebooks/00_softmax_in_pieces.md.
 
-With rank_invariant=True all keys travel to all ranks, and each rank computes `attention` (`canon.runtime.divided_keys`).
+With rank_invariant=True all keys travel to all ranks, and each rank computes `attention` (`canon.ranks.divided_keys`).
 
 Cost of a rank with s_r keys, n ranks:
 
@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_local
 from canon.masks.mask import Mask
 from canon.reference.local import attention, attention_forward, merged
-from canon.runtime import public_local
-from canon.runtime.checks import Scale, accumulate_dtype, split_scale
-from canon.runtime.sink_weights import weighted
+from canon.route.checks import Scale, accumulate_dtype, split_scale
+from canon.route.sink_weights import weighted
 
 __all__ = ["decode_attention"]
 

@@ -37,12 +37,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_plans
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts, tokens_in
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime import public_plans
-from canon.runtime.plan_arguments import check_rows
+from canon.route.plan_arguments import check_rows
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 

@@ -49,13 +49,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.masks.mask import Mask
 from canon.reference.local import REFERENCE
 from canon.reference.ring import HeldKeys, ring_backward, ring_forward
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.latent_arguments import NAMES, check_latent, sizes_of, visible_only
+from canon.route.call import Algorithm, Call
+from canon.route.checks import accumulate_dtype
+from canon.route.latent_arguments import NAMES, check_latent, sizes_of, visible_only
 
 __all__ = ["latent_attention"]
 

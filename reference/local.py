@@ -36,6 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from canon.faces import public_local
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
 from canon.reference.tiles import (
@@ -47,11 +48,10 @@ from canon.reference.tiles import (
     scores_of,
     visible_tiles,
 )
-from canon.runtime import public_local
-from canon.runtime.call import Algorithm, Call, Half
-from canon.runtime.checks import Scale, accumulate_dtype
-from canon.runtime.sink_weights import over_width, sigmoid, sink_weight
-from canon.runtime.sink_weights import weighted as with_sink
+from canon.route.call import Algorithm, Call, Half
+from canon.route.checks import Scale, accumulate_dtype
+from canon.route.sink_weights import over_width, sigmoid, sink_weight
+from canon.route.sink_weights import weighted as with_sink
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 

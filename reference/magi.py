@@ -55,17 +55,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.masks.cast_plan import CastPlan
+from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.profiling import named_steps
-from canon.runtime.rank_invariance import transposed
+from canon.route.call import Algorithm, Call
+from canon.route.checks import accumulate_dtype
+from canon.route.rank_invariance import transposed
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
 

@@ -45,11 +45,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import tiled_forward
-from canon.runtime.call import Call
-from canon.runtime.profiling import named_steps
-from canon.runtime.rank_invariance import Piece, pieces_of
+from canon.route.call import Call
+from canon.route.rank_invariance import Piece, pieces_of
 
 
 @runtime_checkable

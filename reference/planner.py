@@ -43,10 +43,10 @@ from functools import reduce
 from itertools import combinations, product
 from operator import or_
 
+from canon.faces import public_plans
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime import public_plans
 
 __all__ = ["dispatch"]
 

@@ -23,16 +23,16 @@ Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for 
 
 from typing import Any
 
+from canon.faces import public_plans
 from canon.masks.layout import Layout
 from canon.reference.latent import latent_attention
 from canon.reference.local import attention
 from canon.reference.magi import cast_plan, magi_attention
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention
-from canon.runtime import public_plans
-from canon.runtime.checks import cached
-from canon.runtime.latent_arguments import hidden_keys
-from canon.runtime.prepared_plans import Preparation
+from canon.route.checks import cached
+from canon.route.latent_arguments import hidden_keys
+from canon.route.prepared_plans import Preparation
 
 __all__ = ["prepare"]
 

@@ -47,14 +47,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, merged, tiled_forward
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.profiling import named_steps
+from canon.route.call import Algorithm, Call
+from canon.route.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 

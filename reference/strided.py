@@ -48,16 +48,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.faces import public_ranks
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.mask import Mask
+from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, tiled_forward
 from canon.reference.owner_computes import of_heads, owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Call
-from canon.runtime.checks import accumulate_dtype
-from canon.runtime.profiling import named_steps
+from canon.route.call import Algorithm, Call
+from canon.route.checks import accumulate_dtype
 
 __all__ = ["strided_attention"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from canon.masks.layout import TILE
 from canon.masks.mask import Mask
-from canon.runtime.checks import Scale, accumulate_dtype, split_scale
+from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 
 def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> Iterator[tuple[slice, list]]:

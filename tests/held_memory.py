@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from canon.runtime import operators
+from canon.route import operators
 
 
 class Held(TorchDispatchMode):

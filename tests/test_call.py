@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
+from canon.ranks import agreement as group_state_module
+from canon.ranks.agreement import group_state
 from canon.reference.magi import MAGI
 from canon.reference.strided import STRIDED
-from canon.runtime import agreement as group_state_module
-from canon.runtime import call as call_module
-from canon.runtime.agreement import group_state
-from canon.runtime.call import ALGORITHMS, DEFAULTS
+from canon.route import call as call_module
+from canon.route.call import ALGORITHMS, DEFAULTS
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
 from canon.__main__ import main
-from canon.runtime.call import ALGORITHMS
+from canon.route.call import ALGORITHMS
 from canon.testing import call_records, process_groups, record_calls
 
 N = 20

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from canon import Layout, fast
 from canon.bench import communicator_time, shapes
 from canon.fast import messages
-from canon.runtime.agreement import group_state
+from canon.ranks.agreement import group_state
 from canon.testing import process_groups
 
 TOKENS = 24

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from canon import Layout, Mask, fast, reference
 from canon.reference.local import LOCAL
-from canon.runtime import operators
+from canon.route import operators
 from canon.testing import process_groups
 
 TOKENS = 24

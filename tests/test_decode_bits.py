@@ -7,8 +7,8 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Band, Mask
-from canon.runtime import public_local
-from canon.runtime.sink_weights import sigmoid
+from canon.faces import public_local
+from canon.route.sink_weights import sigmoid
 from canon.testing import process_groups
 
 N = 300

@@ -10,9 +10,9 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
+from canon.faces import public_local
 from canon.fast import decode_in_order
 from canon.fast.kernels.gluon import few_queries_launch, launch
-from canon.runtime import public_local
 from canon.testing import process_groups
 
 pytestmark = HOPPER_ONLY

@@ -9,7 +9,7 @@ from sharded import CALLS, attending, layout_of, on_this_rank, whole
 from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Layout, Mask, fast, reference
-from canon.runtime import group
+from canon.ranks import group
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

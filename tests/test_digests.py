@@ -9,7 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from canon.runtime.digests import SLOTS, SharedDigests, runs, shared_memory
+from canon.ranks.digests import SLOTS, SharedDigests, runs, shared_memory
 
 
 def memory(ranks):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from canon import Mask, fast, reference
-from canon.runtime.plan_arguments import default_chunk
+from canon.route.plan_arguments import default_chunk
 
 # --- the default
 

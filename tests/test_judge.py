@@ -23,7 +23,8 @@ SHORT, LONG = (Documents(tuple("abc"), tuple(bytes(range(n)) * 4 for n in (30, 1
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
-SHARED = ("checks", "call", "attend", "public_local", "public_ranks")  # of canon.runtime
+SHARED = dict.fromkeys(("checks", "call", "attend"), "canon.route")
+SHARED |= dict.fromkeys(("public_local", "public_ranks"), "canon.faces")
 FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
 
 # fault: (case, file, text, replacement of the first occurrence)
@@ -92,7 +93,7 @@ def moved(mask, k_start=0, hi=0):
 
 
 def home(name):
-    return "canon.runtime" if name in SHARED else "canon.reference"
+    return SHARED.get(name, "canon.reference")
 
 
 def with_fault(file, text, replacement):

@@ -14,7 +14,7 @@ from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import masking
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.work_tables import host_table, work_table
-from canon.runtime.rank_invariance import transposed
+from canon.route.rank_invariance import transposed
 from canon.testing.judge import Attended
 
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
 from canon.check import draws
-from canon.runtime.latent_arguments import hidden_keys
+from canon.route.latent_arguments import hidden_keys
 from canon.testing import process_groups
 from canon.testing.judge import agreement
 from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
@@ -219,8 +219,8 @@ import torch
 from canon.reference import latent as page
 from canon.reference.local import under_sink
 from canon.reference.ring import ring_backward, ring_forward
-from canon.runtime import public_ranks
-from canon.runtime.call import Algorithm, Half
+from canon.faces import public_ranks
+from canon.route.call import Algorithm, Half
 
 class Keys(page.ProjectedKeys):
     {fault}

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, fast, reference
-from canon.runtime.call import ALGORITHMS
+from canon.route.call import ALGORITHMS
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
@@ -18,7 +18,7 @@ HALVES = {"reference": reference, "fast": fast}
 def survive_an_exception(half, function, where, when):
     """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log, and the seconds."""
     log, errors = [], []
-    logging.getLogger("canon.runtime.agreement").addFilter(lambda record: log.append(record.getMessage()))
+    logging.getLogger("canon.ranks.agreement").addFilter(lambda record: log.append(record.getMessage()))
     leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
     step = lambda: getattr(HALVES[half], function)(*leaves).sum().backward()
     step()

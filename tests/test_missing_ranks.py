@@ -17,7 +17,7 @@ import torch.multiprocessing as multiprocessing
 
 import canon
 from canon import Mask, fast, reference
-from canon.runtime.agreement import group_state
+from canon.ranks.agreement import group_state
 
 HALVES = {"reference": reference, "fast": fast}
 RANKS, LOST, TIMEOUT = 3, 1, 4.0  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
@@ -169,7 +169,7 @@ def test_messages_in_flight_are_aborted_if_a_rank_ends(tmp_path):
 ENDS = """
 import time
 import torch.distributed as dist
-from canon.runtime import agreement
+from canon.ranks import agreement
 
 class State:
     store = dist.TCPStore("localhost", 0, is_master=True)
@@ -186,7 +186,7 @@ time.sleep(0.2)
 
 
 def test_a_process_ends_while_its_watching_thread_uses_the_store():
-    """Without `atexit` in `canon.runtime.agreement`, all of six such processes ended by SIGABRT."""
+    """Without `atexit` in `canon.ranks.agreement`, all of six such processes ended by SIGABRT."""
     paths = os.pathsep.join([str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", ENDS],

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from canon import Layout, Mask, fast, reference
-from canon.runtime import operators
+from canon.route import operators
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

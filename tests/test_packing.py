@@ -7,8 +7,8 @@ from invariant_worlds import attended, different
 from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank
 
 from canon import Layout, Mask, fast
-from canon.runtime import attend, packing
-from canon.runtime.packing import attend_each
+from canon.route import attend, packing
+from canon.route.packing import attend_each
 from canon.testing import process_groups
 from canon.testing.judge import Attended
 

@@ -10,7 +10,7 @@ import torch
 
 from canon import Band, Layout, Mask, reference
 from canon.masks import cast_plan, layout, mask
-from canon.runtime import prepared_plans
+from canon.route import prepared_plans
 
 # Mask.causal(4) and Layout.zigzag(8, 2), pickled by commit f3f00fb
 OLD_MASK = (

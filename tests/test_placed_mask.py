@@ -24,7 +24,7 @@ from canon.fast.kernels.placed_mask import PlacedMask, in_place
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.tile_exchanges import TileCast, TileGather
-from canon.runtime.rank_invariance import pieces_of
+from canon.route.rank_invariance import pieces_of
 
 SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
 

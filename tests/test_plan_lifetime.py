@@ -16,7 +16,7 @@ from canon.fast.kernels.launcher import Gpu, meta_stands_for
 from canon.fast.kernels.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
-from canon.runtime.prepared_plans import Preparation
+from canon.route.prepared_plans import Preparation
 from canon.testing import process_groups
 
 

@@ -11,7 +11,7 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
-from canon.runtime import profiling
+from canon.ranks import profiling
 from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
 

@@ -7,7 +7,7 @@ from sharded import attending, close, layout_of, on_this_rank, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.kernels.cuda import launch as cuda
-from canon.runtime.checks import CappedScale
+from canon.route.checks import CappedScale
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, oracle, orders
 from canon.testing.simulated_kernels import simulated

@@ -21,27 +21,31 @@ BY_DESIGN_ONLY_FAST = {"backend", "own_communicators", "warm_up"}
 # The rooms of canon that the code of each room may import.
 ROOMS = {
     "masks": set(),
-    "runtime": {"masks"},
-    "reference": {"masks", "runtime"},
-    "fast": {"masks", "runtime"},
-    "training": {"masks", "runtime"},
+    "ranks": {"masks"},
+    "route": {"masks", "ranks"},
+    "faces": {"masks", "ranks", "route"},
+    "reference": {"masks", "ranks", "route", "faces"},
+    "fast": {"masks", "ranks", "route", "faces"},
+    "training": {"masks", "ranks", "route"},
     "trees": {"masks"},
-    "integrations": {"masks", "runtime", "reference", "fast", "training"},
+    "integrations": {"masks", "ranks", "route", "faces", "reference", "fast", "training"},
     "simulator": set(),
     "show": {"masks"},
-    "testing": {"masks", "runtime", "reference", "fast", "simulator"},
-    "check": {"masks", "runtime", "reference", "fast", "testing", "trees"},
-    "bench": {"masks", "runtime", "reference", "fast", "testing"},
+    "testing": {"masks", "ranks", "route", "faces", "reference", "fast", "simulator"},
+    "check": {"masks", "ranks", "route", "faces", "reference", "fast", "testing", "trees"},
+    "bench": {"masks", "ranks", "route", "faces", "reference", "fast", "testing"},
 }
 OUTSIDE = {
     "masks": {"torch", "numpy", "jaxtyping"},
-    "runtime": {"torch", "numpy", "jaxtyping"},
+    "ranks": {"torch", "numpy", "jaxtyping"},
+    "route": {"torch", "numpy", "jaxtyping"},
+    "faces": {"torch", "numpy", "jaxtyping"},
     "reference": {"torch", "jaxtyping"},
     "simulator": {"torch", "numpy", "triton"},
     "show": {"torch", "matplotlib"},
 }
 # The rooms that the methods of Layout and of Mask import when they are called.
-CALLED = {"layout.py": {"runtime", "show"}, "mask.py": {"show"}}
+CALLED = {"layout.py": {"ranks", "show"}, "mask.py": {"show"}}
 
 # Package of the files in each folder.
 PACKAGES = {
@@ -199,14 +203,16 @@ def test_each_room_imports_the_rooms_below_it_only():
 
 
 @pytest.mark.parametrize(("module", "line"), [
-    ("canon.masks.planted", "from canon.runtime.checks import batched"),
-    ("canon.runtime.planted", "from canon.reference.local import merge"),
+    ("canon.masks.planted", "from canon.route.checks import batched"),
+    ("canon.faces.planted", "from canon.reference.local import merge"),
     ("canon.reference.planted", "from canon.fast import merge"),
     ("canon.reference.planted", "import triton"),
     ("canon.fast.planted", "from canon.reference.ring import ring_forward"),
     ("canon.training.planted", "import canon.testing.judge"),
     ("canon.fast.planted", "from canon import simulator"),
-    ("canon.runtime.planted", "import canon.bench.timing"),
+    ("canon.route.planted", "import canon.bench.timing"),
+    ("canon.ranks.planted", "from canon.route.call import Call"),
+    ("canon.route.planted", "from canon.faces import public_ranks"),
     ("canon.simulator.planted", "from canon.fast.kernels.gluon import ptx"),
     ("canon.testing.planted", "from canon.check.cases import Case"),
     ("canon.bench.planted", "from canon.check import documents"),
@@ -214,7 +220,7 @@ def test_each_room_imports_the_rooms_below_it_only():
     ("canon.masks.planted", "from canon.show.style import plt"),
     ("canon.masks.planted", "import matplotlib"),
     ("canon.show.planted", "from canon.fast import dispatch"),
-    ("canon.runtime.planted", "import canon.show.spans"),
+    ("canon.ranks.planted", "import canon.show.spans"),
 ])  # fmt: skip
 def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     path = tmp_path / "planted.py"
@@ -277,7 +283,12 @@ def test_every_module_and_every_public_name_has_a_docstring():
     for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
         tree = ast.parse(path.read_text())
         named = [("the module", tree), *public_definitions(tree)]
-        if room_of(module) in ("masks", "runtime"):  # both halves use these classes: their methods need docstrings, too
+        if room_of(module) in (
+            "masks",
+            "ranks",
+            "route",
+            "faces",
+        ):  # both halves use these classes: their methods need docstrings, too
             named += [
                 (f"{name}.{part}", inner)
                 for name, node in named[1:]

@@ -132,7 +132,7 @@ def _stamp(identity: Any) -> Path:
 @lru_cache(maxsize=1)
 def _code() -> str:
     total, package = hashlib.sha256(), Path(canon.__file__).resolve().parent
-    rooms = [(package / room).resolve() for room in ("fast", "masks", "runtime")]
+    rooms = [(package / room).resolve() for room in ("fast", "masks", "ranks", "route", "faces")]
     for file in sorted(x for room in rooms for x in room.rglob("*.[pc]*") if x.is_file()):
         if file.suffix in (".py", ".c", ".cu", ".cuh"):
             total.update(file.name.encode() + b"\0" + file.read_bytes())

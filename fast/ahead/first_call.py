@@ -25,9 +25,9 @@ from triton import knobs
 from canon.fast.ahead.compilation import Outcome, are_stamped, compile_ahead
 from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
 from canon.fast.kernels.triton.launch import INTERPRETED
-from canon.runtime.call import Call
-from canon.runtime.checks import split_scale
-from canon.runtime.latent_arguments import sizes_of
+from canon.route.call import Call
+from canon.route.checks import split_scale
+from canon.route.latent_arguments import sizes_of
 
 _lock = threading.Lock()  # ranks may be threads
 _compiled: set[tuple] = set()  # `identities`

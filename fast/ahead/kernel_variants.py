@@ -51,7 +51,7 @@ from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
 from canon.masks.band import Band
 from canon.masks.mask import Mask
-from canon.runtime.checks import CappedScale, Scale, accumulate_dtype
+from canon.route.checks import CappedScale, Scale, accumulate_dtype
 
 TOKENS = 16  # another number needs the same variants
 NEEDED = (True, True, True), (True, False, False), (False, True, True)  # gradients of q, k and v

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from canon.fast.ahead.kernel_variants import FUNCTIONS, Model, collect, identities, precision_of, steps
 from canon.fast.device import AVAILABLE, chosen_backend
-from canon.runtime.checks import DTYPES, check_method, checked_softcap
+from canon.route.checks import DTYPES, check_method, checked_softcap
 
 DEFAULT = "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention"
 

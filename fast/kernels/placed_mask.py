@@ -25,7 +25,7 @@ from canon.fast.kernels.key_order import moved_chains
 from canon.fast.kernels.launcher import tma_loadable
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.rank_invariance import TILE, Piece
+from canon.route.rank_invariance import TILE, Piece
 
 
 class Placement(NamedTuple):

@@ -25,7 +25,7 @@ from canon.fast.kernels.index_ranges import counted
 from canon.fast.kernels.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.masks.plan_cache import cached_part, cached_plan
-from canon.runtime.rank_invariance import TILE
+from canon.route.rank_invariance import TILE
 
 TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
 

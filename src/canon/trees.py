@@ -11,7 +11,7 @@ This loss is the mean over all tokens of all sequences. With `sequence_weights` 
 `linear_sequence_loss` takes the same weights. `Layout.shard` gives a rank its part of each tensor.
 
 Attention gives each token the output that it has in its sequence alone, up to rounding; with ``multiple_of=128`` and
-``rank_invariant=True`` with equal bits (`canon.runtime.rank_invariance`). The gradient of a token of one
+``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The gradient of a token of one
 sequence equals that of the sequence alone. The gradient of a shared token is the sum over the sequences that share it, in an
 order that mask and layout fix. So a weighted loss has the gradients of the separate sequences.
 

@@ -15,7 +15,7 @@ import torch
 from canon.fast.ahead.kernel_variants import FUNCTIONS
 from canon.fast.ahead.warm import DEFAULT, warm_up
 from canon.fast.device import AVAILABLE
-from canon.runtime.checks import METHODS
+from canon.route.checks import METHODS
 
 FAILED, MISUSED = 1, 2
 

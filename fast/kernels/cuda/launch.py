@@ -23,7 +23,7 @@ from canon.fast.kernels.triton.launch import (
     kernel_strides,
 )
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.runtime.checks import Scale, split_scale
+from canon.route.checks import Scale, split_scale
 
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16

@@ -43,8 +43,8 @@ from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
 from canon.fast.kernels.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.checks import Scale, split_scale
-from canon.runtime.rank_invariance import TILE
+from canon.route.checks import Scale, split_scale
+from canon.route.rank_invariance import TILE
 
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns

@@ -43,7 +43,7 @@ from canon.fast.kernels.triton.forward import forward_kernel, sign_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
 from canon.fast.kernels.work_tables import WorkTable, work_table
-from canon.runtime.checks import Scale, accumulate_dtype, split_scale
+from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA

@@ -30,7 +30,7 @@ from canon.fast.kernels.triton.blocks import (
 from canon.fast.kernels.triton.config import Config, choose
 from canon.fast.kernels.triton.forward import largest_maximum, raise_maximum, softmax_step
 from canon.masks.mask import Mask
-from canon.runtime.checks import Scale, accumulate_dtype, split_scale
+from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 MERGE, INTERPRETED_MERGE = Config(1, 1, 1, 1), Config(128, 1, 1, 1)  # rows of a CTA
 AT_ONCE = 8  # parts that a CTA of the merge loads at a time

@@ -18,7 +18,7 @@ from canon.fast.kernels.triton.blocks import (
     statistic_head_pointer,
     store_rows,
 )
-from canon.runtime.checks import accumulate_dtype
+from canon.route.checks import accumulate_dtype
 
 
 @kernel(*ROW_NUMBERS)

@@ -26,7 +26,7 @@ from canon.bench.schedules import check_ranks, of_all_shapes
 from canon.bench.shapes import Shape, asked_for, shapes_of
 from canon.bench.timing import eager, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
-from canon.runtime.divided_keys import keys_of_all_ranks
+from canon.ranks.divided_keys import keys_of_all_ranks
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 

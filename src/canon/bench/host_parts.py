@@ -21,7 +21,7 @@ from functools import wraps
 from typing import Any
 from unittest import mock
 
-from canon.runtime import attend
+from canon.route import attend
 
 FUNCTIONS = {  # in every module that uses them: the part
     "empty_result": "results",
@@ -29,7 +29,7 @@ FUNCTIONS = {  # in every module that uses them: the part
     "replayed": "look-up",
 }
 METHODS = {  # module, class, method: the part
-    ("canon.runtime.agreement", "GroupState", "agree"): "digests",
+    ("canon.ranks.agreement", "GroupState", "agree"): "digests",
     ("canon.fast.replay.recordings", "PreparedPass", "replay"): "launches",
     ("canon.fast.messages", "Transport", "all_gather"): "messages",
     ("canon.fast.messages", "Transport", "all_to_all"): "messages",

@@ -13,7 +13,7 @@ from canon.check.cases import DTYPES, OPTIONAL, REPLICATED, TAKE_A_LAYOUT, Case
 from canon.check.inputs import Inputs, placed
 from canon.masks.layout import mask_between
 from canon.reference import Layout
-from canon.runtime.checks import accumulate_dtype
+from canon.route.checks import accumulate_dtype
 from canon.testing.judge import Attended, AttendedWithSink, Results
 from canon.testing.latent_judge import AttendedLatent
 

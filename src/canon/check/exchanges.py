@@ -21,7 +21,7 @@ from canon.check.cases import Case, interleaving
 from canon.check.inputs import Inputs, placed
 from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
-from canon.runtime.checks import accumulate_dtype
+from canon.route.checks import accumulate_dtype
 from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]

@@ -14,7 +14,7 @@ from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
 from canon.check.planted_values import hide, plant, spread
 from canon.reference import Layout, Mask
-from canon.runtime.checks import Scale, default_scale
+from canon.route.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
 from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
 from canon.testing.roundings import sink_roundings

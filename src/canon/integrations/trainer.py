@@ -35,7 +35,7 @@ from canon.integrations.transformers import HALVES, attend_layer, sharded
 from canon.masks.arguments import shown
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.group import Group, place_in
+from canon.ranks.group import Group, place_in
 from canon.training import sequence_loss
 
 __all__ = ["ContextParallelTrainer"]

@@ -55,8 +55,8 @@ from canon.masks.arguments import shown
 from canon.masks.band import picked
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.graph_break import untraced
-from canon.runtime.group import Group
+from canon.ranks.graph_break import untraced
+from canon.ranks.group import Group
 
 __all__ = ["register", "sharded"]
 

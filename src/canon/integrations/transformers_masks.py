@@ -16,7 +16,7 @@ from transformers.masking_utils import causal_mask_function
 
 from canon.masks.band import picked
 from canon.masks.mask import Mask
-from canon.runtime.graph_break import untraced
+from canon.ranks.graph_break import untraced
 
 __all__ = ["LayerMask", "Pattern", "kept_queries", "own_masks", "padded", "pattern_of", "windowed"]
 

@@ -181,7 +181,7 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan for ``stages``, see `canon.runtime.plan_arguments.stages_of`; None decides by `own_keys_come_first`.
+    """Return the plan for ``stages``, see `canon.route.plan_arguments.stages_of`; None decides by `own_keys_come_first`.
 
     ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks receive.
     """

@@ -30,7 +30,7 @@ from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
-    from canon.runtime.group import Group
+    from canon.ranks.group import Group
 
 TILE = 128  # tokens along each side of a tile of the reference
 
@@ -179,7 +179,7 @@ class Layout(metaclass=OpaqueMeta):
 
         Raises ValueError or TypeError unless ``cu_seqlens`` ends at ``tokens``.
         """
-        from canon.runtime.movement import document_positions, ends_of
+        from canon.ranks.movement import document_positions, ends_of
 
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
@@ -203,7 +203,7 @@ class Layout(metaclass=OpaqueMeta):
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are ``labels``: the label of the
         next token, -100 at the end of each document. Raises ValueError or TypeError for an entry of another shape or type.
         """
-        from canon.runtime.movement import sharded_batch
+        from canon.ranks.movement import sharded_batch
 
         return sharded_batch(self, batch, rank, cu_seqlens)
 
@@ -218,7 +218,7 @@ class Layout(metaclass=OpaqueMeta):
 
         Raises ValueError if the shard or the group does not fit the layout.
         """
-        from canon.runtime.movement import unsharded
+        from canon.ranks.movement import unsharded
 
         return unsharded(self, x, group, dim, partial_grad)
 
@@ -228,7 +228,7 @@ class Layout(metaclass=OpaqueMeta):
         One all-to-all moves the tokens. The backward pass moves gradients back, so every rank must call it. ``group`` is as in
         `unshard`. Raises ValueError or TypeError on every rank if arguments do not fit or differ between ranks.
         """
-        from canon.runtime.movement import redistributed
+        from canon.ranks.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.runtime.call import ALGORITHMS, Algorithm
+from canon.route.call import ALGORITHMS, Algorithm
 from canon.testing.bit_patterns import digest
 
 DIGITS = 16

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
-from canon.runtime.checks import Scale, split_scale
+from canon.route.checks import Scale, split_scale
 
 Masks = Mask | tuple[Mask, ...]  # a tuple has a mask for each sequence of the batch
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from canon.runtime.checks import Scale
+from canon.route.checks import Scale
 from canon.testing.judge import EXACT, UNIT, Masks, Results, dense, oracle
 from canon.testing.roundings import roundings
 

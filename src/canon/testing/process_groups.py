@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from canon.runtime.group import GATHERING
+from canon.ranks.group import GATHERING
 from canon.testing.rank_processes import run_processes
 from canon.testing.rendezvous import Ended, Rendezvous, print_by_rank, rank_error
 from canon.testing.thread_group import ThreadGroup

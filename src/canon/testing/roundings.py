@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from canon.runtime.checks import Scale, split_scale
+from canon.route.checks import Scale, split_scale
 from canon.testing.judge import EXACT, UNIT, Masks, Results, by_sequence, results_of, row_blocks, visible_blocks
 
 

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import whole
-from canon.runtime.agreement import named_failures, refused_together
-from canon.runtime.autograd import undifferentiable
-from canon.runtime.checks import DTYPES, accumulate_dtype, check_tensor, under_autocast
-from canon.runtime.graph_break import untraced
-from canon.runtime.group import Group, place_in
+from canon.ranks.agreement import named_failures, refused_together
+from canon.ranks.graph_break import untraced
+from canon.ranks.group import Group, place_in
+from canon.route.autograd import undifferentiable
+from canon.route.checks import DTYPES, accumulate_dtype, check_tensor, under_autocast
 from canon.training.losses import (
     Items,
     agree,

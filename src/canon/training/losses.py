@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from canon.masks.arguments import shown, whole
-from canon.runtime.agreement import group_state, refused_together
-from canon.runtime.checks import accumulate_dtype, check_tensor
-from canon.runtime.graph_break import untraced
-from canon.runtime.group import Group, place_in
+from canon.ranks.agreement import group_state, refused_together
+from canon.ranks.graph_break import untraced
+from canon.ranks.group import Group, place_in
+from canon.route.checks import accumulate_dtype, check_tensor
 
 Items = int | float | Tensor | None
 

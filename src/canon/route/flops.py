@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.call import ALGORITHMS, mask_and_layout
-from canon.runtime.checks import batched, default_mask
-from canon.runtime.group import group_named
-from canon.runtime.latent_arguments import sizes_of
+from canon.ranks.group import group_named
+from canon.route.call import ALGORITHMS, mask_and_layout
+from canon.route.checks import batched, default_mask
+from canon.route.latent_arguments import sizes_of
 
 Named = Callable[[str, tuple, dict[str, Any]], dict[str, Any]]
 

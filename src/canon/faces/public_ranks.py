@@ -35,11 +35,11 @@ from torch import Tensor
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.runtime.attend import attend
-from canon.runtime.binding import bound
-from canon.runtime.call import Algorithm
-from canon.runtime.group import Group
-from canon.runtime.latent_arguments import with_head
+from canon.ranks.group import Group
+from canon.route.attend import attend
+from canon.route.binding import bound
+from canon.route.call import Algorithm
+from canon.route.latent_arguments import with_head
 
 
 def _options(
@@ -76,7 +76,7 @@ def ring_attention(algorithm: Algorithm):
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
 
-        Args: `canon.runtime.public_ranks` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        Args: `canon.faces.public_ranks` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
@@ -180,7 +180,7 @@ def latent_attention(algorithm: Algorithm):
             scale: factor of the scores; None is 1 / sqrt(d).
             reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is float32 (float64 for float64).
 
-        `canon.runtime.public_ranks` lists the others. All tensors of tokens may be without b.
+        `canon.faces.public_ranks` lists the others. All tensors of tokens may be without b.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
         Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
         """
@@ -229,7 +229,7 @@ def strided_attention(algorithm: Algorithm):
             backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose memory does not grow with
                 the number of ranks. It takes no backward strides.
 
-        `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        `canon.faces.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         "scatter" also computes the sums of dk and dv in reduce_dtype. Strides change results by rounding only.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
         also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout contradicts
@@ -283,7 +283,7 @@ def magi_attention(algorithm: Algorithm):
             stages: the older form of casts and own_keys_first. 0 is casts=1, own_keys_first=False; n is casts=n,
                 own_keys_first=True.
 
-        `canon.runtime.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        `canon.faces.public_ranks` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose pieces begin at multiples
         of 128, as those of ``dispatch(mask, ranks, rank_invariant=True)``.
         Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;

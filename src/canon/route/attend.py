@@ -14,15 +14,15 @@ from torch import Tensor
 
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
-from canon.runtime.agreement import refused_together
-from canon.runtime.autograd import Attention, check_differentiation
-from canon.runtime.call import Algorithm, call_of, mask_and_layout, tensors_of
-from canon.runtime.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
-from canon.runtime.group import place_in
-from canon.runtime.operators import call_operator, is_traced
-from canon.runtime.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
-from canon.runtime.plan_arguments import check_size
-from canon.runtime.sink_weights import weighted
+from canon.ranks.agreement import refused_together
+from canon.ranks.group import place_in
+from canon.route.autograd import Attention, check_differentiation
+from canon.route.call import Algorithm, call_of, mask_and_layout, tensors_of
+from canon.route.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
+from canon.route.operators import call_operator, is_traced
+from canon.route.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
+from canon.route.plan_arguments import check_size
+from canon.route.sink_weights import weighted
 
 
 def attend(

@@ -31,8 +31,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group import ENDED, abort_group, digests_of, is_from_messages
+from canon.ranks.digests import Fields, digest_of
+from canon.ranks.group import ENDED, abort_group, digests_of, is_from_messages
 
 KNOWN = 65536  # the most digests that a group remembers
 ANSWER_SECONDS = 5.0

@@ -12,7 +12,7 @@ from torch.autograd import profiler
 
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.profiling import recorded
+from canon.ranks.profiling import recorded
 
 METHODS = ("auto", "fused", "split", "head_parallel")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

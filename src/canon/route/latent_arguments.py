@@ -7,7 +7,7 @@ from torch import Tensor
 
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.checks import DTYPES, check_tensor
+from canon.route.checks import DTYPES, check_tensor
 
 NAMES = "q", "latent", "k_rope", "up_weight"
 

@@ -24,8 +24,10 @@ from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
-from canon.runtime.agreement import GroupState, group_state, refused_together
-from canon.runtime.checks import (
+from canon.ranks.agreement import GroupState, group_state, refused_together
+from canon.ranks.digests import Fields, digest_of
+from canon.ranks.group import ENDED, Group, place_in
+from canon.route.checks import (
     Scale,
     any_device,
     cached,
@@ -38,10 +40,8 @@ from canon.runtime.checks import (
     split_scale,
     transpose_hint,
 )
-from canon.runtime.digests import Fields, digest_of
-from canon.runtime.group import ENDED, Group, place_in
-from canon.runtime.plan_arguments import check_size, stages_of
-from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
+from canon.route.plan_arguments import check_size, stages_of
+from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
 

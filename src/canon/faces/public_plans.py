@@ -13,11 +13,12 @@ from canon.masks.cast_plan import CastPlan, PlanReport
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import noted_plans
-from canon.runtime.agreement import group_state, named_failures, refused_together
-from canon.runtime.binding import bound
-from canon.runtime.checks import any_device
-from canon.runtime.group import Group, place_in
-from canon.runtime.plan_arguments import (
+from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.group import Group, place_in
+from canon.ranks.profiling import recorded
+from canon.route.binding import bound
+from canon.route.checks import any_device
+from canon.route.plan_arguments import (
     Sizes,
     check_cast,
     check_into,
@@ -27,8 +28,7 @@ from canon.runtime.plan_arguments import (
     one_mask,
     stages_of,
 )
-from canon.runtime.prepared_plans import Preparation, PreparedPlans
-from canon.runtime.profiling import recorded
+from canon.route.prepared_plans import Preparation, PreparedPlans
 
 
 def dispatch(planned: Callable[..., Layout]):
@@ -56,7 +56,7 @@ def dispatch(planned: Callable[..., Layout]):
             ranks: the number of ranks.
             chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
                 less, and token counts differ by at most one chunk. None is 1024, less for 8 chunks a rank, or more for at
-                most 32 (`canon.runtime.plan_arguments.default_chunk`).
+                most 32 (`canon.route.plan_arguments.default_chunk`).
             imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
                 microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128

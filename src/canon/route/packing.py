@@ -15,7 +15,7 @@ from torch import Tensor
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.runtime.checks import check_gradients, check_mask, check_tensors
+from canon.route.checks import check_gradients, check_mask, check_tensors
 
 
 def attend_each(

@@ -27,9 +27,9 @@ from canon.masks.arguments import flag, plain_tensor, shown
 from canon.masks.layout import Layout, positions_on
 from canon.masks.mask_inputs import Ints, document_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
-from canon.runtime.agreement import group_state, named_failures, refused_together
-from canon.runtime.graph_break import untraced
-from canon.runtime.group import Group, place_in
+from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.graph_break import untraced
+from canon.ranks.group import Group, place_in
 
 
 @untraced

@@ -28,13 +28,13 @@ from torch import Tensor
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.opaque import registered
-from canon.runtime.autograd import NO_MAXIMA, NO_SECOND_DERIVATIVE, check_differentiation, surroundings
-from canon.runtime.call import ALGORITHMS, Algorithm, Call, Half, call_of, tensors_of
-from canon.runtime.checks import accumulate_dtype, batched, check_mask_type
-from canon.runtime.flops import register_formulas
-from canon.runtime.group import group_named, name_of
-from canon.runtime.latent_arguments import NAMES as LATENT_NAMES
-from canon.runtime.latent_arguments import sizes_of
+from canon.ranks.group import group_named, name_of
+from canon.route.autograd import NO_MAXIMA, NO_SECOND_DERIVATIVE, check_differentiation, surroundings
+from canon.route.call import ALGORITHMS, Algorithm, Call, Half, call_of, tensors_of
+from canon.route.checks import accumulate_dtype, batched, check_mask_type
+from canon.route.flops import register_formulas
+from canon.route.latent_arguments import NAMES as LATENT_NAMES
+from canon.route.latent_arguments import sizes_of
 
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object

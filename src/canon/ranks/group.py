@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from canon.masks.arguments import shown
-from canon.runtime.digests import GatheredDigests, SharedDigests, shared_memory
+from canon.ranks.digests import GatheredDigests, SharedDigests, shared_memory
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
 ENDED = "the process group has ended: make a new one, and keep it until the backward pass"

@@ -9,11 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.mask import Mask
-from canon.runtime.agreement import group_state, named_failures, refused_together
-from canon.runtime.attend import attend
-from canon.runtime.binding import bound
-from canon.runtime.call import Algorithm
-from canon.runtime.checks import (
+from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.divided_keys import keys_of_all_ranks
+from canon.ranks.group import Group, place_in
+from canon.route.attend import attend
+from canon.route.binding import bound
+from canon.route.call import Algorithm
+from canon.route.checks import (
     Scale,
     any_device,
     batched,
@@ -29,10 +31,8 @@ from canon.runtime.checks import (
     split_scale,
     under_autocast,
 )
-from canon.runtime.divided_keys import keys_of_all_ranks
-from canon.runtime.group import Group, place_in
-from canon.runtime.packing import attend_each, check_masks, differentiate_each
-from canon.runtime.rank_invariance import check_rank_invariant
+from canon.route.packing import attend_each, check_masks, differentiate_each
+from canon.route.rank_invariance import check_rank_invariant
 
 
 def attention(algorithm: Algorithm, notes: str = ""):
@@ -70,7 +70,7 @@ def attention(algorithm: Algorithm, notes: str = ""):
             backward: "fused", "split", "head_parallel", or "auto": the methods of `attention_backward`.
             rank_invariant: let the bits of a query depend on the keys that it sees and their positions modulo 128 alone:
                 equal in training on any number of ranks, in prefill by chunks, in decoding, among other documents and in a
-                tree. `canon.runtime.rank_invariance` has the contract. "fused" contradicts the option.
+                tree. `canon.route.rank_invariance` has the contract. "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's denominator, in float32 (float64
                 for float64). It is differentiable.
             return_max_logits: also return, as the last result, the largest visible score of each query head (h,), scaled and

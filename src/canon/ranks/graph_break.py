@@ -6,7 +6,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from canon.runtime.profiling import recorded
+from canon.ranks.profiling import recorded
 
 P = ParamSpec("P")
 R = TypeVar("R")

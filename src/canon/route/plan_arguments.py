@@ -13,8 +13,8 @@ from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
-from canon.runtime.group import place_in
-from canon.runtime.packing import block_diagonal, differ
+from canon.ranks.group import place_in
+from canon.route.packing import block_diagonal, differ
 
 USUAL_CHUNK = 1024  # tokens
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 32  # of a rank

@@ -20,8 +20,8 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
-from canon.runtime.checks import DTYPES, check_mask_type, check_method
-from canon.runtime.plan_arguments import check_size, stages_of
+from canon.route.checks import DTYPES, check_mask_type, check_method
+from canon.route.plan_arguments import check_size, stages_of
 
 GIVEN_APART = ("mask", "layout", "group", "backward")  # arguments of a function that are not options of `prepare`
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from canon.runtime.call import Call
-from canon.runtime.profiling import recorded
+from canon.ranks.profiling import recorded
+from canon.route.call import Call
 
 NO_TRANSFORMS = "canon does not support torch.func transforms (grad, vmap, jvp): call it outside of them"
 NO_FORWARD_MODE = (

@@ -1,0 +1,1 @@
+"""The public functions of both halves: signatures, docstrings and defaults."""

@@ -1,1 +1,0 @@
-"""The machinery that both halves share: checks, calls, agreement between ranks, autograd, operators, and moves of tensors."""
