@@ -8,6 +8,7 @@ from canon.fast.ahead.warm import warm_up
 from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
 from canon.fast.device import backend
+from canon.fast.half import FAST
 from canon.fast.latent import latent_attention
 from canon.fast.local import attention, attention_backward, attention_forward, merge
 from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
@@ -17,6 +18,18 @@ from canon.fast.strided import strided_attention
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.route.call import Call
+
+
+def _compile_for(call: Call) -> None:
+    """Compile the kernels of a call on a GPU: imported only there."""
+    if call.device.type == "cuda":
+        from canon.fast.ahead.first_call import compile_for
+
+        compile_for(call)
+
+
+FAST.compile_for = _compile_for
 
 __all__ = [
     "Band",

@@ -38,7 +38,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from canon.faces import public_local
+from canon.faces import public_parts
 from canon.fast.device import check_device, kernels_for
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
@@ -248,4 +248,4 @@ NOTES = """
         RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
     """
-attention_backward = public_local.attention_backward(_attention_backward, NOTES)
+attention_backward = public_parts.attention_backward(_attention_backward, NOTES)

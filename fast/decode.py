@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_local
+from canon.faces import public_decode
 from canon.fast.decode_in_order import in_order
 from canon.fast.device import check_inputs
 from canon.fast.local import attention, attention_forward, forward_into, merge_into
@@ -56,7 +56,7 @@ NOTES = """
     """
 # torch.compile breaks its graph here: it does not trace plans.
 decode_attention = torch.compiler.disable(
-    public_local.decode_attention(decode, attention, check_inputs, in_order, NOTES)
+    public_decode.decode_attention(decode, attention, check_inputs, in_order, NOTES)
 )
 
 

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces.public_local import keys_travel
+from canon.faces.public_decode import keys_travel
 from canon.fast.device import kernels_for
 from canon.fast.kernels.placed_mask import in_place
 from canon.fast.local import empty_result

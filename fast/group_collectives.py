@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_plans
+from canon.faces import public_group_collectives, public_plans
 from canon.fast.device import check_device
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
@@ -222,5 +222,5 @@ def as_heads(x: Tensor) -> Tensor:
 
 cast_plan = public_plans.cast_plan(granular_plan)
 plan_report = public_plans.plan_report(_plan_report)
-group_cast = public_plans.group_cast(_group_cast, check_device)
-group_reduce = public_plans.group_reduce(_group_reduce, check_device)
+group_cast = public_group_collectives.group_cast(_group_cast, check_device)
+group_reduce = public_group_collectives.group_reduce(_group_reduce, check_device)

@@ -30,14 +30,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
+from canon.faces import public_latent
+from canon.faces.latent_arguments import hidden_keys, sizes_of, visible_only
 from canon.fast.backward import QueryInputs, make_delta
-from canon.fast.ring import KeyRing, Ring, RingBackward, RingStep, ring_of
+from canon.fast.half import FAST, Part
+from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of, steps_of_ring
 from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
-from canon.fast.sinks import FAST
-from canon.route.call import Algorithm, Call
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
-from canon.route.latent_arguments import NAMES, check_latent, sizes_of, visible_only
 
 __all__ = ["latent_attention"]
 
@@ -61,9 +62,17 @@ def latent_forward(
 
 
 def latent_backward(
-    call: Call, needs_grad: tuple[bool, ...], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, latent: Tensor, k_rope: Tensor, out: Tensor, lse: Tensor, up_weight: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    call: Call,
+    needs_grad: tuple[bool, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:
     """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are sent, too."""
     ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
@@ -162,5 +171,12 @@ class _Backward(RingBackward):
                 target.copy_(part)
 
 
-LATENT = Algorithm(FAST, "latent_attention", latent_forward, latent_backward, tensors=NAMES, check=check_latent)
-latent_attention = public_ranks.latent_attention(LATENT)
+def latent_parts(call: Call, backward: bool) -> Iterator[Part]:
+    """Yield the part of each step, and look up the keys that no query sees."""
+    for part in steps_of_ring(call, call.shapes[0][2]):
+        hidden_keys(part.mask)
+        yield part
+
+
+LATENT = Algorithm(FAST, public_latent.LATENT, latent_forward, latent_backward, parts=latent_parts, variants=VARIANTS)
+latent_attention = public_latent.latent_attention(LATENT)

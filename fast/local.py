@@ -19,22 +19,23 @@ cells, cut by two diagonals (`canon.masks.band`). There is no dropout or bias.
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
 
-from canon.faces import public_local
+from canon.faces import public_attention, public_parts
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import check_device, chosen_backend, kernels_for
+from canon.fast.half import FAST, Part
 from canon.fast.kernels.key_parts import has_parts
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.replay.recordings import replayed
-from canon.fast.sinks import FAST
 from canon.masks.mask import Mask
-from canon.route.call import Algorithm, Call
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
@@ -211,7 +212,24 @@ NOTES = """
         ValueError: the widths need more shared memory than the device has.
         RuntimeError: CPU tensors without Triton's interpreter.
     """
-LOCAL = Algorithm(FAST, "attention", local_forward, local_backward, LocalPlan)
-attention = public_local.attention(LOCAL, NOTES)
-attention_forward = public_local.attention_forward(_attention_forward)
-merge = public_local.merge(merged)
+VARIANTS = "whole_forward", "whole_backward", "masked_rows", "few_queries", "few_queries_in_order", "sinks"
+
+
+def local_parts(call: Call, backward: bool) -> Iterator[Part]:
+    """Yield the call."""
+    yield Part(call.mask, call.shapes[1][2], whole=True)
+
+
+LOCAL = Algorithm(
+    FAST,
+    public_attention.ATTENTION,
+    local_forward,
+    local_backward,
+    plan=LocalPlan,
+    parts=local_parts,
+    variants=VARIANTS,
+    notes=NOTES,
+)
+attention = public_attention.attention(LOCAL)
+attention_forward = public_parts.attention_forward(_attention_forward)
+merge = public_parts.merge(merged)

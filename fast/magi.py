@@ -35,8 +35,8 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
-from canon.fast.active_queries import active_queries_of, row_indices
+from canon.faces import public_magi
+from canon.fast.active_queries import active_queries_of, query_indices, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
 from canon.fast.group_collectives import (
@@ -47,18 +47,23 @@ from canon.fast.group_collectives import (
     group_cast,
     group_reduce,
     plan_report,
+    rows_returned,
+    rows_sent,
 )
+from canon.fast.half import FAST, Part
+from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.triton.rows import take_rows
 from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
+from canon.fast.ring import VARIANTS, active_part
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileCast
 from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
-from canon.route.call import Algorithm, Call, kinds_of
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call, kinds_of
 from canon.route.checks import accumulate_dtype
 
 __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attention", "plan_report"]
@@ -156,13 +161,8 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
 
 def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that casts have brought."""
-    keep = call.options["keep_kv"]
-    if call.options["rank_invariant"]:
-        exchange = TileCast(call, keep=keep) if call.ranks > 1 else OwnTokens(call)
-        out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
-        return out, lse, *exchange.rows
     steps = call.plan.steps
-    keys = _StepKeys(steps, k, v, keep=keep)
+    keys = _StepKeys(steps, k, v, keep=call.options["keep_kv"])
     return *run_forward(steps, receiving(len(steps), keys.fetch), q, v, max_logits), *keys.kept
 
 
@@ -171,10 +171,6 @@ def magi_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
-    if call.options["rank_invariant"]:
-        exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
-        steps = [range(k.shape[2])]
-        return owner_backward(call, steps, exchange, needs_grad, dout, dlse, q, k, v, out, lse)
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
@@ -249,5 +245,56 @@ def kept_rows(call: Call) -> list[int]:
     return [step.rows for step in call.plan.steps if step.transfer is not None]
 
 
-MAGI = Algorithm(FAST, "magi_attention", magi_forward, magi_backward, magi_plan, kept_rows=kept_rows)
-magi_attention = public_ranks.magi_attention(MAGI)
+def invariant_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the results of `magi_forward` with the bits of one rank (`owner_computes.py`)."""
+    exchange = TileCast(call, keep=call.options["keep_kv"]) if call.ranks > 1 else OwnTokens(call)
+    out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
+    return out, lse, *exchange.rows
+
+
+def invariant_backward(
+    call: Call,
+    needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *kept: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `magi_backward` with the bits of one rank."""
+    exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
+    return owner_backward(call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse)
+
+
+def magi_parts(call: Call, backward: bool) -> Iterator[Part]:
+    """Yield the part of each step, and look up its plans."""
+    plan, rank = cast_plan(call.mask, call.layout, stages=call.options["stages"]), call.rank
+    plan.casts_of(plan, rank)
+    for cast in range(plan.casts):
+        rows_sent(plan, cast, rank, META)
+        if backward:
+            rows_returned(plan, cast, rank, META)
+    for step in range(plan.steps):
+        active = active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
+        if plan.holds_own(step) and plan.casts and call.options["keep_kv"]:
+            query_indices(active, META)  # its part of dq is added last
+        yield from active_part(active, call.shapes[1][2], True, writes=plan.holds_own(step))
+
+
+MAGI = Algorithm(
+    FAST,
+    public_magi.MAGI,
+    magi_forward,
+    magi_backward,
+    invariant=(invariant_forward, invariant_backward),
+    plan=magi_plan,
+    parts=magi_parts,
+    kept_rows=kept_rows,
+    variants=(*VARIANTS, "cast_rows"),
+)
+magi_attention = public_magi.magi_attention(MAGI)

@@ -54,19 +54,20 @@ from itertools import chain, cycle, repeat
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
-from canon.fast.active_queries import active_queries_of, row_indices, visible_keys
+from canon.faces import public_ring
+from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend
+from canon.fast.half import FAST, Part
+from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import forward_part
 from canon.fast.messages import BlockRing, Blocks, Pending
 from canon.fast.replay.recordings import replayed
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.sinks import FAST
-from canon.masks.layout import Layout
 from canon.masks.plan_cache import PLANS
-from canon.route.call import Algorithm, Call, kinds_of
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call, kinds_of
 from canon.route.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
@@ -118,8 +119,8 @@ def ring_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
-        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": max_logits}
-        return forward_part(q, k, v, call.local_mask(0), **options)
+        mask = call.local_mask(0)
+        return forward_part(q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits)
     ring = ring_of(call, k, v)
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
     return run_forward(ring.steps, keys, q, v, max_logits)
@@ -250,10 +251,37 @@ class KeyRing:
         return self.blocks.hop((step - 1) % 2, self.steps[step - 1].owner, self.steps[step].owner)
 
 
-RING = Algorithm(FAST, "ring_attention", ring_forward, ring_backward)
-ZIGZAG = Algorithm(FAST, "zigzag_attention", ring_forward, ring_backward, layout=Layout.zigzag)
-STRIPED = Algorithm(FAST, "striped_attention", ring_forward, ring_backward, layout=Layout.striped)
+def ring_parts(call: Call, backward: bool) -> Iterator[Part]:
+    """Yield the part of each step, and look up its plans."""
+    if call.ranks == 1:
+        yield Part(call.local_mask(0), call.shapes[1][2])
+    else:
+        yield from steps_of_ring(call, call.shapes[1][2])
 
-ring_attention = public_ranks.ring_attention(RING)
-zigzag_attention = public_ranks.zigzag_attention(ZIGZAG)
-striped_attention = public_ranks.striped_attention(STRIPED)
+
+def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[Part]:
+    """Yield the part of each step of the ring."""
+    for owner in range(call.ranks):
+        mask, own = call.local_mask(owner), owner == call.rank
+        active = active_queries_of(mask, all_queries=True) if own else active_queries_of(visible_keys(mask)[1])
+        yield from active_part(active, key_heads, forward, writes=own)
+
+
+def active_part(active: ActiveQueries, key_heads: int, forward: bool, writes: bool) -> Iterator[Part]:
+    """Yield the part of a step, unless no query sees a key and the step does not write the first results (``writes``)."""
+    if active.mask.bands or writes:
+        if not writes:
+            query_indices(active, META)
+        yield Part(active.mask, key_heads, forward=forward)
+
+
+VARIANTS = (
+    "whole_forward", "whole_backward", "forward_parts", "backward_parts", "masked_rows", "merges", "active_rows", "sinks",
+)  # fmt: skip
+RING = Algorithm(FAST, public_ring.RING, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
+ZIGZAG = Algorithm(FAST, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
+STRIPED = Algorithm(FAST, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
+
+ring_attention = public_ring.ring_attention(RING)
+zigzag_attention = public_ring.zigzag_attention(ZIGZAG)
+striped_attention = public_ring.striped_attention(STRIPED)

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.device import check_inputs, restored, settings_of
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.replay.recordings import replayed
-from canon.route.call import Call, Half
 
 
 def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
@@ -45,13 +43,3 @@ class _Sink(torch.autograd.Function):
         replayed(differentiate_sink, (dout, out, lse, sink, dout_keys, dlse))
         dsink = -dlse.sum((0, 2)).to(sink.dtype) if ctx.needs_input_grad[2] else None
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink
-
-
-def _compile_for(call: Call) -> None:
-    if call.device.type == "cuda":
-        from canon.fast.ahead.first_call import compile_for  # only here: it imports all algorithms of this half
-
-        compile_for(call)
-
-
-FAST = Half("fast", under_sink, settings_of, restored, check_inputs, _compile_for)

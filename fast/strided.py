@@ -25,25 +25,27 @@ reduce_dtype.
 Sources: as `canon.reference.strided`.
 """
 
+from collections.abc import Iterator
 from itertools import cycle, repeat
 
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
+from canon.faces import public_strided
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
+from canon.fast.half import FAST, Part
 from canon.fast.local import forward_part
-from canon.fast.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask
+from canon.fast.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask, padded_tokens
 from canon.fast.owner_computes import owner_backward, owner_forward
-from canon.fast.ring import ring_backward
+from canon.fast.ring import ring_backward, steps_of_ring
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.sinks import FAST
 from canon.fast.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.plan_cache import PLANS
-from canon.route.call import Algorithm, Call, kinds_of
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call, kinds_of
 
 __all__ = ["strided_attention"]
 
@@ -103,12 +105,10 @@ def strided_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
-    if call.options["rank_invariant"]:
-        return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
     steps = call.plan.forward
     if call.ranks == 1:
-        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": max_logits}
-        return forward_part(q, k, v, call.local_mask(0), **options)
+        mask = call.local_mask(0)
+        return forward_part(q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits)
     keys = receiving(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch)
     return run_forward(steps, keys, q, v, max_logits)
 
@@ -118,9 +118,6 @@ def strided_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
-    if call.options["rank_invariant"]:
-        steps, exchange = call.plan.steps.backward, call.plan.exchange
-        return owner_backward(call, steps, exchange, needs_grad, dout, dlse, q, k, v, out, lse)
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -138,5 +135,45 @@ def strided_backward(
     return dq, dk, dv
 
 
-STRIDED = Algorithm(FAST, "strided_attention", strided_forward, strided_backward, strided_plan)
-strided_attention = public_ranks.strided_attention(STRIDED)
+def invariant_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `strided_forward` with the bits of one rank (`owner_computes.py`)."""
+    return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
+
+
+def invariant_backward(call: Call, needs_grad: tuple[bool, bool, bool], *saved: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `strided_backward` with the bits of one rank."""
+    return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *saved)
+
+
+def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
+    """Yield the part of each head group, and look up its plans."""
+    key_heads = call.shapes[1][2]
+    if call.ranks == 1:
+        yield Part(call.local_mask(0), key_heads)
+        return
+    steps = steps_of(key_heads, call.options)
+    padded_tokens(call.layout)
+    _, mask = visible_keys(gathered_mask(call.layout, call.mask, call.rank))
+    active_queries_of(mask, all_queries=True)
+    for heads in set(map(len, steps.forward)):
+        yield Part(mask, heads, backward=False)
+    if backward and steps.backward is None:
+        yield from steps_of_ring(call, key_heads, forward=False)
+    for heads in set(map(len, steps.backward or ())):
+        yield Part(mask, heads, forward=False)
+
+
+VARIANTS = "whole_forward", "whole_backward", "backward_parts", "masked_rows", "active_rows", "sinks", "rank_sums"
+STRIDED = Algorithm(
+    FAST,
+    public_strided.STRIDED,
+    strided_forward,
+    strided_backward,
+    invariant=(invariant_forward, invariant_backward),
+    plan=strided_plan,
+    parts=strided_parts,
+    variants=VARIANTS,
+)
+strided_attention = public_strided.strided_attention(STRIDED)

@@ -15,6 +15,7 @@ import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr
+from dataclasses import replace
 from inspect import getsource, unwrap
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -29,14 +30,21 @@ if not torch.cuda.is_available():
 import triton
 import triton.language as tl  # noqa: F401 - a kept `forward_kernel` uses it
 
-from canon.faces import public_local, public_plans, public_ranks
+from canon.faces import (
+    public_attention,
+    public_group_collectives,
+    public_magi,
+    public_parts,
+    public_ring,
+    public_strided,
+)
 from canon.fast.kernels import interpreter
 from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, strided, tiles
-from canon.route.call import Algorithm, Half
+from canon.route.algorithm import Algorithm, Declaration, Side
 
 FOLDER = Path(__file__).parent / "my_functions"
 interpreter.repair()
@@ -179,26 +187,25 @@ def _later(name: str) -> Callable:
     return lambda *given, **options: globals()[name](*given, **options)
 
 
-def _algorithm(function: str, schedule: str, **more: Any) -> Algorithm:
-    return Algorithm(_MINE, function, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more)
+def _algorithm(declaration: Declaration, schedule: str, **more: Any) -> Algorithm:
+    return Algorithm(_MINE, declaration, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more)
 
 
-_MINE = Half("my_attention", local.under_sink)
-attention = public_local.attention(_algorithm("attention", "local"))
-attention_forward = public_local.attention_forward(_later("tiled_forward"))
-attention_backward = public_local.attention_backward(_later("gradients"))
-merge = public_local.merge(_later("merged"))
-ring_attention = public_ranks.ring_attention(_algorithm("ring_attention", "ring"))
-zigzag_attention = public_ranks.zigzag_attention(
-    _algorithm("zigzag_attention", "ring", layout=lambda n, ranks: Layout(zigzag(n, ranks), n))
+_MINE = Side("my_attention", local.under_sink)
+_ZIGZAG = replace(public_ring.ZIGZAG, layout=lambda n, ranks: Layout(zigzag(n, ranks), n))
+attention = public_attention.attention(_algorithm(public_attention.ATTENTION, "local"))
+attention_forward = public_parts.attention_forward(_later("tiled_forward"))
+attention_backward = public_parts.attention_backward(_later("gradients"))
+merge = public_parts.merge(_later("merged"))
+ring_attention = public_ring.ring_attention(_algorithm(public_ring.RING, "ring"))
+zigzag_attention = public_ring.zigzag_attention(_algorithm(_ZIGZAG, "ring"))
+strided_attention = public_strided.strided_attention(
+    _algorithm(public_strided.STRIDED, "strided", plan=strided.strided_plan)
 )
-strided_attention = public_ranks.strided_attention(
-    _algorithm("strided_attention", "strided", plan=strided.strided_plan)
+magi_attention = public_magi.magi_attention(
+    _algorithm(public_magi.MAGI, "magi", plan=magi.magi_plan, kept_rows=magi.kept_rows)
 )
-magi_attention = public_ranks.magi_attention(
-    _algorithm("magi_attention", "magi", plan=magi.magi_plan, kept_rows=magi.kept_rows)
-)
-group_cast = public_plans.group_cast(_later("_group_cast"))
+group_cast = public_group_collectives.group_cast(_later("_group_cast"))
 __all__ = [
     "attention",
     "attention_backward",

@@ -40,7 +40,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.faces import public_local
+from canon.faces import public_parts
 from canon.masks.mask import Mask
 from canon.reference.tiles import (
     in_whole_tiles,
@@ -65,11 +65,23 @@ def gradients(
     """Return dq, dk and dv as `attention_backward`, for a batch and without checks. ``whole_tiles``: as `tiled_backward`."""
     if delta is None:
         delta = make_delta(dout, out, dlse)
-    options = {"scale": scale, "method": method, "grad_dtype": grad_dtype, "needs_grad": needs_grad}
-    return tiled_backward(dout, q, k, v, lse, delta, mask, whole_tiles=whole_tiles, **options)
+    return tiled_backward(
+        dout,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        mask,
+        scale=scale,
+        method=method,
+        grad_dtype=grad_dtype,
+        needs_grad=needs_grad,
+        whole_tiles=whole_tiles,
+    )
 
 
-attention_backward = public_local.attention_backward(gradients)
+attention_backward = public_parts.attention_backward(gradients)
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_local
+from canon.faces import public_decode
 from canon.masks.mask import Mask
 from canon.reference.local import attention, attention_forward, merged
 from canon.route.checks import Scale, accumulate_dtype, split_scale
@@ -54,7 +54,7 @@ def decode(
     return (out if sink is None else weighted(out, lse, sink)).to(q.dtype), lse
 
 
-decode_attention = public_local.decode_attention(decode, attention)
+decode_attention = public_decode.decode_attention(decode, attention)
 
 
 def _parts_of_ranks(

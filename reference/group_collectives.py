@@ -37,7 +37,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_plans
+from canon.faces import public_group_collectives, public_plans
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts, tokens_in
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -155,5 +155,5 @@ def _group_reduce(
 
 cast_plan = public_plans.cast_plan(_cast_plan)
 plan_report = public_plans.plan_report(_plan_report)
-group_cast = public_plans.group_cast(_group_cast)
-group_reduce = public_plans.group_reduce(_group_reduce)
+group_cast = public_group_collectives.group_cast(_group_cast)
+group_reduce = public_group_collectives.group_reduce(_group_reduce)

@@ -20,7 +20,7 @@ dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do
 is the share of its own queries: add those of all ranks, as for every replicated parameter. DistributedDataParallel divides
 their sum by the number of ranks, as `canon.training.sequence_loss` expects. All sums have a fixed order.
 
-Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from `read` on.
+Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from `Projection.keys` on.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype. R = h (d - rope + dv) rows:
 
@@ -44,18 +44,19 @@ Wk into q and Wv into the output instead: then keys of rank + rope values serve 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model (2024), section 2.1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
+from canon.faces import public_latent
+from canon.faces.latent_arguments import hidden_keys, sizes_of, visible_only
 from canon.masks.mask import Mask
 from canon.reference.local import REFERENCE
-from canon.reference.ring import HeldKeys, ring_backward, ring_forward
-from canon.route.call import Algorithm, Call
+from canon.reference.ring import ring_backward, ring_forward, ring_parts
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
-from canon.route.latent_arguments import NAMES, check_latent, sizes_of, visible_only
 
 __all__ = ["latent_attention"]
 
@@ -64,32 +65,40 @@ def latent_forward(
     call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). latent (b, t, 1, rank), k_rope (b, t, 1, rope)."""
-    return ring_forward(call, q, latent, k_rope, max_logits, keys=ProjectedKeys(call, up_weight))
+    return ring_forward(call, q, latent, k_rope, max_logits, read=Projection(call, up_weight).keys)
 
 
 def latent_backward(
-    call: Call, needs_grad: tuple[bool, ...], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, latent: Tensor, k_rope: Tensor, out: Tensor, lse: Tensor, up_weight: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    call: Call,
+    needs_grad: tuple[bool, ...],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:
     """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is needed, all are computed."""
-    keys, of_keys = ProjectedKeys(call, up_weight), any(needs_grad[1:])
+    projection, of_keys = Projection(call, up_weight), any(needs_grad[1:])
     needs_grad = needs_grad[0], of_keys, of_keys
-    grads = ring_backward(call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, keys)
-    return *grads, keys.dup_weight.to(q.dtype) if of_keys else None
+    grads = ring_backward(
+        call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, projection.keys, projection.gradients
+    )
+    return *grads, projection.dup_weight.to(q.dtype) if of_keys else None
 
 
-class ProjectedKeys(HeldKeys):
-    """K and V of a step are projected from the latents that this rank holds. ``dup_weight``: the sum over the steps so far."""
+class Projection:
+    """The projection of the latents that this rank holds in a step. ``dup_weight``: the sum over the steps so far."""
 
     def __init__(self, call: Call, up_weight: Tensor):
         q, _, k_rope, weight = call.shapes
         self.sizes, self.up_weight = sizes_of(q, k_rope, weight), up_weight
         self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
 
-    def width(self, v: Tensor) -> int:
-        return self.sizes.value
-
-    def read(self, mask: Mask, latent: Tensor, k_rope: Tensor) -> Sequence[Tensor]:
+    def keys(self, mask: Mask, latent: Tensor, k_rope: Tensor) -> Sequence[Tensor]:
+        """Return K and V (b, tokens, h, width) of a step. Tokens that ``mask`` hides count as 0."""
         self.latent, k_rope = (visible_only(x, mask) for x in (latent, k_rope))
         heads, nope, _, value, _ = self.sizes
         by_head = (self.latent[:, :, 0] @ self.up_weight.mT).unflatten(-1, (heads, nope + value))
@@ -97,6 +106,7 @@ class ProjectedKeys(HeldKeys):
         return torch.cat([k_nope, k_rope.expand(-1, -1, heads, -1)], -1), v
 
     def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
+        """Return the gradients of the last step's latent and k_rope, and add to ``dup_weight``."""
         dk_nope, dk_rope = dk.split([self.sizes.nope, self.sizes.rope], -1)
         projected = torch.cat([dk_nope, dv], -1).flatten(2)  # (b, t, rows), as the projection has returned them
         latent, weight = (x.to(projected.dtype) for x in (self.latent[:, :, 0], self.up_weight))
@@ -104,5 +114,12 @@ class ProjectedKeys(HeldKeys):
         return [(projected @ weight).unsqueeze(2), dk_rope.sum(2, keepdim=True)]
 
 
-LATENT = Algorithm(REFERENCE, "latent_attention", latent_forward, latent_backward, tensors=NAMES, check=check_latent)
-latent_attention = public_ranks.latent_attention(LATENT)
+def latent_parts(call: Call, backward: bool) -> Iterator[Mask]:
+    """Yield the local mask of each step, and look up the keys that no query sees."""
+    for mask in ring_parts(call, backward):
+        hidden_keys(mask)
+        yield mask
+
+
+LATENT = Algorithm(REFERENCE, public_latent.LATENT, latent_forward, latent_backward, parts=latent_parts)
+latent_attention = public_latent.latent_attention(LATENT)

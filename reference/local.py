@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.faces import public_local
+from canon.faces import public_attention, public_parts
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
 from canon.reference.tiles import (
@@ -48,7 +48,8 @@ from canon.reference.tiles import (
     scores_of,
     visible_tiles,
 )
-from canon.route.call import Algorithm, Call, Half
+from canon.route.algorithm import Algorithm, Side
+from canon.route.call import Call
 from canon.route.checks import Scale, accumulate_dtype
 from canon.route.sink_weights import over_width, sigmoid, sink_weight
 from canon.route.sink_weights import weighted as with_sink
@@ -85,13 +86,13 @@ def tiled_forward(
         for keys, visible in strip:
             q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
             scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
-            new = torch.maximum(highest, scores.amax(-1))
-            finite = new.masked_fill(new == -torch.inf, 0)  # exp(-inf - 0) = 0 for a query that has seen no key yet
-            p = torch.exp(scores - finite[..., None])
-            shrink = torch.exp(highest - finite)
+            highest_now = torch.maximum(highest, scores.amax(-1))
+            shift = highest_now.masked_fill(highest_now == -torch.inf, 0)  # exp(-inf - 0) = 0: no key seen yet
+            p = torch.exp(scores - shift[..., None])
+            shrink = torch.exp(highest - shift)
             total = shrink * total + p.sum(-1)
             weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
-            highest = new
+            highest = highest_now
         if max_logits is not None and highest.numel():
             max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))
         some = total != 0  # False for queries that see no key
@@ -105,18 +106,40 @@ def local_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
-    options = {"out_dtype": q.dtype, "whole_tiles": call.options["rank_invariant"], "max_logits": max_logits}
-    return tiled_forward(q, k, v, call.mask, scale=call.scale, **options)
+    whole = call.options["rank_invariant"]
+    return tiled_forward(
+        q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype, whole_tiles=whole, max_logits=max_logits
+    )
 
 
 def local_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    call: Call,
+    needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dv in the dtype of q. Unneeded ones are None."""
-    options = {"scale": call.scale, "method": call.backward, "grad_dtype": q.dtype, "needs_grad": needs_grad}
-    options["whole_tiles"] = call.options["rank_invariant"]
-    return gradients(dout, q, k, v, out, lse, dlse, None, call.mask, **options)
+    return gradients(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dlse,
+        None,
+        call.mask,
+        scale=call.scale,
+        method=call.backward,
+        grad_dtype=q.dtype,
+        needs_grad=needs_grad,
+        whole_tiles=call.options["rank_invariant"],
+    )
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,8 +196,8 @@ class _Sink(torch.autograd.Function):
 
 
 # The public functions: they check their arguments, then call the functions above.
-REFERENCE = Half("reference", under_sink)
-LOCAL = Algorithm(REFERENCE, "attention", local_forward, local_backward)
-attention = public_local.attention(LOCAL)
-attention_forward = public_local.attention_forward(tiled_forward)
-merge = public_local.merge(merged)
+REFERENCE = Side("reference", under_sink)
+LOCAL = Algorithm(REFERENCE, public_attention.ATTENTION, local_forward, local_backward)
+attention = public_attention.attention(LOCAL)
+attention_forward = public_parts.attention_forward(tiled_forward)
+merge = public_parts.merge(merged)

@@ -55,15 +55,17 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from canon.faces import public_ranks
+from canon.faces import public_magi
 from canon.masks.cast_plan import CastPlan
+from canon.masks.mask import Mask
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
 from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
-from canon.route.call import Algorithm, Call
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 from canon.route.rank_invariance import transposed
 
@@ -76,14 +78,8 @@ def magi_plan(call: Call) -> CastPlan:
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 
-def magi_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
-) -> tuple[Tensor, ...]:  # fmt: skip
+def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys received in each step."""
-    if call.options["rank_invariant"]:
-        keys = SequenceCast(call, call.plan, k, v)
-        out, lse = owner_forward(call, [range(k.shape[2])], lambda *_: keys, q, k, v, max_logits)
-        return out, lse, *([keys.received] if call.options["keep_kv"] else [])
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
@@ -106,8 +102,6 @@ def magi_backward(
 
     dq is None if q needs no gradient. dk and dv are None if neither k nor v needs one.
     """
-    if call.options["rank_invariant"]:
-        return _owner_backward(call, needs_grad, dout, dlse, q, k, v, out, lse, *kept)
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
     plan, t, d = call.plan, q.shape[1], q.shape[-1]
@@ -140,15 +134,41 @@ def magi_backward(
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, dk, dv))
 
 
-def _owner_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def invariant_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return the results of `magi_forward` with the bits of one rank (`owner_computes.py`)."""
+    keys = SequenceCast(call, call.plan, k, v)
+    out, lse = owner_forward(call, [range(k.shape[2])], lambda *_: keys, q, k, v, max_logits)
+    return out, lse, *([keys.received] if call.options["keep_kv"] else [])
+
+
+def invariant_backward(
+    call: Call,
+    needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *kept: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `magi_backward` with the bits of one rank."""
     query_plan = cast_plan(transposed(call.mask), call.layout, own_keys_first=False)
     fetch_keys = lambda x, y, heads: SequenceCast(call, call.plan, x, y, *kept)
     fetch_queries = lambda x, y, heads: SequenceCast(call, query_plan, x, y)
     steps = [range(k.shape[2])]  # one step for all heads
     return owner_backward(call, steps, fetch_keys, fetch_queries, needs_grad, dout, dlse, q, k, v, out, lse)
+
+
+def magi_parts(call: Call, backward: bool) -> Iterator[Mask]:
+    """Yield the local mask of each step."""
+    plan = magi_plan(call)
+    plan.casts_of(plan, call.rank)
+    for step in range(plan.steps):
+        yield plan.local_mask(step, call.rank)
 
 
 def key_steps(call: Call, own: Tensor, kept: Sequence[Tensor] = ()) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -206,5 +226,14 @@ def kept_rows(call: Call) -> list[int]:
     return [0 if cast is None else sum(call.plan.receive_sizes(cast, call.rank)) for cast in casts]
 
 
-MAGI = Algorithm(REFERENCE, "magi_attention", magi_forward, magi_backward, magi_plan, kept_rows=kept_rows)
-magi_attention = public_ranks.magi_attention(MAGI)
+MAGI = Algorithm(
+    REFERENCE,
+    public_magi.MAGI,
+    magi_forward,
+    magi_backward,
+    invariant=(invariant_forward, invariant_backward),
+    plan=magi_plan,
+    parts=magi_parts,
+    kept_rows=kept_rows,
+)
+magi_attention = public_magi.magi_attention(MAGI)

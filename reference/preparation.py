@@ -21,48 +21,19 @@ Cost: that of the local masks for each rank's keys; for `magi_attention` also th
 Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for each mask, ahead of the layers.
 """
 
-from typing import Any
+from contextlib import nullcontext
 
-from canon.faces import public_plans
-from canon.masks.layout import Layout
-from canon.reference.latent import latent_attention
-from canon.reference.local import attention
-from canon.reference.magi import cast_plan, magi_attention
-from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
-from canon.reference.strided import strided_attention
-from canon.route.checks import cached
-from canon.route.latent_arguments import hidden_keys
-from canon.route.prepared_plans import Preparation
+from canon.faces import public_prepare
+from canon.reference.local import REFERENCE
+from canon.route.call import Call
 
 __all__ = ["prepare"]
 
 
-RINGS = ring_attention, zigzag_attention, striped_attention, latent_attention
-FUNCTIONS = attention, *RINGS, strided_attention, magi_attention
+def _run(call: Call, backward: bool) -> None:
+    """Look up the plans of a call."""
+    for _ in call.algorithm.parts(call, backward):
+        pass
 
 
-def _make(given: Preparation, _: Any) -> None:
-    """Look up the plans that the function looks up in its call."""
-    mask, layout, rank = given.mask, given.layout, given.rank
-    if layout is None:
-        return
-    own_layout = {"zigzag_attention": Layout.zigzag, "striped_attention": Layout.striped}.get(given.function)
-    if own_layout:
-        cached(own_layout, layout.tokens, layout.ranks)
-    if given.function == "magi_attention":
-        plan = cast_plan(mask, layout, stages=given.stages)
-        plan.casts_of(plan, rank)
-        for step in range(plan.steps):
-            plan.local_mask(step, rank)
-        return
-    gathers = given.function == "strided_attention"
-    if gathers:
-        layout.local_mask(mask, rank, range(layout.ranks))
-    if not gathers or given.options["backward_schedule"] == "ring":
-        for owner in range(layout.ranks):
-            local = layout.local_mask(mask, rank, owner)
-            if given.function == "latent_attention":
-                hidden_keys(local)
-
-
-prepare = public_plans.prepare(_make, FUNCTIONS)
+prepare = public_prepare.prepare(REFERENCE, _run, nullcontext)

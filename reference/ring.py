@@ -41,71 +41,71 @@ Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-fl
 mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_ranks
-from canon.masks.layout import Layout
+from canon.faces import public_ring
 from canon.masks.mask import Mask
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, merged, tiled_forward
-from canon.route.call import Algorithm, Call
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
-class HeldKeys:
-    """K and V of a step are the tensors that travel. `latent.ProjectedKeys` makes them of other tensors.
-
-    In a step the ring calls `read`, then `gradients`. ``mask``: of the step; `ProjectedKeys` leaves out hidden tokens.
-    """
-
-    def width(self, v: Tensor) -> int:
-        """Return the width of V."""
-        return v.shape[-1]
-
-    def read(self, mask: Mask, first: Tensor, second: Tensor) -> Sequence[Tensor]:
-        """Return K and V (b, tokens, g, width) of a step, from the two tensors that this rank holds."""
-        return first, second
-
-    def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
-        """Return the gradients of the tensors that this rank holds, from those of the last K and V."""
-        return [dk, dv]
+Read = Callable[[Mask, Tensor, Tensor], Sequence[Tensor]]
+Return = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
-HELD = HeldKeys()
+def as_held(mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+    """Return K and V of a step: the tensors that travel. `latent.py` projects other tensors to them."""
+    return k, v
+
+
+def as_computed(dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
+    """Return the gradients of the tensors that travel: those of K and V."""
+    return dk, dv
 
 
 def ring_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None, keys: HeldKeys = HELD
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None, read: Read = as_held
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, _ = q.shape
-    out = q.new_zeros(b, t, h, keys.width(v), dtype=accumulate)
+    out = q.new_zeros(b, t, h, call.value_width, dtype=accumulate)
     lse = q.new_full((b, h, t), -torch.inf, dtype=accumulate)
     held = [k.contiguous(), v.contiguous()]
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks  # of the keys that this rank holds now
-        hop = Hop(held, step + 1, call) if step + 1 < call.ranks else None
+        hop = Hop(held, owner - 1, call) if step + 1 < call.ranks else None
         mask = call.local_mask(owner)
-        part = tiled_forward(
-            q, *keys.read(mask, *held), mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits
-        )
+        k, v = read(mask, *held)
+        part = tiled_forward(q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse
 
 
 def ring_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, keys: HeldKeys = HELD,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    call: Call,
+    needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    read: Read = as_held,
+    returned: Return = as_computed,
+) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dv of this rank's tokens in the dtype of q.
 
     dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs one.
@@ -115,43 +115,55 @@ def ring_backward(
     delta = make_delta(dout, out, dlse)
     dq = torch.zeros_like(q, dtype=accumulate) if needs_grad[0] else None
     held, gradient_hop = [k.contiguous(), v.contiguous()], None
-    own_part: list = [None, None]  # dk and dv of this rank's keys from its own queries: set at step 0
+    own_part = (None, None)  # dk and dv of this rank's keys from its own queries: set at step 0
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks
-        hop, mask = Hop(held, step + 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
+        hop, mask = Hop(held, owner - 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
         dq_part, *part = tiled_backward(
-            dout, q, *keys.read(mask, *held), lse, delta, mask,
-            scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
-        )  # fmt: skip
+            dout,
+            q,
+            *read(mask, *held),
+            lse,
+            delta,
+            mask,
+            scale=call.scale,
+            method=call.backward,
+            grad_dtype=accumulate,
+            needs_grad=needs_grad,
+        )
         if dq is not None:
             dq += dq_part
         if keys_need_grad:
-            part = keys.gradients(*part)
+            part = returned(*part)
         if gradient_hop:  # brings the sum of ranks owner + 1, ..., rank - 1
             part = _plus_received(part, gradient_hop)
         if step == 0:
             own_part = part
         elif keys_need_grad:
-            gradient_hop = Hop([x.to(call.reduce_dtype).contiguous() for x in part], step + 1, call)
+            gradient_hop = Hop([x.to(call.reduce_dtype).contiguous() for x in part], owner - 1, call)
         held = hop.wait() if hop else held
     if gradient_hop:
         own_part = _plus_received(own_part, gradient_hop)
     return tuple(None if x is None else x.to(q.dtype) for x in (dq, *own_part))
 
 
-def _plus_received(part: list[Tensor], hop: "Hop") -> list[Tensor]:
+def ring_parts(call: Call, backward: bool) -> Iterator[Mask]:
+    """Yield the local mask of each step."""
+    yield from map(call.local_mask, range(call.ranks))
+
+
+def _plus_received(part: Sequence[Tensor], hop: "Hop") -> list[Tensor]:
     return [mine + received.to(mine.dtype) for mine, received in zip(part, hop.wait(), strict=True)]
 
 
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
 
-    The received tensors belong to owner (rank - use_step) mod W. ``use_step``: the step that reads them; W if they are
-    read after the last step.
+    The received tensors belong to ``owner``, modulo the number of ranks.
     """
 
-    def __init__(self, tensors: list[Tensor], use_step: int, call: Call):
-        tokens = call.layout.size((call.rank - use_step) % call.ranks)
+    def __init__(self, tensors: Sequence[Tensor], owner: int, call: Call):
+        tokens = call.layout.size(owner % call.ranks)
         self.received = [x.new_empty(x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         self.sent = tensors  # keeps the memory while this Hop exists
         following, previous = ((call.rank + offset) % call.ranks for offset in (1, -1))
@@ -171,10 +183,10 @@ def _operation(kind: Callable, tensor: Tensor, peer: int, call: Call) -> dist.P2
     return dist.P2POp(kind, tensor, dist.get_global_rank(group, peer), call.group)
 
 
-RING = Algorithm(REFERENCE, "ring_attention", ring_forward, ring_backward)
-ZIGZAG = Algorithm(REFERENCE, "zigzag_attention", ring_forward, ring_backward, layout=Layout.zigzag)
-STRIPED = Algorithm(REFERENCE, "striped_attention", ring_forward, ring_backward, layout=Layout.striped)
+RING = Algorithm(REFERENCE, public_ring.RING, ring_forward, ring_backward, parts=ring_parts)
+ZIGZAG = Algorithm(REFERENCE, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts)
+STRIPED = Algorithm(REFERENCE, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts)
 
-ring_attention = public_ranks.ring_attention(RING)
-zigzag_attention = public_ranks.zigzag_attention(ZIGZAG)
-striped_attention = public_ranks.striped_attention(STRIPED)
+ring_attention = public_ring.ring_attention(RING)
+zigzag_attention = public_ring.zigzag_attention(ZIGZAG)
+striped_attention = public_ring.striped_attention(STRIPED)

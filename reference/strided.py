@@ -41,22 +41,23 @@ Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.
 ring-flash-attention. Split head groups, float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.faces import public_ranks
+from canon.faces import public_strided
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.mask import Mask
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, tiled_forward
 from canon.reference.owner_computes import of_heads, owner_backward, owner_forward, query_heads
-from canon.reference.ring import ring_backward
-from canon.route.call import Algorithm, Call
+from canon.reference.ring import ring_backward, ring_parts
+from canon.route.algorithm import Algorithm
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
 __all__ = ["strided_attention"]
@@ -71,8 +72,6 @@ def strided_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
-    if call.options["rank_invariant"]:
-        return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits)
     mask, steps = gathered_mask(call), call.plan.forward
     outs, lses = [], []
     gather = AllGather(k, v, steps[0], call)
@@ -81,8 +80,10 @@ def strided_forward(
         if next_heads:
             gather = AllGather(k, v, next_heads, call)
         sharing = query_heads(heads, q, k)
-        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": of_heads(max_logits, sharing)}
-        out, lse = tiled_forward(q[:, :, sharing], k_full, v_full, mask, **options)
+        highest = of_heads(max_logits, sharing)
+        out, lse = tiled_forward(
+            q[:, :, sharing], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype, max_logits=highest
+        )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
@@ -93,9 +94,6 @@ def strided_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
-    if call.options["rank_invariant"]:
-        fetch = partial(SequenceGather, call=call)
-        return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, dout, dlse, q, k, v, out, lse)
     if call.plan.backward is None:  # backward_schedule is "ring"
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
@@ -123,6 +121,26 @@ def strided_backward(
         return dq, None, None
     dk, dv = (torch.cat(parts, dim=2).to(k.dtype) for parts in zip(*sums, strict=True))
     return dq, dk, dv
+
+
+def invariant_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `strided_forward` with the bits of one rank (`owner_computes.py`)."""
+    return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits)
+
+
+def invariant_backward(call: Call, needs_grad: tuple[bool, bool, bool], *saved: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of `strided_backward` with the bits of one rank."""
+    fetch = partial(SequenceGather, call=call)
+    return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, *saved)
+
+
+def strided_parts(call: Call, backward: bool) -> Iterator[Mask]:
+    """Yield the local mask of each step."""
+    yield gathered_mask(call)
+    if backward and call.options["backward_schedule"] == "ring":
+        yield from ring_parts(call, backward)
 
 
 def gathered_mask(call: Call) -> Mask:
@@ -197,5 +215,13 @@ class ReduceScatter:
         return total.transpose(0, 1).split(self.widths, dim=-1)
 
 
-STRIDED = Algorithm(REFERENCE, "strided_attention", strided_forward, strided_backward, strided_plan)
-strided_attention = public_ranks.strided_attention(STRIDED)
+STRIDED = Algorithm(
+    REFERENCE,
+    public_strided.STRIDED,
+    strided_forward,
+    strided_backward,
+    invariant=(invariant_forward, invariant_backward),
+    plan=strided_plan,
+    parts=strided_parts,
+)
+strided_attention = public_strided.strided_attention(STRIDED)

@@ -21,7 +21,8 @@ from canon.ranks.agreement import group_state
 from canon.reference.magi import MAGI
 from canon.reference.strided import STRIDED
 from canon.route import call as call_module
-from canon.route.call import ALGORITHMS, DEFAULTS
+from canon.route.algorithm import ALGORITHMS
+from canon.route.call import checked_call
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
@@ -85,7 +86,7 @@ def test_calls_with_new_masks_leave_no_memory_behind(half):
 
 
 def agreed(tensors=None, mask=None, layout=None, **options):
-    found = MAGI.call(*(tensors or inputs()), mask, layout, **options)
+    found = checked_call(MAGI, *(tensors or inputs()), mask=mask, layout=layout, **options)
     found.agree("forward", (False, False, False))
     return found
 
@@ -113,7 +114,9 @@ def test_equal_calls_are_one_object_and_each_is_compared():
 def test_equal_numbers_of_all_types_make_one_call(one):
     """The launches of a pass are recorded for each call object."""
     q, stride = inputs(), one if type(one) in (int, np.int64) else 1
-    assert STRIDED.call(*q, scale=one, head_stride=stride) is STRIDED.call(*q, scale=1.0, head_stride=1)
+    assert checked_call(STRIDED, *q, scale=one, head_stride=stride) is checked_call(
+        STRIDED, *q, scale=1.0, head_stride=1
+    )
 
 
 def group_after_its_end():
@@ -200,7 +203,7 @@ def test_a_group_does_not_read_the_entries_of_another_in_the_store():
 
 def test_a_call_without_agreement_refuses_an_unknown_option():
     with pytest.raises(TypeError, match="magi_attention has no option dropout"):
-        MAGI.call(*inputs(), dropout=0.1)
+        checked_call(MAGI, *inputs(), dropout=0.1)
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -209,8 +212,8 @@ def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
     for (name, function), algorithm in ALGORITHMS.items():
         signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
         public = {x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart}
-        assert algorithm.half.name == name
-        assert DEFAULTS[function] == public, function
+        assert algorithm.side.name == name
+        assert algorithm.declaration.defaults == public, function
 
 
 def frames_above(frame):

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
 from canon.__main__ import main
-from canon.route.call import ALGORITHMS
+from canon.route.algorithm import ALGORITHMS
 from canon.testing import call_records, process_groups, record_calls
 
 N = 20
@@ -74,7 +74,7 @@ def test_every_function_is_recorded_in_both_passes_and_then_left_alone(half, tmp
         half.group_reduce(received, plan, 0, torch.zeros_like(k[0]))
 
     def bodies():
-        algorithms = [(x.forward, x.backward, x.half.under_sink) for x in ALGORITHMS.values()]
+        algorithms = [(x.forward, x.backward, x.side.under_sink) for x in ALGORITHMS.values()]
         functions = [inspect.unwrap(getattr(half, name)) for name in call_records.PLAIN]
         return algorithms, [[cell.cell_contents for cell in function.__closure__] for function in functions]
 

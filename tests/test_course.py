@@ -35,19 +35,17 @@ EXCERPTS = {
     "ring_forward": (
         ring.ring_forward,
         {
-            "        mask = call.local_mask(owner)\n": "",
-            "*keys.read(mask, *held), mask,": "*held, call.local_mask(owner),",
+            "        k, v = read(mask, *held)\n": "",
+            "tiled_forward(q, k, v, mask,": "tiled_forward(q, *held, mask,",
+            "call.value_width": "v.shape[-1]",
             ", max_logits=max_logits": "",
         },
     ),
-    "ring_backward": (ring.ring_backward, {}),
+    "ring_backward": (ring.ring_backward, {"*read(mask, *held)": "*held", "returned(*part)": "part"}),
     "pick": (Band.pick, {"self.": "band."}),
     "strided_forward": (
         strided.strided_forward,
-        {
-            "**options": "scale=call.scale, out_dtype=q.dtype",
-            '        options = {"scale": call.scale, "out_dtype": q.dtype, "max_logits": of_heads(max_logits, sharing)}\n': "",
-        },
+        {"        highest = of_heads(max_logits, sharing)\n": "", ", max_logits=highest": ""},
     ),
     "start_cast": (CAST.__init__, {"self.": ""}),
     "scores": (backward._Backward._scores, {"self.": "tile."}),

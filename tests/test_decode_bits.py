@@ -7,7 +7,7 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Band, Mask
-from canon.faces import public_local
+from canon.faces import public_decode
 from canon.route.sink_weights import sigmoid
 from canon.testing import process_groups
 
@@ -113,7 +113,7 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):
 
 def test_a_capture_is_refused_on_every_rank(half, monkeypatch):
     q, k, v = inputs()
-    monkeypatch.setattr(public_local, "is_captured", lambda _: dist.get_rank() == 1)
+    monkeypatch.setattr(public_decode, "is_captured", lambda _: dist.get_rank() == 1)
 
     def program():
         with pytest.raises((RuntimeError, ValueError), match="a CUDA graph cannot be captured"):

@@ -10,7 +10,7 @@ from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
-from canon.faces import public_local
+from canon.faces import public_decode
 from canon.fast import decode_in_order
 from canon.fast.kernels.gluon import few_queries_launch, launch
 from canon.testing import process_groups
@@ -179,8 +179,8 @@ def test_only_few_queries_on_hopper_kernels():
     q, k = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16), torch.empty(1, 0, 2, 64, dtype=torch.bfloat16)
     with hopper():
         assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
-        assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_local.keys_travel
-        assert decode_in_order.in_order(q[:, :0], k, k) is public_local.keys_travel
+        assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_decode.keys_travel
+        assert decode_in_order.in_order(q[:, :0], k, k) is public_decode.keys_travel
         more = torch.empty(1, few_queries_launch.MOST_QUERIES + 1, 2, 64, dtype=torch.bfloat16)
-        assert decode_in_order.in_order(more, k, k) is public_local.keys_travel
-    assert decode_in_order.in_order(q, k, k) is public_local.keys_travel
+        assert decode_in_order.in_order(more, k, k) is public_decode.keys_travel
+    assert decode_in_order.in_order(q, k, k) is public_decode.keys_travel

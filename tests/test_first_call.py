@@ -15,6 +15,7 @@ from canon.fast.ahead.warm import _checked_model
 from canon.fast.local import LOCAL
 from canon.fast.magi import MAGI
 from canon.fast.ring import RING, ZIGZAG
+from canon.route.call import checked_call
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def teams(monkeypatch):
 def call(algorithm=LOCAL, mask=None, dtype=torch.bfloat16, **options):
     """Return a call whose tensors would be on a GPU."""
     q, k, v = (torch.zeros(1, 16, heads, 32, dtype=dtype) for heads in (4, 2, 2))
-    return replace(algorithm.call(q, k, v, mask, **options), device=torch.device("cuda"))
+    return replace(checked_call(algorithm, q, k, v, mask=mask, **options), device=torch.device("cuda"))
 
 
 def test_a_model_starts_one_team_whatever_its_masks_and_scales(teams, capsys):
@@ -89,8 +90,8 @@ def test_warm_up_leaves_the_stamps_of_first_calls():
 
 
 def test_each_new_kind_of_call_asks_once_for_its_kernels(monkeypatch):
-    asked, half = [], LOCAL.half
-    monkeypatch.setitem(vars(half), "compile_for", asked.append)
+    asked, side = [], LOCAL.side
+    monkeypatch.setitem(vars(side), "compile_for", asked.append)
     q, k, v = (torch.zeros(1, 16, heads, 8) for heads in (4, 2, 2))
     for mask in (None, None, Mask.window(16, left=2), None):
         fast.attention(q, k, v, mask, scale=0.123)

@@ -24,7 +24,7 @@ LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
 SHARED = dict.fromkeys(("checks", "call", "attend"), "canon.route")
-SHARED |= dict.fromkeys(("public_local", "public_ranks"), "canon.faces")
+SHARED |= dict.fromkeys(("public_attention", "public_parts", "public_ring"), "canon.faces")
 FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
 
 # fault: (case, file, text, replacement of the first occurrence)
@@ -60,7 +60,7 @@ FAULTS = {
     "a given delta is computed again": (
         "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
     "grad_dtype is ignored": (  # in a case with another grad_dtype than the dtype of q
-        "attention_backward/causal/split/part", "public_local", "grad_dtype or q.dtype", "torch.bfloat16"),
+        "attention_backward/causal/split/part", "public_parts", "grad_dtype or q.dtype", "torch.bfloat16"),
     "two tokens change places on their way": (
         CAST, CASTS, "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
     "the tokens of one source are stale": (
@@ -104,6 +104,7 @@ def with_fault(file, text, replacement):
         if name == file:
             changed += source.count(text)
             source = source.replace(text, replacement, 1)
+        source = source.replace("operators import declared", "algorithm import Declaration as declared")  # no operators
         scope = {"__name__": f"faulty_{name}", "moved": moved}
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
         for imported in FILES:

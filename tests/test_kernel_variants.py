@@ -21,7 +21,7 @@ from random import Random
 
 import torch
 from canon import fast
-from canon.fast import backward, local, sinks
+from canon.fast import backward, local, half
 from canon.fast.ahead import kernel_variants, warm
 from canon.fast.ahead.compilation import recorded_jobs
 from canon.fast.kernels import key_parts
@@ -39,7 +39,7 @@ arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, f
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
-object.__setattr__(sinks.FAST, "check_device", lambda x: None)
+object.__setattr__(half.FAST, "check_device", lambda x: None)
 launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
     kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90)
 cuda.is_cpu, cuda.capability = lambda device: False, lambda device: divmod(arch, 10)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
 from canon.check import draws
-from canon.route.latent_arguments import hidden_keys
+from canon.faces.latent_arguments import hidden_keys
 from canon.testing import process_groups
 from canon.testing.judge import agreement
 from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
@@ -216,33 +216,35 @@ def test_flops_count_visible_cells_and_projected_tokens(half):
 
 FAULTY = """
 import torch
+from canon.faces import public_latent
 from canon.reference import latent as page
 from canon.reference.local import under_sink
 from canon.reference.ring import ring_backward, ring_forward
-from canon.faces import public_ranks
-from canon.route.call import Algorithm, Half
+from canon.route.algorithm import Algorithm, Side
 
-class Keys(page.ProjectedKeys):
+class Faulty(page.Projection):
     {fault}
 
 def forward(call, q, latent, k_rope, weight):
-    return ring_forward(call, q, latent, k_rope, keys=Keys(call, weight))
+    return ring_forward(call, q, latent, k_rope, read=Faulty(call, weight).keys)
 
-def backward(call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, weight):
-    keys = Keys(call, weight)
-    return *ring_backward(call, needs_grad[:3], dout, dlse, q, latent, k_rope, out, lse, keys), keys.dup_weight.to(q.dtype)
+def backward(call, needs_grad, dout, dlse, q, latent, k_rope, weight, out, lse):
+    projected = Faulty(call, weight)
+    of_keys = projected.keys, projected.gradients
+    grads = ring_backward(call, needs_grad[:3], dout, dlse, q, latent, k_rope, out, lse, *of_keys)
+    return *grads, projected.dup_weight.to(q.dtype)
 
-given = {{"tensors": page.NAMES, "check": page.check_latent}}
-FAULTY = Algorithm(Half("faulty", under_sink), "latent_attention", forward, backward, **given)
-latent_attention = public_ranks.latent_attention(FAULTY)
+latent_attention = public_latent.latent_attention(
+    Algorithm(Side("faulty", under_sink), public_latent.LATENT, forward, backward)
+)
 """
 FAULTS = {  # fault: (a tensor that is off, the wrong method)
     "no fault": ("", "pass"),
     "the latent of another owner": ("out is off by", """
-    def read(self, mask, k, v):
+    def keys(self, mask, k, v):
         self.first = getattr(self, "first", k)
         own = self.first[:, : k.shape[1]]
-        return super().read(mask, torch.cat([own, k[:, own.shape[1] :]], 1), v)"""),
+        return super().keys(mask, torch.cat([own, k[:, own.shape[1] :]], 1), v)"""),
     "k_rope's gradient of one head": ("dk_rope is off by", """
     def gradients(self, dk, dv):
         dk[:, :, 1:, self.sizes.nope :] = 0

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, fast, reference
-from canon.route.call import ALGORITHMS
+from canon.route.algorithm import ALGORITHMS
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}

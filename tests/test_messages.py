@@ -5,6 +5,7 @@ import torch
 from canon import Layout
 from canon.fast import messages
 from canon.fast.ring import RING
+from canon.route.call import checked_call
 from canon.testing import process_groups
 
 
@@ -12,7 +13,7 @@ def test_one_buffer_receives_the_parts_of_all_steps():
     def program():
         layout = Layout.contiguous(4, 2)
         q, k, v = (torch.zeros(1, 2, 2, 8) for _ in range(3))
-        call = RING.call(q, k, v, None, layout)
+        call = checked_call(RING, q, k, v, layout=layout)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         groups = [messages.HeadGroup(call, 1, range(head, head + 1), (8, 8)) for head in range(2)]
         reduction = messages.ReduceScatter(dk, dv, call, groups)

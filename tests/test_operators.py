@@ -11,28 +11,32 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from canon import Layout, Mask, fast, reference
 from canon.route import operators
+from canon.route.algorithm import DECLARATIONS
 from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
 MASK = Mask.documents([0, 5, 24])
-SUMS = (None, 2.0, "", None, "auto", True, [True] * 3)  # scale to needs_grad, with softcap and return_max_logits
+COMMON = dict(scale=None, softcap=2.0, reduce_dtype=None, backward="auto", return_max_logits=True)
 OPTIONS = {
-    "attention": [(0.3, None, "split", False, True), (0.3, 2.0, "split", True, False)],
-    "ring_attention": [SUMS],
-    "zigzag_attention": [SUMS],
-    "striped_attention": [SUMS],
-    "latent_attention": [(*SUMS[:-1], [True] * 4)],
+    "attention": [
+        dict(scale=0.3, backward="split", return_max_logits=True),
+        dict(scale=0.3, softcap=2.0, backward="split", rank_invariant=True),
+    ],
+    "ring_attention": [COMMON],
+    "zigzag_attention": [COMMON],
+    "striped_attention": [COMMON],
+    "latent_attention": [COMMON],
     "strided_attention": [
-        (*SUMS, False, 2, 1, None, None, "scatter"),
-        (*SUMS, False, None, None, None, None, "scatter"),
-        (*SUMS, True, 1, None, None, None, "scatter"),
+        dict(COMMON, head_stride=2, forward_first_stride=1),
+        COMMON,
+        dict(COMMON, rank_invariant=True, head_stride=1),
     ],
     "magi_attention": [
-        (*SUMS, False, None, None, None, False),
-        (*SUMS, False, 2, True, None, False),
-        (*SUMS, False, None, None, 0, True),
-        (*SUMS, True, None, None, None, False),
-        (*SUMS, True, 1, False, None, True),
+        COMMON,
+        dict(COMMON, casts=2, own_keys_first=True),
+        dict(COMMON, stages=0, keep_kv=True),
+        dict(COMMON, rank_invariant=True),
+        dict(COMMON, rank_invariant=True, casts=1, own_keys_first=False, keep_kv=True),
     ],
 }
 both_halves = pytest.mark.parametrize("half", HALVES)
@@ -50,10 +54,12 @@ def tensors_of(function):
 @pytest.mark.parametrize("function", OPTIONS)
 def test_opcheck_accepts_every_operator(half, function):
     operator = getattr(torch.ops.canon, function).default
-    assert operators.OPTIONS.keys() == OPTIONS.keys()
-    for options in OPTIONS[function]:
+    assert DECLARATIONS.keys() == OPTIONS.keys()
+    for given in OPTIONS[function]:
         layout, has_layout = Layout.contiguous(24, 1), function != "attention"
         tensors = tensors_of(function)
+        options = [*DECLARATIONS[function].with_defaults(given).values()]
+        options += [] if function == "attention" else ["", [True] * len(tensors)]  # the group, and needs_grad
         torch.library.opcheck(operator, (*tensors, MASK, True, layout, has_layout, half, None, *options))
         packed = [x.detach()[0].requires_grad_() if x.ndim == 4 else x for x in tensors]
         torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
@@ -64,7 +70,7 @@ def test_a_traced_weight_without_rows_is_named(shape):
     """The shapes of the results depend on it. Other errors raise on every rank when the operator runs."""
     tensors = (torch.zeros(x) for x in ((1, 4, 2, 6), (1, 4, 1, 5), (1, 4, 1, 2), shape))
     with pytest.raises(ValueError, match="up_weight .rows, rank., got q .1, 4, 2, 6., latent .1, 4, 1, 5."):
-        operators._fake_forward("latent_attention", *tensors)
+        operators._fake_forward(DECLARATIONS["latent_attention"], *tensors)
 
 
 def test_cuda_graphs_of_inductor_leave_every_operator_out():

@@ -27,7 +27,6 @@ from canon.fast.ahead.kernel_variants import Model, collect, identities, precisi
 from canon.fast.kernels.triton.launch import INTERPRETED
 from canon.route.call import Call
 from canon.route.checks import split_scale
-from canon.route.latent_arguments import sizes_of
 
 _lock = threading.Lock()  # ranks may be threads
 _compiled: set[tuple] = set()  # `identities`
@@ -48,9 +47,8 @@ def compile_for(call: Call) -> None:
 
 def model_of(call: Call) -> Model:
     """Return the model of a call."""
-    (_, _, h, d), (_, _, g, _), (_, _, _, dv), *weights = call.shapes
-    if weights:  # K and V are projected
-        g, dv = h, sizes_of(call.shapes[0], call.shapes[2], weights[0]).value
+    (_, _, h, d), (_, _, g, _), _, *weights = call.shapes
+    g, dv = h if weights else g, call.value_width  # K and V of each query head are projected
     return Model(
         call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
         torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,

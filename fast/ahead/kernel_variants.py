@@ -49,8 +49,10 @@ from canon.fast.kernels.triton.rows import (
 from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
+from canon.fast.ring import VARIANTS
 from canon.masks.band import Band
 from canon.masks.mask import Mask
+from canon.route.algorithm import ALGORITHMS
 from canon.route.checks import CappedScale, Scale, accumulate_dtype
 
 TOKENS = 16  # another number needs the same variants
@@ -126,12 +128,18 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
 def steps(model: Model) -> list[Callable[["Inputs"], None]]:
     """Return the groups of launches that the model's functions need, each once."""
     unused = set() if model.has_sink else {sinks}
-    if set(model.functions) <= RINGS and 1 not in model.ranks:  # a result is a sum of parts, or one step has all keys
+    if 1 not in model.ranks and all(
+        map(_is_ring, model.functions)
+    ):  # a result is a sum of parts, or one step has all keys
         unused |= {whole_backward}
     unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order, few_queries_on_ranks}
-    return [
-        step for step in dict.fromkeys(x for name in model.functions for x in FUNCTIONS[name]) if step not in unused
-    ]
+    found = dict.fromkeys(x for name in model.functions for x in variants_of(name))
+    return [step for step in found if step not in unused]
+
+
+def _is_ring(function: str) -> bool:
+    algorithm = ALGORITHMS.get(("fast", function))
+    return algorithm is not None and algorithm.variants == VARIANTS
 
 
 def identities(model: Model) -> list[tuple]:
@@ -369,15 +377,20 @@ def _replaced(module: ModuleType, name: str, result: object) -> Iterator[None]:
 
 OF_PARTS = {forward_parts, few_queries, merges, active_rows, rank_sums}  # never with rank_invariant
 FEW_QUERIES = few_queries, few_queries_in_order, few_queries_on_ranks
-RINGS = {"ring_attention", "zigzag_attention", "striped_attention", "latent_attention"}
-RING = whole_forward, whole_backward, forward_parts, backward_parts, masked_rows, merges, active_rows, sinks
-FUNCTIONS = {
-    "attention": (whole_forward, whole_backward, masked_rows, few_queries, few_queries_in_order, sinks),
-    "attention_forward": (whole_forward, forward_parts, masked_rows, few_queries),
-    "attention_backward": (whole_forward, whole_backward, backward_parts, masked_rows),
-    "merge": (whole_merges,),
-    "decode_attention": (whole_forward, forward_parts, masked_rows, merges, *FEW_QUERIES),
-    **dict.fromkeys(sorted(RINGS), RING),
-    "strided_attention": (whole_forward, whole_backward, backward_parts, masked_rows, active_rows, sinks, rank_sums),
-    "magi_attention": (*RING, cast_rows),
+LOCAL = {  # functions that are no algorithms
+    "attention_forward": ("whole_forward", "forward_parts", "masked_rows", "few_queries"),
+    "attention_backward": ("whole_forward", "whole_backward", "backward_parts", "masked_rows"),
+    "merge": ("whole_merges",),
+    "decode_attention": ("whole_forward", "forward_parts", "masked_rows", "merges", *(x.__name__ for x in FEW_QUERIES)),
 }
+
+
+def variants_of(function: str) -> list[Callable[[Inputs], None]]:
+    """Return the groups of launches that a function needs."""
+    names = LOCAL[function] if function in LOCAL else ALGORITHMS["fast", function].variants
+    return [globals()[name] for name in names]
+
+
+def functions() -> list[str]:
+    """Return the names of all functions with kernels."""
+    return [*LOCAL, *(function for side, function in ALGORITHMS if side == "fast")]

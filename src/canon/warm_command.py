@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from canon.fast.ahead.kernel_variants import FUNCTIONS
+from canon.fast.ahead.kernel_variants import functions
 from canon.fast.ahead.warm import DEFAULT, warm_up
 from canon.fast.device import AVAILABLE
 from canon.route.checks import METHODS
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--widths", type=_pair, default=(128, 128), metavar="D[/DV]", help="head widths of K and V (default: 128)")
     add("--heads", type=_pair, default=(32, 8), metavar="H[/G]", help="query heads and key heads (default: 32/8)")
-    add("--functions", nargs="+", default=DEFAULT, choices=FUNCTIONS, metavar="NAME", help=", ".join(FUNCTIONS))
+    add("--functions", nargs="+", default=DEFAULT, choices=functions(), metavar="NAME", help=", ".join(functions()))
     add("--backend", choices=AVAILABLE, help="default: the automatic choice")
     add("--backward", default="auto", choices=METHODS, help="the option of the functions (default: auto)")
     add("--softcap", type=float, help="the option of the functions (default: none)")

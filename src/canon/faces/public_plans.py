@@ -1,34 +1,19 @@
-"""The public functions of plans and of the collectives over a plan: signatures, docstrings, checks. Each half binds its own."""
+"""`dispatch`, `cast_plan` and `plan_report`: layouts and casts for a mask."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from jaxtyping import Float
-from torch import Tensor
-
-from canon.masks.arguments import plain_tensor
 from canon.masks.cast_plan import CastPlan, PlanReport
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import noted_plans
-from canon.ranks.agreement import group_state, named_failures, refused_together
-from canon.ranks.group import Group, place_in
 from canon.ranks.profiling import recorded
 from canon.route.binding import bound
-from canon.route.checks import any_device
 from canon.route.plan_arguments import (
-    Sizes,
     check_cast,
-    check_into,
-    check_rows,
     checked_chunk,
     checked_dispatch,
     one_mask,
     stages_of,
 )
-from canon.route.prepared_plans import Preparation, PreparedPlans
 
 
 def dispatch(planned: Callable[..., Layout]):
@@ -125,132 +110,3 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
             return reported(mask, layout, checked_chunk(chunk, layout.tokens, layout.ranks))
 
     return bound(plan_report, reported)
-
-
-def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
-    """Return `group_cast` of a half. ``cast(x, plan, stage, group, rank, sizes)`` takes checked arguments."""
-
-    def group_cast(
-        x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
-    ) -> Float[Tensor, "received ..."]:
-        """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A collective.
-
-        Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast, from 0;
-            ``group``, a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
-        The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
-        not fit the plan. Source: Tao and Huang, MagiAttention (2025).
-        """
-        group, rank, sizes = _agreed("group_cast", check_device, x, plan, stage, group)
-        with recorded("group_cast"), named_failures("group_cast", group, plan.layout.ranks):
-            return cast(x, plan, stage, group, rank, sizes)
-
-    return bound(group_cast, cast)
-
-
-def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
-    """Return `group_reduce` of a half. ``reduce(y, plan, stage, into, group, rank)`` takes checked arguments."""
-
-    def group_reduce(
-        y: Float[Tensor, "received ..."],
-        plan: CastPlan,
-        stage: int,
-        into: Float[Tensor, "t ..."],
-        *,
-        group: Group = None,
-    ) -> Float[Tensor, "t ..."]:
-        """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return ``into``. A collective.
-
-        Args: ``y`` (received, ...), one row for each token that this rank received in cast ``stage``, in that order;
-            ``into`` (t, ...), this rank's tokens, changed in place. The others are those of `group_cast`.
-        Rows are sent in the dtype of ``y`` and added in the dtype of ``into``, in rank order.
-        Raises ValueError if y, into, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention
-        (2025).
-        """
-        group, rank, _ = _agreed("group_reduce", check_device, y, plan, stage, group, into)
-        with recorded("group_reduce"), named_failures("group_reduce", group, plan.layout.ranks):
-            return reduce(y, plan, stage, into, group, rank)
-
-    return bound(group_reduce, reduce)
-
-
-def _agreed(
-    function: str,
-    check_device: Callable[[Tensor], None],
-    x: Tensor,
-    plan: CastPlan,
-    stage: int,
-    group: Group,
-    into: Tensor | None = None,
-) -> tuple[dist.ProcessGroup | None, int, Sizes]:
-    """Return the process group, this rank and the sizes of its cast, after a comparison between all ranks. A collective.
-
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
-    of the others.
-    """
-    group, rank, ranks = place_in(function, group)
-    with refused_together(function, group, ranks):
-        plain_tensor(function, x, 0)
-        check_device(x)
-        if not isinstance(plan, CastPlan):
-            raise TypeError(
-                f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result of cast_plan"
-            )
-        rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
-        if into is not None:
-            check_into(into, x, plan, rank)
-    if ranks > 1:
-        fields = (
-            ("function", function),
-            ("mask", plan.mask),
-            ("layout", plan.layout),
-            ("casts, own_keys_first, stage", (plan.casts, plan.own_keys_first, stage)),
-            ("dtype", x.dtype),
-            ("shape of a row", tuple(x.shape[1:])),
-        )
-        group_state(group).agree(function, fields, wait=x.device.type == "cpu")
-    return group, rank, sizes
-
-
-def prepare(make: Callable[[Preparation, Any], None], functions: Sequence[Callable], notes: str = ""):
-    """Return `prepare` of a half. ``make`` looks up the plans of a call of one of the ``functions``."""
-
-    def prepare(
-        function: str,
-        mask: Mask,
-        layout: Layout | None = None,
-        *,
-        rank: int | None = None,
-        batch: int = 1,
-        heads: tuple[int, int],
-        widths: tuple[int, int],
-        dtype: torch.dtype = torch.bfloat16,
-        device: Any = "cuda",
-        backward: str = "auto",
-        requires_grad: bool = True,
-        **options: Any,
-    ) -> PreparedPlans:
-        """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache of the training process.
-
-        Args:
-            function: "attention", "ring_attention", "zigzag_attention", "striped_attention", "latent_attention",
-                "strided_attention" or "magi_attention".
-            mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for "zigzag_attention".
-            rank: the rank that will make the call; None is the rank of this process.
-            batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v. `latent_attention` projects K and V
-                of (h, h) heads.
-            device: the device of the call. the plans of the reference are the same on all devices.
-            backward: the ``backward`` of the call.
-            requires_grad: also make the plans of the backward pass.
-            options: other options of the function that the call passes, such as ``casts``.
-
-        Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang, MagiAttention
-        (2025), whose plans are also made once for each mask.
-        """
-        given = Preparation(
-            function, mask, layout, rank, batch, heads, widths, dtype, backward, requires_grad, options
-        ).checked(functions)
-        with recorded("prepare"), noted_plans() as plans:
-            make(given, device)
-        return given.prepared(plans)
-
-    return bound(prepare, make, notes)

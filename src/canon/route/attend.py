@@ -1,7 +1,7 @@
 """The one route of every attention function, from a public call to the passes of its algorithm.
 
-ring_attention(q, k, v, ...)      public signature and docstring (`public_ranks.py`), bound to both halves
-attend(algorithm, q, k, v, ...)   autocast, one look-up of the `Call`, agreement between ranks, sink
+ring_attention(q, k, v, ...)      public signature and docstring (`canon.faces`), bound to both halves
+attend(algorithm, (q, k, v), ...) autocast, one look-up of the `Call`, agreement between ranks, sink
 Attention.forward                 an autograd Function (`autograd.py`); a traced program takes an operator (`operators.py`)
 algorithm.forward(call, q, k, v)  the algorithm of a half
 """
@@ -16,8 +16,9 @@ from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.ranks.agreement import refused_together
 from canon.ranks.group import place_in
+from canon.route.algorithm import Algorithm
 from canon.route.autograd import Attention, check_differentiation
-from canon.route.call import Algorithm, call_of, mask_and_layout, tensors_of
+from canon.route.call import Arguments, call_of, mask_and_layout
 from canon.route.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
 from canon.route.operators import call_operator, is_traced
 from canon.route.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
@@ -26,42 +27,48 @@ from canon.route.sink_weights import weighted
 
 
 def attend(
-    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask] | None, layout: Layout | None,
-    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any = None, weight: Tensor | None = None,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    algorithm: Algorithm,
+    tensors: tuple[Tensor, ...],
+    mask: Mask | Sequence[Mask] | None,
+    layout: Layout | None,
+    sink: Tensor | None,
+    return_lse: bool,
+    options: dict[str, Any],
+    group: Any = None,
+) -> Tensor | tuple[Tensor, ...]:
     """Return out, or a tuple of out, lse and the largest scores. out and lse are differentiable in all tensors.
 
-    Args: q, k, v with a batch axis, or packed without it; ``mask``, one for all or a sequence of them; ``options``, the
-    other arguments of the public function by name; ``weight``, the fourth tensor of a function that has one.
+    Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without it; ``mask``, one for all
+        or a sequence of them; ``options``, the other arguments of the public function by name, in the order of its signature.
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
     RuntimeError when it is computed. Arguments that do not fit raise as in `call_of`.
     """
+    q = tensors[0]
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
-        q, k, v, weight = (cast(x, dtype) for x in (q, k, v, weight))
+        tensors = tuple(cast(x, dtype) for x in tensors)
         with torch.autocast(q.device.type, enabled=False):
-            return attend(algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight)
+            return attend(algorithm, tensors, mask, layout, sink, return_lse, options, group)
     if isinstance(mask, (tuple, list)):
-        return _attend_each(algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight)
+        return _attend_each(algorithm, tensors, mask, layout, sink, return_lse, options, group)
     if is_traced():
         check_sink(q, sink)
-        out, lse, max_logits = call_operator(algorithm, q, k, v, mask, layout, group, options, weight)
+        out, lse, max_logits = call_operator(algorithm, Arguments(tensors, mask, layout, group, options))
     else:
         kind = None if sink is None else kind_of_sink(sink)
-        call = call_of(algorithm, q, k, v, mask, layout, group, options, kind, weight)
-        weights = () if weight is None else (weight,)
+        call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
         if call.ranks > 1:
             grads = torch.is_grad_enabled()
-            call.agree("forward", tuple([grads and x.requires_grad for x in (q, k, v, *weights)]))
+            call.agree("forward", tuple([grads and x.requires_grad for x in tensors]))
         if sink is not None:
             check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
-        check_differentiation(q, k, v, weight)
+        check_differentiation(*tensors)
         if q.ndim == 3:
-            out, lse, max_logits = Attention.apply(*batched(q, k, v), call, *weights)
+            out, lse, max_logits = Attention.apply(call, *batched(*tensors))
             out, lse = out.squeeze(0), lse.squeeze(0)
         else:
-            out, lse, max_logits = Attention.apply(q, k, v, call, *weights)
+            out, lse, max_logits = Attention.apply(call, *tensors)
     if sink is not None:
-        under_sink = weighted if torch.compiler.is_compiling() else algorithm.half.under_sink
+        under_sink = weighted if torch.compiler.is_compiling() else algorithm.side.under_sink
         out = under_sink(out, lse, sink)
     if options["return_max_logits"]:
         return (out, lse, max_logits) if return_lse else (out, max_logits)
@@ -69,20 +76,27 @@ def attend(
 
 
 def _attend_each(
-    algorithm: Algorithm, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], layout: Layout | None,
-    sink: Tensor | None, return_lse: bool, options: dict[str, Any], group: Any, weight: Tensor | None,
-) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
+    algorithm: Algorithm,
+    tensors: tuple[Tensor, ...],
+    masks: Sequence[Mask],
+    layout: Layout | None,
+    sink: Tensor | None,
+    return_lse: bool,
+    options: dict[str, Any],
+    group: Any,
+) -> Tensor | tuple[Tensor, ...]:
     """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
+    (q, k, v), more = tensors[:3], tensors[3:]
     attend_one = lambda q, k, v, mask: attend(
-        algorithm, q, k, v, mask, layout, sink, return_lse, options, group, weight
+        algorithm, (q, k, v, *more), mask, layout, sink, return_lse, options, group
     )
-    if algorithm.is_local:
-        return attend_each(attend_one, q, k, v, masks, on_tiles=options["rank_invariant"] is True)
+    invariant = options.get("rank_invariant") is True
+    if algorithm.declaration.is_local:
+        return attend_each(attend_one, q, k, v, masks, on_tiles=invariant)
     refuse_compilation()
     checked, rank, ranks = place_in(algorithm.function, group)
     with refused_together(algorithm.function, checked, ranks):
-        invariant = options.get("rank_invariant") is True
-        algorithm.check(*tensors_of(algorithm, q, k, v, weight))
+        algorithm.declaration.check(*tensors)
         layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, rank, ranks)
     return attend_packed(attend_one, q, k, v, masks) if masks else attend_one(q, k, v, None)
 
@@ -93,7 +107,9 @@ def _layout_of_each(
 ) -> Layout:  # fmt: skip
     """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a mask does not fit it."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
-    _, layout = mask_and_layout(algorithm, q, k, masks[0] if masks else None, layout, rank, ranks, rank_invariant)
+    _, layout = mask_and_layout(
+        algorithm.declaration, q, k, masks[0] if masks else None, layout, rank, ranks, rank_invariant
+    )
     for place, mask in enumerate(masks):
         check_size(mask, layout, f"mask[{place}]")
     if not masks or not differ(masks):

@@ -35,15 +35,16 @@ def check_differentiation(*tensors: Tensor | None) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (q, k, v, call, weight, if any) -> (out, lse, max_logits or None), with a batch axis."""
+    """Both passes of a `Call`: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
 
     @staticmethod
-    def forward(ctx, q, k, v, call, *weights):
+    def forward(ctx, call, *tensors):
+        q = tensors[0]
         with surroundings(q, call, "forward"):
             maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
-            out, lse, *others = call.algorithm.forward(call, q, k, v, *weights, **maxima)
+            out, lse, *others = call.passes[0](call, *tensors, **maxima)
             max_logits = call.largest(**maxima) if maxima else None
-        ctx.save_for_backward(q, k, v, out, lse, *weights, *others)
+        ctx.save_for_backward(*tensors, out, lse, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
         if max_logits is not None:
@@ -52,21 +53,21 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse, _):
-        needs_grad = ctx.needs_input_grad[:3] + ctx.needs_input_grad[4:]
+        needs_grad = ctx.needs_input_grad[1:]
         if (dout is None and dlse is None) or True not in needs_grad:
-            return (None,) * len(ctx.needs_input_grad)
+            return (None,) * (1 + len(needs_grad))
         saved, call = ctx.saved_tensors, ctx.call
-        q, out = saved[0], saved[3]
+        q = saved[0]
         if dout is None:
+            out = saved[len(needs_grad)]
             dout = out.new_zeros(()).expand(out.shape)
         create_graph = torch.is_grad_enabled()
         if call.ranks > 1:
             call.agree("backward", needs_grad)
-        restored = call.algorithm.half.restored(call.settings)  # this thread may have other settings
+        restored = call.algorithm.side.restored(call.settings)  # this thread may have other settings
         with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"), restored:
-            grads = call.algorithm.backward(call, needs_grad, dout, dlse, *saved)
-        dq, dk, dv, *dweights = undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads
-        return dq, dk, dv, None, *dweights
+            grads = call.passes[1](call, needs_grad, dout, dlse, *saved)
+        return None, *(undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads)
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:

@@ -15,7 +15,7 @@ imported it: at a call under a dispatch mode. Under such a mode, torch runs comp
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,77 +27,68 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.group import group_named
-from canon.route.call import ALGORITHMS, mask_and_layout
+from canon.route.algorithm import DECLARATIONS, Declaration, Shapes
+from canon.route.call import mask_and_layout
 from canon.route.checks import batched, default_mask
-from canon.route.latent_arguments import sizes_of
 
-Named = Callable[[str, tuple, dict[str, Any]], dict[str, Any]]
+Named = Callable[[Declaration, tuple, dict[str, Any]], dict[str, Any]]
 
 
-def register_formulas(functions: Iterable[str], named: Named) -> None:
+def register_formulas(named: Named) -> None:
     """Register the formulas if flop_counter is loaded, also with the counters that are active.
 
-    ``named(function, arguments, keywords)`` returns all arguments of an operator after q, k and v, by name.
+    ``named(declaration, arguments, keywords)`` returns all arguments of an operator after its tensors, by name.
     """
     if (counting := sys.modules.get("torch.utils.flop_counter")) is None:
         return
     formulas = {}
-    for function in functions:
-        formulas[getattr(torch.ops.canon, function)] = partial(_forward, named, function)
-        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(_backward, named, function)
+    for function, declaration in DECLARATIONS.items():
+        formulas[getattr(torch.ops.canon, function)] = partial(_forward, named, declaration)
+        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(_backward, named, declaration)
     modes: list[Any] = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, counting._FlopCounterMode)]
     for registry in (counting.flop_registry, *(mode.counter.flop_registry for mode in modes)):
         for operator, formula in formulas.items():
             registry.setdefault(operator, formula)
 
 
-def _forward(
-    named: Named, function: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any, out_val: Any, **keywords: Any
-) -> int:
-    options = named(function, rest, keywords)
-    local = _local_mask(function, q, k, options)
-    return 2 * _cells(q, local) * (q.shape[-1] + _value_width(q, v, options)) + _projection(q, local, options)
+def _forward(named: Named, declaration: Declaration, *given: Any, out_val: Any, **keywords: Any) -> int:
+    number = len(declaration.tensors)
+    tensors, options = batched(*given[:number]), named(declaration, given[number:], keywords)
+    local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
+    both = tensors[0].shape[-1] + declaration.value_width(shapes)
+    return 2 * _cells(tensors[0], local) * both + declaration.more_flops(shapes, local)
 
 
 def _backward(
-    named: Named, function: str, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor,
-    v: Tensor, *rest: Any, out_val: Any, **keywords: Any,
+    named: Named, declaration: Declaration, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None,
+    *given: Any, out_val: Any, **keywords: Any,
 ) -> int:  # fmt: skip
-    weights = 1 if function == "latent_attention" else 0
-    options = named(function, (*rest[:weights], *rest[weights + 3 :]), keywords)  # without out, lse and kept
-    local = _local_mask(function, q, k, options)
-    d, both = q.shape[-1], q.shape[-1] + _value_width(q, v, options)
-    attended = 2 * _cells(q, local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
-    return attended + (1 + any(needs_grad[1:3]) + any(needs_grad[3:])) * _projection(q, local, options)
+    number = len(declaration.tensors)  # out, lse and kept follow
+    tensors, options = batched(*given[:number]), named(declaration, given[number + 3 :], keywords)
+    local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
+    d, both = tensors[0].shape[-1], tensors[0].shape[-1] + declaration.value_width(shapes)
+    attended = 2 * _cells(tensors[0], local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+    products = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
+    return attended + products * declaration.more_flops(shapes, local)
 
 
-def _value_width(q: Tensor, v: Tensor, options: dict[str, Any]) -> int:
-    weight = options.get("up_weight")
-    return v.shape[-1] if weight is None else sizes_of(q.shape, v.shape, weight.shape).value
-
-
-def _projection(q: Tensor, local: Mask, options: dict[str, Any]) -> int:
-    """Return the FLOPs of one projection of the visible keys of each sequence, 0 for a function without one."""
-    if (weight := options.get("up_weight")) is None:
-        return 0
-    tokens = sum(map(len, local.needed_keys([range(local.queries)])))
-    return 2 * batched(q)[0].shape[0] * tokens * weight.numel()
+def _shapes(tensors: Sequence[Tensor]) -> Shapes:
+    return tuple(x.shape for x in tensors)
 
 
 def _cells(q: Tensor, local: Mask) -> int:
     """Return the visible cells, over all sequences and query heads."""
-    q = batched(q)[0]
     return local.area * q.shape[0] * q.shape[2]
 
 
-def _local_mask(function: str, q: Tensor, k: Tensor, options: dict[str, Any]) -> Mask:
+def _local_mask(declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]) -> Mask:
     """Return the mask between this rank's queries and all keys."""
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
-    (q, k), algorithm = batched(q, k), ALGORITHMS[options["half"], function]
-    if algorithm.is_local:
+    q, k, *_ = tensors
+    if declaration.is_local:
         return default_mask(q, k, mask)
     group = group_named(options["group"])
     rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    mask, layout = mask_and_layout(algorithm, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False))
+    mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False))
     return layout.local_mask(mask, rank, range(ranks))

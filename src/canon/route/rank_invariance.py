@@ -43,6 +43,7 @@ follow from its scores and the maximum of its first visible tile, and columns of
 keys of a tile of queries.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from canon.masks.arguments import shown
@@ -52,12 +53,11 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 Piece = tuple[int, range]  # the first row in a buffer, and the tokens
-# Options that fix an order of sums themselves: the values that the option allows, the reason, and the remedy.
-ALLOWED: dict[str, tuple[tuple, str, str]] = {
+Contradictions = Mapping[str, tuple[tuple, str, str]]
+# Options that fix an order of sums themselves: the values that rank_invariant allows, the reason, and the remedy.
+COMMON: Contradictions = {
     "backward": (("auto", "split", "head_parallel"), "adds to dq key tile by key tile", 'with backward="auto"'),
     "reduce_dtype": ((None,), "rounds partial sums of dk and dv on their way", "without reduce_dtype"),
-    "stages": ((0,), "adds the keys of one cast after another", "with own_keys_first=False or None"),
-    "backward_schedule": (("scatter",), "adds dk and dv rank after rank", 'with backward_schedule="scatter"'),
 }
 
 
@@ -66,15 +66,18 @@ def contiguous_tiles(tokens: int, ranks: int) -> Layout:
     return Layout.contiguous(tokens, ranks, TILE)
 
 
-def check_rank_invariant(function: str, rank_invariant: Any, **options: Any) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do not contradict."""
+def check_rank_invariant(function: str, contradictions: Contradictions, options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do not contradict.
+
+    ``contradictions``: those of this function, besides `COMMON`.
+    """
+    rank_invariant = options.get("rank_invariant", False)
     if not isinstance(rank_invariant, bool):
         raise TypeError(f"{function}: rank_invariant must be True or False, got {shown(rank_invariant)}")
-    for name, value in options.items() if rank_invariant else ():
-        allowed, reason, remedy = ALLOWED.get(name, ((value,), "", ""))
-        if value not in allowed:
+    for name, (allowed, reason, remedy) in {**COMMON, **contradictions}.items() if rank_invariant else ():
+        if options.get(name, allowed[0]) not in allowed:
             raise ValueError(
-                f"{function}: {name}={value!r} {reason}, which contradicts rank_invariant=True: call "
+                f"{function}: {name}={options[name]!r} {reason}, which contradicts rank_invariant=True: call "
                 f"{function}(..., rank_invariant=True) {remedy}"
             )
 

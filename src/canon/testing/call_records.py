@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.route.call import ALGORITHMS, Algorithm
+from canon.route.algorithm import ALGORITHMS, Algorithm
 from canon.testing.bit_patterns import digest
 
 DIGITS = 16
@@ -97,7 +97,7 @@ class _Recording:
         for algorithm in ALGORITHMS.values():
             for name in ("forward", "backward"):
                 self._replace(algorithm, name, getattr(self, f"_{name}")(algorithm, getattr(algorithm, name)))
-        for half in {algorithm.half for algorithm in ALGORITHMS.values()}:
+        for half in {algorithm.side for algorithm in ALGORITHMS.values()}:
             self._replace(half, "under_sink", self._plain("sink", half.under_sink, ("out under the sink",)))
         for half in halves:
             for name, (enclosed, results) in PLAIN.items():
@@ -128,18 +128,18 @@ class _Recording:
 
     def _forward(self, algorithm: Algorithm, compute: Callable) -> Callable:
         def recorded(call, *given, **maxima):
-            tensors = dict(zip(algorithm.tensors, given, strict=True))
+            tensors = dict(zip(algorithm.declaration.tensors, given, strict=True))
             run = lambda: compute(call, *given, **maxima)
             return self.run(algorithm.function, "forward", _of_call(call), tensors, ("out", "lse"), run, maxima)
 
         return recorded
 
     def _backward(self, algorithm: Algorithm, compute: Callable) -> Callable:
-        names = ("dout", "dlse", *algorithm.tensors[:3], "out", "lse", *algorithm.tensors[3:])
+        names = ("dout", "dlse", *algorithm.declaration.tensors, "out", "lse")
 
         def recorded(call, needs_grad, *saved):
             tensors, arguments = dict(zip(names, saved, strict=False)), _of_call(call) | {"needs_grad": needs_grad}
-            results = tuple(f"d{name}" for name in algorithm.tensors)
+            results = tuple(f"d{name}" for name in algorithm.declaration.tensors)
             run = lambda: compute(call, needs_grad, *saved)
             return self.run(algorithm.function, "backward", arguments, tensors, results, run)
 

@@ -1,5 +1,6 @@
 """The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,25 @@ def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
     """Return the width of V, or 0 if the rows of the weight do not divide by the heads."""
     rows, heads = up_weight.shape[0], q.shape[-2]
     return 0 if rows % heads else rows // heads - (q.shape[-1] - k_rope.shape[-1])
+
+
+def value_width(shapes: Sequence[torch.Size]) -> int:
+    """Return the width of V, which the latents are projected to."""
+    return sizes_of(shapes[0], shapes[2], shapes[3]).value
+
+
+def projection_flops(shapes: Sequence[torch.Size], mask: Mask) -> int:
+    """Return the FLOPs of one projection of the tokens that a query sees, by up_weight (rows, rank): 2 b tokens rows rank."""
+    tokens = sum(map(len, mask.needed_keys([range(mask.queries)])))
+    return 2 * shapes[0][0] * tokens * shapes[3].numel()
+
+
+def latent_shapes(queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Return the shapes of valid tensors without a batch axis. Plans do not depend on the widths of latent and k_rope."""
+    if heads[0] != heads[1]:
+        raise ValueError(f"latent_attention projects a key head for each query head: heads must be {heads[:1] * 2}")
+    (h, _), (d, dv) = heads, widths
+    return [(queries, h, d), (keys, 1, 1), (keys, 1, 1), (h * (d - 1 + dv), 1)]
 
 
 @cached_plan

@@ -1,0 +1,167 @@
+"""`decode_attention`: queries that all ranks hold, over keys that are divided among the ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.masks.mask import Mask
+from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.divided_keys import keys_of_all_ranks
+from canon.ranks.group import Group, place_in
+from canon.route.binding import bound
+from canon.route.checks import (
+    Scale,
+    any_device,
+    batched,
+    cached,
+    check_mask,
+    check_sink,
+    check_tensors,
+    default_scale,
+    kind_of_sink,
+    split_scale,
+    under_autocast,
+)
+from canon.route.packing import check_masks
+from canon.route.rank_invariance import check_rank_invariant
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether work on x is captured in a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def keys_travel(*arguments: Any) -> None:
+    """Return None, in place of a result: all keys have to travel."""
+
+
+def decode_attention(
+    decode: Callable[..., tuple[Tensor, Tensor]],
+    attention: Callable[..., Any],
+    check_device: Callable[[Tensor], None] = any_device,
+    in_order: Callable[[Tensor, Tensor, Tensor], Callable[..., tuple[Tensor, Tensor] | None]] = lambda *_: keys_travel,
+    notes: str = "",
+):
+    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks.
+
+    ``in_order(q, k, v)`` returns the function to be called on several ranks with ``rank_invariant``. Its arguments are those
+    of ``decode``. It returns None, on all ranks, where only the half's function ``attention`` over the keys of all ranks will
+    do.
+    """
+
+    @under_autocast("q", "k", "v")
+    def decode_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b s g d"],
+        v: Float[Tensor, "*b s g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        rank_invariant: bool = False,
+        group: Group = None,
+        return_lse: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
+        """Return attention of queries that all ranks hold over keys that are divided among the ranks. A collective.
+
+        Use it to generate or evaluate: few queries see many keys. Each rank computes the part of its own keys. All ranks
+        merge the parts in rank order and round once, so they return the same bits.
+
+        Args:
+            q: (b, t, h, d), or packed without b, equal on all ranks.
+            k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
+            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
+            scale: factor of the scores; None is 1 / sqrt(d).
+            softcap: the limit of the scores, as in `attention`; None is none.
+            sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
+            rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
+                ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. K and V
+                travel to all ranks, unless notes below say otherwise, and the host waits: no CUDA graph can be captured.
+                Dividing the heads among ranks, and calling `attention` with this option on each, needs no messages.
+            group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
+                process is the only rank.
+            return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
+
+        The result is not differentiable. Raises ValueError or TypeError on every rank, if the arguments of one rank do not
+        fit together, or dtypes, scales or shapes except s differ between ranks; RuntimeError for ``rank_invariant`` on several
+        ranks while a CUDA graph is captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+        """
+
+        def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
+            if not rank_invariant:
+                return decode
+            return in_order(*batched(q, k, v)) if several else keys_travel
+
+        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device, way)
+        given, rank, ranks, mask, checked, compute = agreed
+        with torch.no_grad(), named_failures("decode_attention", given, ranks):
+            result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
+            if result is None:
+                k, v, mask = keys_of_all_ranks("decode_attention", k, v, mask, given, ranks)
+                options = {"scale": scale, "softcap": softcap, "sink": sink, "rank_invariant": True}
+                return attention(q, k, v, mask, return_lse=return_lse, **options)
+        out, lse = result
+        if q.ndim == 3:
+            out, lse = out.squeeze(0), lse.squeeze(0)
+        return (out, lse) if return_lse else out
+
+    return bound(decode_attention, decode, notes)
+
+
+def _agreed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Sequence[Mask] | None,
+    scale: Any,
+    softcap: Any,
+    sink: Tensor | None,
+    rank_invariant: Any,
+    group: Group,
+    check_device: Callable[[Tensor], None],
+    way: Callable[[bool], Callable[..., Any]],
+) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
+    """Return the process group, the rank, the number of ranks, the mask, the scale, and the function of ``way(several ranks)``.
+
+    Ranks are compared before.
+    """
+    name = "decode_attention"
+    group, rank, ranks = place_in(name, group)
+    with refused_together(name, group, ranks):
+        check_tensors(q, k, v)
+        check_device(q)
+        if mask is None:
+            mask = cached(Mask.full, q.shape[-3], k.shape[-3])
+        elif isinstance(mask, (tuple, list)):
+            check_masks(q, k, v, mask)
+        else:
+            check_mask(q, k, mask)
+        scale = default_scale(q, scale, softcap)
+        check_sink(q, sink)
+        check_rank_invariant(name, {}, {"rank_invariant": rank_invariant})
+        if rank_invariant and ranks > 1 and is_captured(q):
+            raise RuntimeError(
+                f"{name}: with rank_invariant=True on several ranks the host waits, so a CUDA graph cannot be captured: divide "
+                "the heads among ranks, and call attention(..., rank_invariant=True)"
+            )
+        compute = way(ranks > 1)
+    if ranks > 1:
+        fields = (
+            ("function", name),
+            ("dtype", q.dtype),
+            ("device", q.device.type),
+            ("shape of q", tuple(q.shape)),
+            ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
+            ("batch, heads and width of v", (*v.shape[:-3], *v.shape[-2:])),
+            *zip(("scale", "softcap"), split_scale(scale), strict=True),
+            ("sink", kind_of_sink(sink)),
+            ("rank_invariant", rank_invariant),
+            ("way", compute.__name__),
+        )
+        group_state(group).agree(name, fields, wait=q.device.type == "cpu")
+    return group, rank, ranks, mask, scale, compute

@@ -1,0 +1,85 @@
+"""`magi_attention`, and the meaning of its casts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.ranks.group import Group
+from canon.route.algorithm import Algorithm, Shapes
+from canon.route.attend import attend
+from canon.route.operators import declared
+from canon.route.plan_arguments import stages_of
+
+
+def magi_attention(algorithm: Algorithm):
+    """Return `magi_attention` of a half."""
+
+    def magi_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        layout: Layout | None = None,
+        *,
+        casts: int | None = None,
+        own_keys_first: bool | None = None,
+        keep_kv: bool = False,
+        stages: int | None = None,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        rank_invariant: bool = False,
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+        """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
+
+        Args:
+            casts: the largest number of casts, 1 by default. Each is in flight during the step before it is used.
+            own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight. False: step 0 waits for the
+                only cast and uses all keys. None: by the mask and the layout (`own_keys_come_first` in
+                `canon.masks.cast_plan`); True for several casts, False with rank_invariant.
+            keep_kv: keep the received keys for the backward pass instead of receiving them again.
+            stages: the older form of casts and own_keys_first. 0 is casts=1, own_keys_first=False; n is casts=n,
+                own_keys_first=True.
+
+        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose pieces begin at multiples
+        of 128, as those of ``dispatch(mask, ranks, rank_invariant=True)``.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
+        also if an option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
+        """
+        options = {
+            "casts": casts,
+            "own_keys_first": own_keys_first,
+            "keep_kv": keep_kv,
+            "stages": stages,
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "rank_invariant": rank_invariant,
+            "return_max_logits": return_max_logits,
+        }
+        return attend(algorithm, (q, k, v), mask, layout, sink, return_lse, options, group)
+
+    return algorithm.bind(magi_attention)
+
+
+def with_stages(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
+    """Return the options with ``casts`` and ``own_keys_first`` as one number, `stages_of`."""
+    names = "casts", "own_keys_first", "stages"
+    stages = stages_of(*(options[name] for name in names), options["rank_invariant"] is True)
+    return {name: x for name, x in options.items() if name not in names} | {"stages": stages}
+
+
+CASTS = (0,), "adds the keys of one cast after another", "with own_keys_first=False or None"
+MAGI = declared(magi_attention, resolve=with_stages, contradictions={"stages": CASTS}, keeps="keep_kv")

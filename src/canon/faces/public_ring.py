@@ -1,0 +1,126 @@
+"""The ring functions: `ring_attention`, and the same over a layout of its own, `zigzag_attention` and `striped_attention`."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.ranks.group import Group
+from canon.route.algorithm import Algorithm
+from canon.route.attend import attend
+from canon.route.operators import declared
+
+
+def ring_attention(algorithm: Algorithm):
+    """Return `ring_attention` of a half."""
+
+    def ring_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        layout: Layout | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+        """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
+
+        Args: `canon.faces` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
+        Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+        """
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
+        return attend(algorithm, (q, k, v), mask, layout, sink, return_lse, options, group)
+
+    return algorithm.bind(ring_attention)
+
+
+def zigzag_attention(algorithm: Algorithm):
+    """Return `zigzag_attention` of a half."""
+
+    def zigzag_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+        """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
+
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
+        Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
+        """
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
+        return attend(algorithm, (q, k, v), mask, None, sink, return_lse, options, group)
+
+    return algorithm.bind(zigzag_attention)
+
+
+def striped_attention(algorithm: Algorithm):
+    """Return `striped_attention` of a half."""
+
+    def striped_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink: Float[Tensor, " h"] | None = None,
+        group: Group = None,
+        reduce_dtype: torch.dtype | None = None,
+        backward: str = "auto",
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
+
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
+        Source: Brandon et al., Striped Attention (2023).
+        """
+        options = {
+            "scale": scale,
+            "softcap": softcap,
+            "reduce_dtype": reduce_dtype,
+            "backward": backward,
+            "return_max_logits": return_max_logits,
+        }
+        return attend(algorithm, (q, k, v), mask, None, sink, return_lse, options, group)
+
+    return algorithm.bind(striped_attention)
+
+
+RING = declared(ring_attention)
+ZIGZAG = declared(zigzag_attention, layout=Layout.zigzag)
+STRIPED = declared(striped_attention, layout=Layout.striped)
