@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from canon.runtime.digests import Fields, digest_of
+from canon.runtime.digests import Fields, digest_of, versioned
 from canon.runtime.group import ENDED, abort_group, digests_of, is_from_messages
 
 KNOWN = 65536  # the most digests that a group remembers
@@ -203,7 +203,7 @@ class GroupState:
 
     def _difference(self, call: PendingCall) -> str:
         """Return a text with the fields and ranks that differ, from an exchange through the store."""
-        fields = {name: value if isinstance(value, str) else repr(value) for name, value in call.fields}
+        fields = {name: value if isinstance(value, str) else repr(value) for name, value in versioned(call.fields)}
         by_rank = self.liveness.exchange(f"call {call.number}", fields) or {self.rank: fields}
         if any(theirs.get("arguments") for theirs in by_rank.values()):  # a rank has refused its arguments
             by_rank = {rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in by_rank.items()}

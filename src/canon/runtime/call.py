@@ -228,6 +228,7 @@ class Call:
         names, shapes, (scale, softcap) = self.algorithm.tensors, self.shapes, split_scale(self.scale)
         return (
             ("function", self.function),
+            ("half", self.algorithm.half.name),
             ("mask", self.mask),
             ("layout", self.layout),
             ("dtype", self.dtype),
