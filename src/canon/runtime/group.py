@@ -166,7 +166,9 @@ def abort_group(group: Any) -> None:
     if backend_of(group, torch.device("cpu")) == "gloo":
         other = (group.rank() + 1) % group.size()
         with suppress(RuntimeError):
-            group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, UNUSED_TAG).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 def is_from_messages(error: BaseException) -> bool:
