@@ -17,8 +17,20 @@ from canon.training import linear_sequence_loss, sequence_loss
 SOURCES = Path(canon.__file__).parent
 # Rooms of commands and tests: they run in processes of their own.
 TOOLS = {"bench", "check", "simulator", "testing"}
-MAKERS = set("arange as_tensor empty empty_strided eye full linspace logspace ones rand randint randn randperm".split())
-MAKERS |= set("scalar_tensor tensor tril_indices triu_indices zeros".split())
+MAKERS = {
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+}
+MAKERS |= {"randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"}
 WHOLE = {
     "arange",
     "as_tensor",

@@ -37,10 +37,11 @@ from canon.runtime.checks import (
     default_scale,
     split_scale,
     transpose_hint,
+    warn_of_heads_first,
 )
 from canon.runtime.digests import Fields, digest_of
 from canon.runtime.group import ENDED, Group, place_in
-from canon.runtime.plan_arguments import check_size, stages_of
+from canon.runtime.plan_arguments import check_size, stages_of, warn_of_planned
 from canon.runtime.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
@@ -336,6 +337,7 @@ def _checked(
     """Check the arguments on this rank, and fill in their defaults."""
     algorithm.check(*tensors_of(algorithm, q, k, v, weight))
     algorithm.half.check_device(q)
+    warn_of_heads_first(algorithm.function, q, k, mask, layout)
     checked = "scale", "softcap", "reduce_dtype", "backward"
     own = {name: value for name, value in options.items() if name not in checked}
     check_method("backward", options["backward"])
@@ -383,6 +385,7 @@ def mask_and_layout(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
         )
     tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
+    is_default = layout is None and algorithm.layout is None
     if layout is None:
         layout = cached(algorithm.layout or (contiguous_tiles if rank_invariant else Layout.contiguous), tokens, ranks)
     mask = cached(Mask.causal, tokens) if mask is None else mask
@@ -390,6 +393,7 @@ def mask_and_layout(
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        hint = transpose_hint((q, layout.size(rank)))
+        hint = transpose_hint((q, layout.size(rank))) or ": pass the layout that divided the tokens" * is_default
         raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
+    warn_of_planned(algorithm.function, mask, layout, rank, is_default)
     return mask, layout

@@ -18,6 +18,7 @@ from canon.runtime.binding import bound, half_of
 from canon.runtime.checks import any_device
 from canon.runtime.group import Group, place_in
 from canon.runtime.plan_arguments import (
+    PLANNED,
     Sizes,
     check_cast,
     check_into,
@@ -79,7 +80,9 @@ def dispatch(planned: Callable[..., Layout]):
             one, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
         )
         with recorded("dispatch"):
-            return planned(one, sequences, *checked)
+            layout = planned(one, sequences, *checked)
+        PLANNED[one, layout.ranks] = layout
+        return layout
 
     return bound(dispatch, planned)
 
