@@ -337,7 +337,7 @@ def _checked(
     """Check the arguments on this rank, and fill in their defaults."""
     algorithm.check(*tensors_of(algorithm, q, k, v, weight))
     algorithm.half.check_device(q)
-    warn_of_heads_first(algorithm.function, q, k, mask, layout)
+    given = mask, layout
     checked = "scale", "softcap", "reduce_dtype", "backward"
     own = {name: value for name, value in options.items() if name not in checked}
     check_method("backward", options["backward"])
@@ -358,6 +358,7 @@ def _checked(
     if not isinstance(own["return_max_logits"], bool):
         raise TypeError(f"return_max_logits must be True or False, got {own['return_max_logits']!r}")
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
+    warn_of_heads_first(algorithm.function, q, k, *given)  # after all errors
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors_of(algorithm, q, k, v, weight))
     if own.get("head_stride", 1) is None:
         (b, _, g, d), dv = shapes[1], v.shape[-1]
