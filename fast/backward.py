@@ -133,7 +133,7 @@ def backward_into(
     statistics = kernels_for(q, v).empty_statistics(lse)
     given, options = (q, k, v, dout, lse, delta, statistics), (mask, scale, method)
     replayed(_dkdv, (*given, dq, dk, dv), *options)
-    if dq is not None:
+    if dq is not None and (method != "fused" or dk is None):
         replayed(_dq, (*given, dq, dk), *options)
 
 

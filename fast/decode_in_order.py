@@ -61,7 +61,7 @@ def decode_in_order(
     """
     (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
     rows = b * h * t
-    state = torch.zeros(_padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, device=q.device)
+    state = torch.zeros(_padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, dtype=torch.float32, device=q.device)
     state, counter = state[:-UNIT], state[-UNIT:].view(torch.int32)  # the counter does not travel
     o, sums = state[: rows * dv].view(b, t, h, dv), state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4)
     must_repeat = state[-1:].view(torch.int32)
@@ -72,7 +72,9 @@ def decode_in_order(
     weights = [kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)]
 
     stride = _padded(rows + 1)
-    messages = torch.full((ranks, stride), torch.inf, device=q.device)  # infinity: a row sees no key of the rank
+    messages = torch.full(
+        (ranks, stride), torch.inf, dtype=torch.float32, device=q.device
+    )  # infinity: a row sees no key of the rank
     maxima, numbers = messages[:, :rows].unflatten(1, (b, h, t)), messages.view(torch.int32)
     numbers[rank, rows] = k.shape[1]
     for qkv, (x, one) in zip(inputs, parts, strict=True):

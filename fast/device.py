@@ -21,7 +21,7 @@ from torch import Tensor
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.interpreter import is_requested
-from canon.fast.kernels.launcher import capability, is_cpu
+from canon.fast.kernels.launcher import capability, is_cpu, refuse_replay
 from canon.fast.kernels.triton import launch
 from canon.masks.plan_cache import are_noted
 
@@ -105,7 +105,18 @@ def restored(settings: str | None) -> AbstractContextManager:
 
 
 def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
-    """Return the launch module of the backend for q and v. ``method``: of the backward pass; "split" also for the forward."""
+    """Return the launch module of the backend for q and v. ``method``: of the backward pass; "split" also for the forward.
+
+    A pass is replayed only if the module has a true ``REPLAYABLE``: then all its kernels are launched by
+    `canon.fast.kernels.launcher` or `canon.fast.kernels.cuda`, which record them.
+    """
+    kernels = _chosen_kernels(q, v, method)
+    if not getattr(kernels, "REPLAYABLE", False):
+        refuse_replay(f"the kernel backend {kernels.__name__} is not replayable")
+    return kernels
+
+
+def _chosen_kernels(q: Tensor, v: Tensor, method: str) -> ModuleType:
     chosen = _chosen.get()
     if chosen == "gluon" or (chosen is None and _gluon_supports(q, v, method)):
         from canon.fast.kernels.gluon import launch as hopper  # imported only here: other GPUs do not need it

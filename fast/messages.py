@@ -298,7 +298,7 @@ class Transport:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        self._delay = torch.zeros(1, device=device)  # `wait_until_started` fills it to pass time
+        self._delay = torch.zeros(1, dtype=torch.float32, device=device)  # `wait_until_started` fills it to pass time
 
     @property
     def gathers(self):
@@ -321,7 +321,7 @@ class Transport:
         self._gathers = _communicator(group, device, "gathers")
         self._reductions = self._reductions or _communicator(group, device, "reductions")
         for communicator in (self._gathers, self._reductions):  # NCCL makes them in their first message
-            dist.all_reduce(torch.zeros(1, device=device), group=communicator)
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=communicator)
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
         """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own part."""

@@ -184,7 +184,7 @@ class Scratch:
         """Return a tensor inside the room. Raises KeyError if there is none of this name."""
         place = self.places[name]
         if room is None:
-            return torch.empty(place.shape, dtype=place.dtype)
+            return torch.empty(place.shape, dtype=place.dtype, device="cpu")  # without elements
         return room[place.start : place.stop].view(place.dtype).view(place.shape)
 
 

@@ -201,8 +201,8 @@ class SequenceCast:
 
     def __init__(self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None):
         self.own, self.width, self.tokens = join_kv(x, y), x.shape[-1], plan.layout.tokens
-        pieces = [torch.arange(tokens.start, tokens.stop) for tokens in plan.keys(0, call.rank)]
-        self.positions = torch.cat([torch.arange(0), *pieces]).to(x.device)
+        pieces = [torch.arange(tokens.start, tokens.stop, device="cpu") for tokens in plan.keys(0, call.rank)]
+        self.positions = torch.cat([torch.arange(0, device="cpu"), *pieces]).to(x.device)
         self.received = self.own[:0] if received is None else received
         self.in_flight = GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
 

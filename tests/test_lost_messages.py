@@ -2,11 +2,16 @@
 
 import functools
 import logging
+import os
+import socket
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from programs import SOURCES
 
 from canon import Layout, fast, reference
 from canon.route.algorithm import ALGORITHMS
@@ -15,7 +20,7 @@ from canon.testing import process_groups
 HALVES = {"reference": reference, "fast": fast}
 
 
-def survive_an_exception(half, function, where, when):
+def survive_an_exception(half, function, where, when, error=MemoryError):
     """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log, and the seconds."""
     log, errors = [], []
     logging.getLogger("canon.ranks.agreement").addFilter(lambda record: log.append(record.getMessage()))
@@ -28,11 +33,11 @@ def survive_an_exception(half, function, where, when):
     def fails(*arguments):
         if when == "after":
             run(*arguments)
-        raise MemoryError("out of memory")
+        raise error("out of memory")
 
     if dist.get_rank() == 1:
         object.__setattr__(algorithm, where, fails)
-        with pytest.raises(MemoryError):
+        with pytest.raises(error):
             step()
         object.__setattr__(algorithm, where, run)
     start = time.monotonic()
@@ -44,21 +49,63 @@ def survive_an_exception(half, function, where, when):
 
 
 @pytest.mark.parametrize(
-    ("half", "function", "where", "when"),
+    ("half", "function", "where", "when", "error"),
     [
-        ("reference", "ring_attention", "forward", "before"),
-        ("fast", "magi_attention", "backward", "before"),
-        ("reference", "strided_attention", "forward", "after"),
-        ("fast", "ring_attention", "forward", "after"),
+        ("reference", "ring_attention", "forward", "before", MemoryError),
+        ("fast", "magi_attention", "backward", "before", MemoryError),
+        ("reference", "strided_attention", "forward", "after", MemoryError),
+        ("fast", "ring_attention", "forward", "after", MemoryError),
+        ("reference", "ring_attention", "backward", "before", KeyboardInterrupt),
+        ("fast", "ring_attention", "forward", "before", SystemExit),
     ],
 )
-def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function, where, when):
-    expected = f"rank 1 raised MemoryError in {function} ({where}): out of memory"
-    found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when), 2)
+def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function, where, when, error):
+    expected = f"rank 1 raised {error.__name__} in {function} ({where}): out of memory"
+    found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when, error), 2)
     for errors, _, seconds in found:
         assert all(expected in error for error in errors)
         assert seconds < 10, "two looks of the watching thread are a second apart"
     assert when == "after" or any(expected in line for _, log, _ in found for line in log)
+
+
+END = """
+import sys, torch, torch.distributed as dist
+from canon import reference
+port, rank, error = int(sys.argv[1]), int(sys.argv[2]), {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}[sys.argv[3]]
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+x = torch.ones(1, 8, 2, 8)
+reference.ring_attention(x, x, x)
+print("ready", flush=True)
+sys.stdin.readline()
+
+def raises(*_):
+    raise error
+
+if rank == 0:
+    dist.batch_isend_irecv = raises
+reference.ring_attention(x, x, x)
+"""
+
+
+@pytest.mark.parametrize(("how", "error", "code"), [("interrupt", "KeyboardInterrupt", -2), ("exit", "SystemExit", 3)])
+def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how, error, code):
+    """Rank 0 serves the store, as without a launcher."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
+    options["env"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCES}
+    start_rank = lambda rank: subprocess.Popen([sys.executable, "-c", END, str(port), str(rank), how], **options)
+    with start_rank(0) as first, start_rank(1) as second:
+        assert [rank.stdout.readline() for rank in (first, second)] == ["ready\n"] * 2
+        start = time.monotonic()
+        for rank in (first, second):
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        errors = [rank.communicate(timeout=60)[1] for rank in (first, second)]
+        assert time.monotonic() - start < 10
+        assert [first.returncode, second.returncode] == [code, 1]
+        assert f"rank 0 raised {error} in ring_attention (forward)" in errors[1]
 
 
 def survive_the_same_exception():

@@ -1,11 +1,13 @@
 """A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs as written."""
 
+import importlib
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 from sharded import DEVICE
+from torch.utils._python_dispatch import _disable_current_modes
 
 from canon import Mask
 from canon.fast import backward, device, local
@@ -178,6 +180,48 @@ def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
     prepared.replayed(body, (q, k, v, *room(q, v)))
     assert [x() for x in alive] == [None] * 3
     assert passes()[0].reason == "the pass allocates more than 0 MB"
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_a_pass_whose_kernels_were_not_seen_runs_as_written(zeroed):
+    """A kernel of a library writes by address. The recorder sees nothing, or only that the result is set to 0."""
+
+    def body(x, out):
+        if zeroed:
+            out.zero_()
+        with _disable_current_modes():
+            out.copy_(x)
+
+    for value in (1.0, 2.0, 3.0):
+        x = torch.full((4,), value, device=DEVICE)
+        out = torch.full_like(x, torch.nan)
+        prepared.replayed(body, (x, out))
+        assert torch.equal(out, x)
+    assert passes()[0].reason == prepared.UNSEEN
+
+
+def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch):
+    """It launches one kernel through the launcher, and writes lse past it."""
+
+    def library_forward(q, k, v, mask, scale, out, lse):
+        launch.forward(q, k, v, mask, scale, out, torch.empty_like(lse))
+        with _disable_current_modes():
+            lse.fill_(q.sum().item())
+
+    monkeypatch.setattr(
+        device, "_chosen_kernels", lambda *_: SimpleNamespace(__name__="library", forward=library_forward)
+    )
+    for seed in (0, 1):
+        q, k, v, _ = inputs(seed)
+        out, lse = room(q, v)
+        local.forward_into(q, k, v, MASK, 0.25, out, lse)
+        assert torch.equal(lse, torch.full_like(lse, q.sum().item()))
+    assert {made.reason for made in passes()} == {"the kernel backend library is not replayable"}
+
+
+@pytest.mark.parametrize("name", device.AVAILABLE)
+def test_every_backend_of_canon_is_replayable(name):
+    assert importlib.import_module(f"canon.fast.kernels.{name}.launch").REPLAYABLE
 
 
 def test_a_pass_beyond_the_limits_of_the_native_replay_runs_as_written(monkeypatch):

@@ -65,7 +65,7 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
         return replayed, train(*call, several[1]), {x.reason for x in passes}
 
     for replayed, written, reasons in process_groups.threads(program, ranks):
-        assert reasons == {""}
+        assert reasons - {prepared.UNSEEN} == {""}  # some steps have nothing to launch
         assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
 
 
@@ -122,7 +122,7 @@ def test_decoding_in_order_replays_too(several, ends):
     with backend("gluon"), simulated_kernels.simulated():
         for (_, replayed, written), reasons in process_groups.threads(program, len(ends)):
             assert reasons
-            assert set(reasons) == {""}
+            assert set(reasons) - {prepared.UNSEEN} == {""}
             assert all(map(torch.equal, replayed, written))
 
 
@@ -145,7 +145,7 @@ def test_no_scale_excludes_replay(function):
         return [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
 
     with backend("gluon"), simulated_kernels.simulated():
-        assert set().union(*process_groups.threads(program, ranks)) == {""}
+        assert set().union(*process_groups.threads(program, ranks)) - {prepared.UNSEEN} == {""}
 
 
 @pytest.mark.usefixtures("replays")

@@ -8,9 +8,10 @@ dtypes, alignment, device) and on the other arguments. The first call of a kind 
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass that does anything else
-with tensors, or uses one of unknown origin, runs as written in each call (`PreparedPass.reason`): a replay never reads
-memory that it was not given.
+A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass runs as written in each
+call (`PreparedPass.reason`) if it does anything else with tensors, uses one of unknown origin, launches no kernel, or takes a
+kernel backend that is not ``REPLAYABLE``. So a replay never reads memory that it was not given, nor leaves out a kernel that
+was launched past the launcher.
 """
 
 from collections.abc import Callable, Hashable
@@ -30,6 +31,7 @@ from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Z
 from canon.masks import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary
+UNSEEN = "the pass launches no kernel that was seen"
 
 
 class PreparedPass:
@@ -38,6 +40,8 @@ class PreparedPass:
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
         self.reason, self.held = recorder.reason, ()
+        if not any(isinstance(x, Launch) for x in recorder.operations):
+            self.reason = self.reason or UNSEEN
         self.bytes, self._streams, self._uploads = 0, set(), recorder.uploads
         self._run: Callable[..., None] = _nothing
         if self.reason:

@@ -30,7 +30,8 @@ def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int,
     width = min(128, block[-1] * dtype.itemsize)
     layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
     strided = descriptor_strides(dtype, shape, strides)
-    return vars(TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), strided, list(block), layout))
+    base = torch.empty(0, dtype=dtype, device="cpu")
+    return vars(TensorDescriptor(base, list(shape), strided, list(block), layout))
 
 
 def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:

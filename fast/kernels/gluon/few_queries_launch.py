@@ -81,7 +81,8 @@ def forward_of_few(
     out: Tensor, lse: Tensor,
 ) -> Tensor:  # fmt: skip
     """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
-    maxima = torch.empty(len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS, device=q.device)
+    of_maxima = len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS
+    maxima = torch.empty(of_maxima, dtype=torch.float32, device=q.device)
     p, sums = empty_weights(q, plan)
     counter = torch.zeros(2, dtype=torch.int32, device=q.device)
     launch_weights(q, k, pads, plan, scale, softcap, (p, sums, counter), maxima, WHOLE)
@@ -93,7 +94,7 @@ def empty_weights(q: Tensor, plan: FewQueriesPlan) -> tuple[Tensor, Tensor]:
     """Allocate the weights p and their sums, the results of `weights_kernel`."""
     tiles, rows = q.shape[0] * q.shape[2] // plan.pack * len(plan.columns), plan.tokens * plan.pack
     p = torch.empty(tiles, rows, 1, plan.keys, dtype=q.dtype, device=q.device)
-    return p, torch.empty(2, tiles, rows, 4, device=q.device)
+    return p, torch.empty(2, tiles, rows, 4, dtype=torch.float32, device=q.device)
 
 
 def launch_weights(

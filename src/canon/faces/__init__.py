@@ -24,4 +24,6 @@ These arguments are common to all of them:
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches, heads, widths, scales,
 options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
 A ValueError or TypeError is raised on every rank, if the arguments of one rank do not fit together or differ between ranks.
+A UserWarning is given in the first call without a mask and a layout, if h = g and a rank has fewer tokens than heads, as if q
+were (b, h, t, d); and in the first call of `magi_attention` without a layout, after `dispatch` has planned one for its mask.
 """

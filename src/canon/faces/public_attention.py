@@ -56,6 +56,9 @@ def attention(algorithm: Algorithm):
             ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is unknown or
                 contradicts ``rank_invariant``.
 
+        Warns:
+            UserWarning: mask is None, h = g, and there are fewer tokens than heads, as if q were (b, h, t, d).
+
         Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
         """
         options = {

@@ -12,7 +12,7 @@ from canon.masks.mask import Mask
 from canon.ranks.agreement import group_state, named_failures, refused_together
 from canon.ranks.divided_keys import keys_of_all_ranks
 from canon.ranks.group import Group, place_in
-from canon.route.binding import bound
+from canon.route.binding import bound, half_of
 from canon.route.checks import (
     Scale,
     any_device,
@@ -97,7 +97,7 @@ def decode_attention(
                 return decode
             return in_order(*batched(q, k, v)) if several else keys_travel
 
-        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, check_device, way)
+        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, half_of(decode), check_device, way)
         given, rank, ranks, mask, checked, compute = agreed
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
             result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
@@ -123,6 +123,7 @@ def _agreed(
     sink: Tensor | None,
     rank_invariant: Any,
     group: Group,
+    half: str,
     check_device: Callable[[Tensor], None],
     way: Callable[[bool], Callable[..., Any]],
 ) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
@@ -153,6 +154,7 @@ def _agreed(
     if ranks > 1:
         fields = (
             ("function", name),
+            ("half", half),
             ("dtype", q.dtype),
             ("device", q.device.type),
             ("shape of q", tuple(q.shape)),

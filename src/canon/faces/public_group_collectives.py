@@ -11,7 +11,7 @@ from canon.masks.cast_plan import CastPlan
 from canon.ranks.agreement import group_state, named_failures, refused_together
 from canon.ranks.group import Group, place_in
 from canon.ranks.profiling import recorded
-from canon.route.binding import bound
+from canon.route.binding import bound, half_of
 from canon.route.checks import any_device
 from canon.route.plan_arguments import (
     Sizes,
@@ -33,7 +33,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
         The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
         not fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """
-        group, rank, sizes = _agreed("group_cast", check_device, x, plan, stage, group)
+        group, rank, sizes = _agreed("group_cast", half_of(cast), check_device, x, plan, stage, group)
         with recorded("group_cast"), named_failures("group_cast", group, plan.layout.ranks):
             return cast(x, plan, stage, group, rank, sizes)
 
@@ -59,7 +59,7 @@ def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor],
         Raises ValueError if y, into, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention
         (2025).
         """
-        group, rank, _ = _agreed("group_reduce", check_device, y, plan, stage, group, into)
+        group, rank, _ = _agreed("group_reduce", half_of(reduce), check_device, y, plan, stage, group, into)
         with recorded("group_reduce"), named_failures("group_reduce", group, plan.layout.ranks):
             return reduce(y, plan, stage, into, group, rank)
 
@@ -68,6 +68,7 @@ def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor],
 
 def _agreed(
     function: str,
+    half: str,
     check_device: Callable[[Tensor], None],
     x: Tensor,
     plan: CastPlan,
@@ -94,6 +95,7 @@ def _agreed(
     if ranks > 1:
         fields = (
             ("function", function),
+            ("half", half),
             ("mask", plan.mask),
             ("layout", plan.layout),
             ("casts, own_keys_first, stage", (plan.casts, plan.own_keys_first, stage)),

@@ -8,6 +8,7 @@ from canon.masks.mask import Mask
 from canon.ranks.profiling import recorded
 from canon.route.binding import bound
 from canon.route.plan_arguments import (
+    PLANNED,
     check_cast,
     checked_chunk,
     checked_dispatch,
@@ -64,7 +65,9 @@ def dispatch(planned: Callable[..., Layout]):
             one, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
         )
         with recorded("dispatch"):
-            return planned(one, sequences, *checked)
+            layout = planned(one, sequences, *checked)
+        PLANNED[one, layout.ranks] = layout
+        return layout
 
     return bound(dispatch, planned)
 

@@ -147,8 +147,9 @@ def _seen(mask: Mask, keys: list[range]) -> Mask:
 
 
 def _runs(valid: Tensor) -> list[range]:
-    """Return the ranges of True in a bool tensor [n] on the CPU."""
-    edges = torch.diff(valid.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    """Return the ranges of True in a bool tensor [n]."""
+    outside = torch.zeros(1, dtype=torch.int, device=valid.device)
+    edges = torch.diff(valid.int(), prepend=outside, append=outside)
     starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
     return [range(*pair) for pair in zip(starts, stops, strict=True)]
 

@@ -13,9 +13,9 @@ cannot succeed. A replayed CUDA graph checks nothing.
 
 After a failure, each running rank answers through the group's store, by its thread. So errors name the missing ranks.
 
-A rank that raises in a pass writes its exception to the store. If the other ranks do not raise the same in that call, their
-messages cannot be completed. Then, within 3 s, the thread of every rank logs the exception and aborts the group, and the
-pending or the next call raises it.
+A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the store. If the other
+ranks do not raise the same in that call, their messages cannot be completed. Then, within 3 s, the thread of every rank logs
+the exception and aborts the group, and the pending or the next call raises it.
 """
 
 import atexit
@@ -31,12 +31,14 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from canon.ranks.digests import Fields, digest_of
+from canon.ranks.digests import Fields, digest_of, versioned
 from canon.ranks.group import ENDED, abort_group, digests_of, is_from_messages
 
 KNOWN = 65536  # the most digests that a group remembers
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 1.0
+REPORT_SECONDS = 3 * POLL_SECONDS  # all ranks have looked twice
+RAISED = (Exception, KeyboardInterrupt, SystemExit)  # a pass ends with one of these
 
 _lock = threading.Lock()  # ranks may be threads
 _states: WeakKeyDictionary[Any, "GroupState"] = WeakKeyDictionary()
@@ -167,7 +169,7 @@ class GroupState:
             self.calls += 1
             try:
                 self.pending = PendingCall(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
-            except RuntimeError as error:
+            except RAISED as error:
                 self._fail(name, error)
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
@@ -185,7 +187,7 @@ class GroupState:
                 return
             try:
                 found = call.post.wait() if digests is None else digests
-            except RuntimeError as error:
+            except RAISED as error:
                 self._fail(call.name, error)
             if all(digest == call.digest for digest in found):
                 if len(self.known) >= KNOWN:
@@ -201,7 +203,7 @@ class GroupState:
 
     def _difference(self, call: PendingCall) -> str:
         """Return a text with the fields and ranks that differ, from an exchange through the store."""
-        fields = {name: value if isinstance(value, str) else repr(value) for name, value in call.fields}
+        fields = {name: value if isinstance(value, str) else repr(value) for name, value in versioned(call.fields)}
         by_rank = self.liveness.exchange(f"call {call.number}", fields) or {self.rank: fields}
         if any(theirs.get("arguments") for theirs in by_rank.values()):  # a rank has refused its arguments
             by_rank = {rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in by_rank.items()}
@@ -223,17 +225,20 @@ class GroupState:
         """Report an exception inside to the other ranks. Turn errors of messages into errors that name the missing ranks."""
         try:
             yield
-        except Exception as error:
+        except RAISED as error:
             self._fail(name, error)
 
-    def _fail(self, name: str, error: Exception) -> NoReturn:
-        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages."""
-        if self.broken:
+    def _fail(self, name: str, error: BaseException) -> NoReturn:
+        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages.
+
+        An interrupt stays one, also in a broken group, so that the process ends.
+        """
+        if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
         cause = (str(error).splitlines() or [""])[0][:200]
         if not is_from_messages(error):
             self.raised = True
-            self.liveness.report(self.calls, f"{type(error).__name__} in {name}: {cause}")
+            self.liveness.report(self.calls, f"{type(error).__name__} in {name}" + (f": {cause}" if cause else ""))
             raise error
         if alone := self.liveness.raised_alone():
             raise self._lose(alone) from error
@@ -371,7 +376,12 @@ def _look() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code, which aborts the process."""
+    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code, which aborts the process.
+
+    If this rank ends by an exception in a pass, it first gives the others time to read it: its process may serve the store.
+    """
+    if any(state.raised and not state.broken for state in list(_watched)):
+        time.sleep(REPORT_SECONDS)
     _ending.set()
     for thread in _thread:
         thread.join(ANSWER_SECONDS)

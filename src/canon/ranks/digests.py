@@ -20,15 +20,22 @@ from typing import Any
 
 import torch
 
+import canon
+
 Fields = tuple[tuple[str, Any], ...]  # (name, value) of each argument
 SLOTS = 4  # words of each rank
 SPINS = 200  # reads without a pause
 DIGEST = (1 << 56) - 1
 
 
+def versioned(fields: Fields) -> Fields:
+    """Return the fields with the version of Canon: another one may send other messages."""
+    return ("version of Canon", canon.__version__), *fields
+
+
 def digest_of(fields: Fields) -> int:
-    """Return a 56-bit digest of the fields, equal in every process. The value's ``digest`` or repr counts."""
-    values = tuple((name, getattr(value, "digest", value)) for name, value in fields)
+    """Return a 56-bit digest of fields and version, equal in every process. The value's ``digest`` or repr counts."""
+    values = tuple((name, getattr(value, "digest", value)) for name, value in versioned(fields))
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
 
@@ -112,8 +119,8 @@ class GatheredPost:
     """The all-gather of one call."""
 
     def __init__(self, channel: Any, ranks: int, digest: int):
-        self.sent = torch.tensor([digest])
-        self.table = [torch.empty(1, dtype=torch.int64) for _ in range(ranks)]
+        self.sent = torch.tensor([digest], device="cpu")
+        self.table = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
         self.work = channel.allgather([self.table], [self.sent])
 
     def digests(self) -> list[int] | None:

@@ -32,8 +32,8 @@ def keys_of_all_ranks(
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
     each = [(EVERY, mask)] if isinstance(mask, Mask) else list(enumerate(mask))
-    bands = torch.tensor([(place, *band) for place, one in each for band in one.bands], dtype=torch.int64)
-    bands = bands.reshape(-1, 7).to(k.device)
+    numbers = [(place, *band) for place, one in each for band in one.bands]
+    bands = torch.tensor(numbers, dtype=torch.int64, device=k.device).reshape(-1, 7)
     counts = k.shape[-3], len(bands), 0 if isinstance(mask, Mask) else len(each)
     sizes = torch.stack(_gathered(torch.tensor(counts, device=k.device), group, ranks)).tolist()
     starts = check_starts(function, [keys for keys, _, _ in sizes])

@@ -166,10 +166,13 @@ def abort_group(group: Any) -> None:
     if backend_of(group, torch.device("cpu")) == "gloo":
         other = (group.rank() + 1) % group.size()
         with suppress(RuntimeError):
-            group.recv([torch.empty(1)], other, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], other, UNUSED_TAG).wait(
+                timedelta(milliseconds=1)
+            )
 
 
-def is_from_messages(error: Exception) -> bool:
+def is_from_messages(error: BaseException) -> bool:
     """Return whether an error comes from messages between ranks, by its type or its text."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
-    return isinstance(error, dist.DistError) or any(word in str(error).lower() for word in words)
+    named = isinstance(error, Exception) and any(word in str(error).lower() for word in words)
+    return named or isinstance(error, dist.DistError)

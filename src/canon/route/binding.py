@@ -24,3 +24,8 @@ def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F
         shared, own = inspect.cleandoc(function.__doc__ or ""), inspect.cleandoc(notes)
         function.__doc__ = f"{shared}\n\nIn `canon.fast`:\n\n{own}"
     return function
+
+
+def half_of(implementation: Callable[..., Any]) -> str:
+    """Return the name of the half that an implementation belongs to, "reference" or "fast"."""
+    return implementation.__module__.split(".")[1]

@@ -35,8 +35,9 @@ from canon.route.checks import (
     default_scale,
     split_scale,
     transpose_hint,
+    warn_of_heads_first,
 )
-from canon.route.plan_arguments import check_size
+from canon.route.plan_arguments import check_size, warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
@@ -154,6 +155,7 @@ class Call:
         names, shapes, (scale, softcap) = self.algorithm.declaration.tensors, self.shapes, split_scale(self.scale)
         return (
             ("function", self.function),
+            ("half", self.algorithm.side.name),
             ("mask", self.mask),
             ("layout", self.layout),
             ("dtype", self.dtype),
@@ -254,6 +256,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     declaration, (group, rank, ranks) = algorithm.declaration, place
     declaration.check(*tensors)
     q, k, *_ = tensors
+    passed = mask, layout
     if not are_noted():  # plans are made ahead
         algorithm.side.check_device(q)
     check_method("backward", options["backward"])
@@ -271,6 +274,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     if not isinstance(own["return_max_logits"], bool):
         raise TypeError(f"return_max_logits must be True or False, got {own['return_max_logits']!r}")
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
+    warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
         default_scale(q, options["scale"], options["softcap"]),
@@ -294,6 +298,7 @@ def mask_and_layout(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
         )
     tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
+    is_default = layout is None and declaration.layout is None
     if layout is None:
         layout = cached(
             declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous), tokens, ranks
@@ -303,6 +308,7 @@ def mask_and_layout(
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        hint = transpose_hint((q, layout.size(rank)))
+        hint = transpose_hint((q, layout.size(rank))) or ": pass the layout that divided the tokens" * is_default
         raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
+    warn_of_planned(declaration.name, mask, layout, rank, is_default)
     return mask, layout

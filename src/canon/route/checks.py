@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
@@ -97,6 +98,19 @@ def transpose_hint(*expected: tuple[Tensor, int]) -> str:
     """Return a remedy if each tensor has the expected tokens on the axis of its heads, else ""."""
     swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
     return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
+
+
+def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
+    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): nothing else would show it.
+
+    It is so without a mask and a layout, whose sizes would not fit, if q has as many heads as k, and fewer tokens than heads.
+    """
+    if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
+        warnings.warn(
+            f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than heads. If they are (b, heads, "
+            "t, width), pass x.transpose(1, 2). If they are not, pass a mask, as Mask.causal(tokens of the sequence)",
+            stacklevel=6,  # the caller's line
+        )
 
 
 def check_mask_type(mask: Any, name: str = "mask") -> None:

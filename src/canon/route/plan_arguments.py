@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
 from warnings import warn
+from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,9 @@ from canon.route.packing import block_diagonal, differ
 
 USUAL_CHUNK = 1024  # tokens
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 32  # of a rank
+
+
+PLANNED: WeakValueDictionary[tuple[Mask, int], Layout] = WeakValueDictionary()  # of `dispatch`, by mask and ranks
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,17 @@ def checked_dispatch(
 def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
     """Return ``chunk``, at most ``tokens`` + 1, or the default if it is None."""
     return default_chunk(tokens, ranks) if chunk is None else min(whole("chunk", chunk, 1), tokens + 1)
+
+
+def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
+    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that fits this rank's tokens."""
+    planned = PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
+    if planned is not None and planned != layout and planned.size(rank) == layout.size(rank):
+        warn(
+            f"{function}: dispatch has planned a layout for this mask, but none is passed, so tokens are taken to be "
+            "contiguous: pass layout=, the result of dispatch, if it divided them, or layout=Layout.contiguous(tokens, ranks)",
+            stacklevel=7,  # the caller's line
+        )
 
 
 def check_cast(mask: Mask, layout: Layout) -> None:

@@ -133,7 +133,7 @@ def strides(layout: "Layout") -> set[int]:
 
 def owners_of(layout: "Layout") -> torch.Tensor:
     """Return the index of the colour of each token's rank: int64 [tokens]."""
-    owner = torch.empty(layout.tokens, dtype=torch.long)
+    owner = torch.empty(layout.tokens, dtype=torch.long, device="cpu")
     for rank in range(layout.ranks):
         owner[layout.positions(rank)] = rank % len(RANKS)
     return owner

@@ -19,9 +19,10 @@ CELLS = 512  # cells of a picture along each side
 
 def band_numbers(mask: "Mask") -> Tensor:
     """Return the matrix int64 [queries, keys] that has i + 1 in the cells of band i, and 0 in hidden cells."""
-    values = torch.zeros(mask.queries, mask.keys, dtype=torch.long)
+    values = torch.zeros(mask.queries, mask.keys, dtype=torch.long, device="cpu")
     for number, b in enumerate(mask.bands, 1):
-        offset = torch.arange(b.k_start, b.k_stop) - torch.arange(b.q_start, b.q_stop)[:, None]
+        queries, keys = (torch.arange(*x, device="cpu") for x in ((b.q_start, b.q_stop), (b.k_start, b.k_stop)))
+        offset = keys - queries[:, None]
         values[b.q_start : b.q_stop, b.k_start : b.k_stop][(offset >= b.lo) & (offset <= b.hi)] = number
     return values
 

@@ -240,7 +240,7 @@ def _place_in_vocabulary(weight: Tensor, group: Any, place: int, slices: int) ->
     """Return the first row of this rank in the vocabulary, and the size of the vocabulary. Reads nothing from a GPU."""
     if slices == 1:
         return 0, weight.shape[0]
-    size = torch.full((1,), weight.shape[0], device=weight.device)
+    size = torch.full((1,), weight.shape[0], dtype=torch.int64, device=weight.device)
     sizes = [torch.empty_like(size) for _ in range(slices)]
     dist.all_gather(sizes, size, group=group)
     ends = torch.cat(sizes).cumsum(0)

@@ -1,0 +1,73 @@
+"""Mistakes that no size contradicts are warned of: heads before tokens, and shards of a plan without its layout."""
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask
+from canon.testing import process_groups
+
+HEADS_FIRST = r"fewer tokens than heads. If they are \(b, heads, t, width\), pass x.transpose\(1, 2\)"
+
+
+def tensors(*shape, seed):
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", ["attention", "ring_attention", "zigzag_attention", "striped_attention"])
+@pytest.mark.parametrize("shape", [(2, 3, 29, 8), (3, 29, 8)])
+def test_heads_before_tokens_are_warned_of_in_the_first_call(half, name, shape):
+    function, x = getattr(half, name), tensors(*shape, seed=0)
+    with pytest.warns(UserWarning, match=rf"{name} .*{HEADS_FIRST}") as warned:
+        function(*x)
+    assert len(warned) == 1
+    function(*x)  # an error in this test session, if it warned
+    if name != "attention":
+        with pytest.warns(UserWarning, match=HEADS_FIRST):
+            process_groups.threads(lambda: function(*x), 2)
+
+
+@pytest.mark.parametrize("name", ["strided_attention", "magi_attention"])
+def test_the_other_schedules_warn_too(half, name):
+    with pytest.warns(UserWarning, match=HEADS_FIRST):
+        getattr(half, name)(*tensors(1, 3, 29, 8, seed=1))
+
+
+def test_few_tokens_are_not_warned_of_if_they_cannot_be_heads(half):
+    few = tensors(1, 3, 31, 8, seed=2)
+    half.attention(*few, Mask.causal(3))
+    half.ring_attention(*few, layout=Layout.contiguous(3, 1))
+    half.attention(
+        few[0], few[1][:, :, :1], few[2][:, :, :1]
+    )  # grouped heads: taken for (b, h, t, d), they would not fit
+    half.attention(*(x[:, :0] for x in few))
+    half.decode_attention(few[0], *tensors(1, 40, 31, 8, seed=3)[:2])
+
+
+def test_a_planned_layout_that_is_not_passed_is_warned_of(half):
+    mask = Mask.documents([0, 20, 22, 32])
+    layout = half.dispatch(mask, 2, chunk=4)
+    assert layout != Layout.contiguous(32, 2)
+    assert layout.size(0) == layout.size(1) == 16
+    x = tensors(1, 16, 2, 8, seed=4)
+    with pytest.warns(UserWarning, match="magi_attention: dispatch has planned a layout for this mask.*pass layout="):
+        process_groups.threads(lambda: half.magi_attention(*x, mask), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (layout, Layout.contiguous(32, 2)):
+            process_groups.threads(lambda given=given: half.magi_attention(*x, mask, given), 2)
+        process_groups.threads(lambda: half.magi_attention(*x, Mask.documents([0, 20, 23, 32])), 2)
+
+
+def test_sizes_that_no_default_layout_gives_name_the_remedy(half):
+    sizes, mask = (20, 12), Mask.causal(32)
+
+    def program(name):
+        expected = "the layout gives rank 0 16 tokens, q holds 20: pass the layout that divided the tokens"
+        with pytest.raises(ValueError, match=expected):
+            getattr(half, name)(*tensors(1, sizes[dist.get_rank()], 2, 8, seed=5), mask)
+
+    for name in ("ring_attention", "strided_attention", "magi_attention"):
+        process_groups.threads(lambda name=name: program(name), 2)
