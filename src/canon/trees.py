@@ -68,8 +68,10 @@ class Tree:
         size = lengths[nodes]
         rows = (starts[nodes] - size.cumsum(0) + size).repeat_interleave(size)
         rows += torch.arange(len(rows), device="cpu")
-        # Indexing adds gradients of equal rows in a fixed order. On a GPU, `index_select` does not.
-        taken = x[(slice(None),) * dim + (rows.to(x.device),)]
+        # Indexing adds gradients of equal rows in a fixed order. On a GPU, `index_select` does not. Half precision would lose
+        # the later ones of many sequences, so the sum is float32.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.requires_grad else x
+        taken = wide[(slice(None),) * dim + (rows.to(x.device),)].to(x.dtype)
         return list(taken.split([sum(self.lengths[node] for node in path) for path in self.paths], dim))
 
 

@@ -58,11 +58,10 @@ def sequence_loss(
     )
     agree(name, group, ranks, logits, fields)
     scores, labels = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)), shift_labels.flatten()
-    if weights is None:
-        own = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
-    else:
-        losses = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="none")
-        own = torch.where(labels != ignore_index, losses * weights.flatten().to(losses.dtype), 0).sum()
+    losses = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="none")
+    if weights is not None:
+        losses = torch.where(labels != ignore_index, losses * weights.flatten().to(losses.dtype), 0)
+    own = losses.sum(dtype=torch.float64).to(losses.dtype)
     return mean_of_ranks(name, own, count_of(labels, weights, ignore_index), items, group, ranks)
 
 
