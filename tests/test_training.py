@@ -181,6 +181,43 @@ def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
     assert all(process_groups.threads(program, 2))
 
 
+def both_losses(hidden, labels, **options):
+    """Return both losses of the same logits."""
+    weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
+    return sequence_loss(hidden, labels, **options), linear_sequence_loss(hidden, weight, labels, **options)
+
+
+def one_rank_has_a_wrong_weight(wrong, linear):
+    weights = torch.ones(4, dtype=torch.float64)
+    weights[2] = wrong if dist.get_rank() == 1 else 1
+    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
+    loss, given = (linear_sequence_loss, (torch.eye(VOCABULARY).double(),)) if linear else (sequence_loss, ())
+    with pytest.raises(ValueError, match="weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch"):
+        loss(hidden, *given, labels, weights=weights)
+    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
+    assert loss(hidden, *given, unlabelled, weights=weights).isfinite()
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf, 1e-40])
+def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, linear):
+    process_groups.threads(functools.partial(one_rank_has_a_wrong_weight, wrong, linear), 2)
+
+
+def test_advantages_are_weights_of_a_number_of_items():
+    """The advantages of four answers add up to 0. Without an advantage that is not 0, the loss is 0."""
+    rewards = torch.tensor([1.0, 0.0, 0.3, 0.9], dtype=torch.float64)
+    advantages = ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(3)
+    hidden, labels = (
+        torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double(),
+        torch.arange(12) % 7,
+    )
+    expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
+    for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
+
+
 def test_labels_of_later_tokens_stay_inside_their_documents():
     """Multi-token prediction: each `shard_batch` of a whole sequence shifts its labels once more."""
     labels = batch()["labels"]

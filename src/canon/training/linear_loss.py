@@ -4,8 +4,8 @@ for each chunk    logits = softcap(hidden W^T + bias)           c x V float32; a
                   maximum, sum of exp, label's logit            all-gather of 16 c bytes over ``vocab_group``
                   dhidden, dW, dbias                            all-reduce of dhidden over ``vocab_group``: 4 c D bytes
 
-Every sum over chunks is float32, and float64 for float64, for the loss, and for the head if there are more than 8,192 chunks:
-adding n numbers in float32 errs by at most n / 2^25 of their sizes, for n = 8,192 by one rounding to float16. The sums for weight
+Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are more than 8,192 chunks, because
+n additions in float32 err by at most n / 2^25 of the parts' sizes, for n = 8,192 by one rounding to float16. The sums for weight
 and bias are multiplied by the gradient of the loss in the backward pass, and rounded once, there.
 
 Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes, beyond inputs, gradients and
@@ -37,6 +37,7 @@ from canon.training.losses import (
     agree,
     check_labels,
     check_range,
+    check_weights,
     count_of,
     mean_of_ranks,
     number,
@@ -86,6 +87,7 @@ def linear_sequence_loss(
             softcap = None if softcap is None else number("softcap", softcap, above=0)
             z_loss, smoothing = number("z_loss", z_loss), number("label_smoothing", label_smoothing, most=1)
             check_labels("hidden (b, t, width)", hidden, shift_labels, weights)
+            check_weights(weights, shift_labels, items, ignore_index)
             _check_head(hidden, linear_weight, linear_bias)
             _check_groups(group, vocab_group, ranks, slices)
         needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad
