@@ -202,7 +202,7 @@ class Layout(metaclass=OpaqueMeta):
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are ``labels``: the label of the
         next token, -100 at the end of each document. Labels of -100 stay, so they can hide a prompt. Raises ValueError or
-        TypeError for an entry of another shape or type, and if labels depend on positions that `Mask.from_position_ids` refuses.
+        TypeError for an entry of another shape or type, and where `Mask.from_position_ids` refuses the positions.
         """
         from canon.runtime.movement import sharded_batch
 

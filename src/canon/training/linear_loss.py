@@ -4,9 +4,9 @@ for each chunk    logits = softcap(hidden W^T + bias)           c x V float32; a
                   maximum, sum of exp, label's logit            all-gather of 16 c bytes over ``vocab_group``
                   dhidden, dW, dbias                            all-reduce of dhidden over ``vocab_group``: 4 c D bytes
 
-Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are more than 8,192 chunks, because
-n additions in float32 err by at most n / 2^25 of the parts' sizes, for n = 8,192 by one rounding to float16. The sums for weight
-and bias are multiplied by the gradient of the loss in the backward pass, and rounded once, there.
+Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are more than 8,192 chunks: n
+additions in float32 err by at most n / 2^25 of the parts' sizes, for n = 8,192 by one rounding to float16. The sums for weight
+and bias are multiplied by the gradient of the loss in the backward pass, and rounded there, once.
 
 Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes, beyond inputs, gradients and
 results, if D <= V / 32:
