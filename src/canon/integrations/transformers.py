@@ -55,6 +55,7 @@ from canon.masks.arguments import shown
 from canon.masks.band import picked
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.runtime.checks import refuse_numbers
 from canon.runtime.graph_break import untraced
 from canon.runtime.group import Group
 
@@ -123,6 +124,7 @@ class Sharding:
 
     def __init__(self, mask: Mask | None, attention: Callable, layout: Layout, group: Group):
         mask = Mask.causal(layout.tokens) if mask is None else mask
+        refuse_numbers(mask, "sharded: mask")
         if not isinstance(mask, Mask):
             raise TypeError(
                 f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the batch"

@@ -13,6 +13,7 @@ from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
+from canon.runtime.checks import refuse_numbers
 from canon.runtime.group import place_in
 from canon.runtime.packing import block_diagonal, differ
 
@@ -74,6 +75,7 @@ def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
 
     Raise TypeError or ValueError unless all are square and of one size.
     """
+    refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
     if not isinstance(masks, (tuple, list)):
         raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
