@@ -1,11 +1,15 @@
 """The losses of several ranks, under DDP and FSDP2, are the loss of one process, with its gradients."""
 
+import contextlib
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +20,7 @@ from canon.training import linear_sequence_loss, sequence_loss
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
 MASK = Mask.documents(ENDS)
+GUIDE = Path(__file__).parents[1] / "paper" / "in_your_program.md"
 
 
 class Model(nn.Module):
@@ -130,6 +135,37 @@ def accumulate_on_two_ranks():
 
 def test_accumulation_weights_tokens():
     process_groups.processes(accumulate_on_two_ranks, 2)
+
+
+class Attending(Model):
+    """The model of a user: `forward` takes ids and positions."""
+
+    def forward(self, ids, positions):
+        attend = functools.partial(reference.zigzag_attention, mask=MASK)
+        return super().forward(ids, positions, attend)
+
+
+def run_the_guide():
+    """Run the guide's example, uncompiled, on three microbatches: with some labels, with none and with all."""
+    (code,) = re.findall(r"```python\n(model = DistributedDataParallel.*?)```", GUIDE.read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    microbatches = [batch(0, range(6, 15)), batch(1, range(19)), batch(2)]
+    names = {"model": Attending().double(), "layout": Layout.zigzag(19, 2), "rank": dist.get_rank(), "cu_seqlens": ENDS}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "nullcontext": contextlib.nullcontext, "torch": torch}
+    sums = []
+    hook = lambda state, bucket: sums.append(bucket.index()) or allreduce_hook(state, bucket)
+    code = code.replace("torch.compile(model))", "model)\nmodel.register_comm_hook(None, hook)")
+    taking = lambda *args, **options: losses.append(sequence_loss(*args, **options)) or losses[-1]
+    losses = []
+    exec(code, names | {"sequence_loss": taking, "microbatches": microbatches, "hook": hook}, names)
+    assert len(sums) == 1, "gradients travel once"
+    assert_equal_to_tokens(
+        sum(x.detach() for x in losses), names["model"], microbatches[::2]
+    )  # the one between has no labels
+
+
+def test_the_guide_trains_with_ddp_on_microbatches_of_different_label_counts():
+    process_groups.processes(run_the_guide, 2)
 
 
 def train_on_a_mesh():

@@ -115,7 +115,7 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
 
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
     """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as the ends of packed documents."""
-    numbers = nested(mask)
+    numbers = None if isinstance(mask, Mask) else nested(mask)  # a compiler cannot look for attributes of a Mask
     if isinstance(numbers, (tuple, list)) and numbers and all(type(number) is int for number in numbers):
         raise TypeError(
             f"{name} must be a canon.Mask, got {shown(mask)}: for packed documents pass Mask.documents(cu_seqlens)"
