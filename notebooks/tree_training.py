@@ -64,9 +64,7 @@ class Packed(NamedTuple):
 def as_tree(sequences: Sequence[Tensor], weights: Sequence[Tensor]) -> Packed:
     """Return the tree. A label's weight is the sum of the weights of the sequences that share it."""
     tree = canon.trees.pack(sequences)
-    rows = torch.cat(tree.unpack(torch.arange(len(tree.token_ids))))
-    total = torch.zeros(len(tree.token_ids), dtype=torch.float64).index_add_(0, rows, torch.cat([*weights]))
-    return Packed(tree.token_ids, tree.position_ids, tree.labels, total, tree.mask)
+    return Packed(tree.token_ids, tree.position_ids, tree.labels, tree.weights_of(weights), tree.mask)
 
 
 def as_documents(sequences: Sequence[Tensor], weights: Sequence[Tensor]) -> Packed:

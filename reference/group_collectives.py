@@ -42,6 +42,7 @@ from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planne
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.route.checks import accumulate_dtype
 from canon.route.plan_arguments import check_rows
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
@@ -137,10 +138,11 @@ class GroupReduce:
     def wait(self) -> Tensor:
         """Wait for the exchange, add the received rows to this rank's tokens in rank order, and return these."""
         self.work.wait()
-        parts = self.received.to(self.into.dtype).split(self.sizes.sent)
+        total = self.into.to(accumulate_dtype(self.into.dtype))
+        parts = self.received.to(total.dtype).split(self.sizes.sent)
         for rows, part in zip(self.rows.split(self.sizes.sent), parts, strict=True):
-            self.into[rows] += part  # each rank sends at most one row for a token
-        return self.into
+            total[rows] += part  # each rank sends at most one row for a token
+        return self.into.copy_(total)
 
 
 def _group_cast(x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, *_: Any) -> Tensor:

@@ -12,9 +12,9 @@ is merged and out is rounded once. Gathered keys lie in rank order; `Layout.loca
 
 Backward: K and V are gathered again, because a rank saves only its own. A step gives the final dq of its query heads and this
 rank's part of dk and dv for the keys of all ranks. Each part is rounded to reduce_dtype, and one all-to-all sends it to the
-owner of the keys. The owner adds the n parts in rank order, in reduce_dtype. So a repeated call gives the same bits. The order
-of NCCL's own reduce-scatter depends on the topology. With ``rank_invariant=True`` any number of ranks gives the same bits
-(`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
+owner of the keys. The owner adds the n parts in rank order, in float32 (float64 for float64), so a repeated call gives the same
+bits. The order of NCCL's own reduce-scatter depends on the topology. With ``rank_invariant=True`` any number of ranks gives the
+same bits (`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
 
 Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing hides the first gather and the
 last all-to-all. The first and the last head group can be split to shorten them, but the additional steps rarely pay
@@ -206,11 +206,11 @@ class ReduceScatter:
             )
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in reduce_dtype."""
+        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in float32 or float64."""
         if self.request:
             self.request.wait()
-        total, *others = self.received.unbind(0)
-        for other in others:  # in rank order, rounded to reduce_dtype each time
+        total = self.received[0].to(accumulate_dtype(self.received.dtype))
+        for other in self.received[1:]:  # in rank order
             total = total + other
         return total.transpose(0, 1).split(self.widths, dim=-1)
 

@@ -110,6 +110,9 @@ SPARSE, META = X.to_sparse(), X.to("meta")
 WRONG = [  # functions, changed arguments, and a part of the error
     ((*ATTEND, "attention_forward"), dict(mask=zeros(24, 24)), "mask must be a canon.Mask"),
     ((*ATTEND, "decode_attention"), dict(mask="causal"), "mask must be a canon.Mask"),
+    *(((*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch", "prepare"), dict(mask=ends),
+       "for packed documents pass Mask.documents(cu_seqlens)") for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))),
+    (("attention",), dict(q=X[0], k=KV[0], v=KV[0], mask=(0, 8)), "got (0, 8) (tuple): for packed documents"),
     (ATTEND, dict(q=META), "q is on the meta device"),
     ((*ATTEND, "decode_attention"), dict(k=None), "k must be a torch.Tensor"),
     (ATTEND, dict(v=KV.half()), "q, k, v must share one dtype"),
@@ -244,6 +247,7 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (LOSSES, dict(weights=zeros(1, 3)), "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)"),
     (LOSSES, dict(weights=zeros(1, T, requires_grad=True)), "got a tensor with a gradient: pass weights.detach()"),
     (LOSSES, dict(weights=zeros(1, T).int()), "weights must be floating-point"),
+    (LOSSES, dict(weights=zeros(1, T) - 1), "weights must be finite, and 0 or at least 1.2e-38, because the mean divides"),
     (LOSSES, dict(num_items_in_batch=-1), "num_items_in_batch must be a finite number >= 0, got -1"),
     (LOSSES, dict(num_items_in_batch=torch.ones(2)), "num_items_in_batch must be a number >= 0, got a tensor of shape (2,)"),
     (("linear_sequence_loss",), dict(hidden=zeros(1, 3, 3)), "hidden must be (b, t, width) and shift_labels (b, t), or both"),

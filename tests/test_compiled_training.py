@@ -58,6 +58,10 @@ def ddp():
     return torch.compile(nn.parallel.DistributedDataParallel(Model()), backend="aot_eager")
 
 
+def inside_ddp():
+    return nn.parallel.DistributedDataParallel(torch.compile(Model(), backend="aot_eager", fullgraph=True))
+
+
 def fsdp():
     model = Model()
     for block in model.blocks:
@@ -77,7 +81,7 @@ def program(wrap):
         torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@pytest.mark.parametrize("wrap", [ddp, inside_ddp, fsdp])
 def test_compiled_models_train_with_a_new_mask_in_each_step(wrap):
     process_groups.processes(partial(program, wrap), 2, timeout=200)
 

@@ -6,7 +6,7 @@ from band_strategies import KINDS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon import Layout
+from canon import Layout, Mask
 
 
 def in_documents(cu_seqlens):
@@ -50,6 +50,44 @@ def test_rows_may_have_different_documents():
     }
     part = Layout.contiguous(6, 1).shard_batch(batch, 0)
     assert part["shift_labels"].tolist() == [[1, -100, 3, 4, 5, -100], [7, 8, 9, -100, 11, -100]]
+
+
+@st.composite
+def positions_of_rows(draw):
+    """Draw position_ids (b, n): documents from 0 on, and often a place where a count is wrong, as in a tree or at padding."""
+    lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    row = [place for length in lengths for place in range(length)]
+    for _ in range(draw(st.integers(0, 2))):
+        row[draw(st.integers(0, len(row) - 1))] = draw(st.integers(-1, 5))
+    return [row, [*range(len(row))]][: draw(st.integers(1, 2))]
+
+
+@given(positions_of_rows(), st.integers(1, 3))
+def test_documents_are_those_of_the_mask_of_the_same_positions(rows, ranks):
+    """A token learns its successor if the successor sees it. Where no mask exists, there are no labels."""
+    n = len(rows[0])
+    layout, labels = Layout.zigzag(n, ranks), torch.arange(n).expand(len(rows), -1)
+    batch = {"labels": labels, "position_ids": torch.tensor(rows)}
+    follows = all(b in (0, a + 1) for row in rows for a, b in zip([-1, *row], row, strict=False))
+    if not follows:
+        for take in (Mask.from_position_ids, lambda _: layout.shard_batch(batch, 0)):
+            with pytest.raises(
+                ValueError, match=r"one more than.*use Mask.padding, for sequences that begin alike canon.trees"
+            ):
+                take(rows)
+        return
+    masks = Mask.from_position_ids(rows)
+    for mask, row in zip(masks, range(len(rows)), strict=True):
+        learns = [*mask.dense()[1:].diagonal().tolist(), False]
+        right = torch.where(torch.tensor(learns), torch.arange(n) + 1, -100)
+        for rank in range(ranks):
+            assert layout.shard_batch(batch, rank)["shift_labels"][row].equal(right[layout.positions(rank)])
+
+
+def test_labels_that_hide_a_prompt_stay_hidden():
+    labels = torch.tensor([[-100, -100, 5, 6, -100, 8]])
+    batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}
+    assert Layout.contiguous(6, 1).shard_batch(batch, 0)["shift_labels"].tolist() == [[-100, 5, 6, -100, 8, -100]]
 
 
 def test_cu_seqlens_divides_labels_even_if_positions_do_not_restart():

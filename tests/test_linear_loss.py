@@ -116,7 +116,8 @@ FAULTS = [  # a text of the file, its replacement, and the options that show the
     ("(maxima - maximum).exp()", "maxima.exp()", {}),
     ("if terms.slices > 1:", "if False:", {}),
     ("dx += _product", "dx = _product", {}),
-    ("factor / ctx.shrink", "factor", {}),
+    ("dweight[block] += _product", "dweight[block] = _product", {}),
+    ("part.mul_(factor)", "part.mul_(1)", {}),
     ("(1 - terms.smoothing) * target", "target", OPTIONS[3]),
     ("(terms.smoothing - 1) * factor", "-factor", OPTIONS[3]),
     ("total / self.vocabulary", "total / logits.shape[1]", OPTIONS[3]),
@@ -164,8 +165,10 @@ def bytes_at_peak(program):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1}], ids=["plain", "all"])
-def test_peak_memory_is_below_1_2_chunks_of_float32_logits(dtype, options):
+def test_peak_memory_is_that_of_the_formula(dtype, options):
+    """1.2 chunks of float32 logits; in 16 bits also the float32 sum for the weight, and in the end only that and its result."""
     tokens, width, vocabulary, chunk = (256, 64, 2048, 64) if DEVICE == "cpu" else (4096, 2048, 65536, 1024)
+    of_sum = 0 if dtype == torch.float32 else 4 * width * vocabulary / (chunk * vocabulary * 4)
     shapes = (tokens, width), (vocabulary, width), (vocabulary,)
     leaves = [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
     labels = torch.randint(vocabulary, (tokens,), device=DEVICE)
@@ -178,14 +181,14 @@ def test_peak_memory_is_below_1_2_chunks_of_float32_logits(dtype, options):
         return (peak - sum(x.nbytes for x in leaves)) / (chunk * vocabulary * 4)
 
     excess(chunk)  # allocates the workspaces of libraries
-    assert 1 <= excess(chunk) <= 1.2
+    assert max(1 + of_sum / 2, of_sum) <= excess(chunk) <= max(1.2 + of_sum / 2, of_sum + 0.2)
     assert excess(tokens) > 2  # all logits at one time
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bits_have_float32_logits_and_round_gradients_once_a_chunk(dtype):
-    """A rounding errs by at most eps / 2: of dlogits, of each chunk's sum, of the result, and of its product with 1 / 12."""
+def test_16_bits_have_float32_logits_and_round_gradients_once(dtype):
+    """A rounding errs by at most eps / 2: of dlogits, of the result, and for hidden of its product with 1 / 12."""
     leaves, labels, _ = inputs(dtype=dtype)
     hidden, weight, bias = leaves = [x.detach().to(DEVICE).requires_grad_() for x in leaves]
     labels, exact = labels.to(DEVICE), [x.detach().double().requires_grad_() for x in leaves]
@@ -195,7 +198,7 @@ def test_16_bits_have_float32_logits_and_round_gradients_once_a_chunk(dtype):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
     for grad, right in zip(*(torch.autograd.grad(*x) for x in ((found, leaves), (expected, exact))), strict=True):
         assert grad.dtype == dtype
-        assert (grad - right).norm() <= 2.5 * torch.finfo(dtype).eps * right.norm()
+        assert (grad - right).norm() <= 1.5 * torch.finfo(dtype).eps * right.norm()
     with torch.autocast(DEVICE, torch.bfloat16):
         found = linear_sequence_loss(*(x.float() for x in (hidden, weight)), labels, linear_bias=bias.float())
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)

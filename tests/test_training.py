@@ -1,11 +1,15 @@
 """The losses of several ranks, under DDP and FSDP2, are the loss of one process, with its gradients."""
 
+import contextlib
 import functools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +20,7 @@ from canon.training import linear_sequence_loss, sequence_loss
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
 MASK = Mask.documents(ENDS)
+GUIDE = Path(__file__).parents[1] / "paper" / "in_your_program.md"
 
 
 class Model(nn.Module):
@@ -132,6 +137,37 @@ def test_accumulation_weights_tokens():
     process_groups.processes(accumulate_on_two_ranks, 2)
 
 
+class Attending(Model):
+    """The model of a user: `forward` takes ids and positions."""
+
+    def forward(self, ids, positions):
+        attend = functools.partial(reference.zigzag_attention, mask=MASK)
+        return super().forward(ids, positions, attend)
+
+
+def run_the_guide():
+    """Run the guide's example, uncompiled, on three microbatches: with some labels, with none and with all."""
+    (code,) = re.findall(r"```python\n(model = DistributedDataParallel.*?)```", GUIDE.read_text(), re.DOTALL)
+    torch.manual_seed(0)
+    microbatches = [batch(0, range(6, 15)), batch(1, range(19)), batch(2)]
+    names = {"model": Attending().double(), "layout": Layout.zigzag(19, 2), "rank": dist.get_rank(), "cu_seqlens": ENDS}
+    names |= {"DistributedDataParallel": DistributedDataParallel, "nullcontext": contextlib.nullcontext, "torch": torch}
+    sums = []
+    hook = lambda state, bucket: sums.append(bucket.index()) or allreduce_hook(state, bucket)
+    code = code.replace("torch.compile(model))", "model)\nmodel.register_comm_hook(None, hook)")
+    taking = lambda *args, **options: losses.append(sequence_loss(*args, **options)) or losses[-1]
+    losses = []
+    exec(code, names | {"sequence_loss": taking, "microbatches": microbatches, "hook": hook}, names)
+    assert len(sums) == 1, "gradients travel once"
+    assert_equal_to_tokens(
+        sum(x.detach() for x in losses), names["model"], microbatches[::2]
+    )  # the one between has no labels
+
+
+def test_the_guide_trains_with_ddp_on_microbatches_of_different_label_counts():
+    process_groups.processes(run_the_guide, 2)
+
+
 def train_on_a_mesh():
     """Two data ranks with different numbers of valid tokens, two context ranks each."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -179,6 +215,43 @@ def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
         return loss == 0 and logits.grad.eq(0).all()
 
     assert all(process_groups.threads(program, 2))
+
+
+def both_losses(hidden, labels, **options):
+    """Return both losses of the same logits."""
+    weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
+    return sequence_loss(hidden, labels, **options), linear_sequence_loss(hidden, weight, labels, **options)
+
+
+def one_rank_has_a_wrong_weight(wrong, linear):
+    weights = torch.ones(4, dtype=torch.float64)
+    weights[2] = wrong if dist.get_rank() == 1 else 1
+    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
+    loss, given = (linear_sequence_loss, (torch.eye(VOCABULARY).double(),)) if linear else (sequence_loss, ())
+    with pytest.raises(ValueError, match="weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch"):
+        loss(hidden, *given, labels, weights=weights)
+    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
+    assert loss(hidden, *given, unlabelled, weights=weights).isfinite()
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf, 1e-40])
+def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, linear):
+    process_groups.threads(functools.partial(one_rank_has_a_wrong_weight, wrong, linear), 2)
+
+
+def test_advantages_are_weights_of_a_number_of_items():
+    """The advantages of four answers add up to 0. Without an advantage that is not 0, the loss is 0."""
+    rewards = torch.tensor([1.0, 0.0, 0.3, 0.9], dtype=torch.float64)
+    advantages = ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(3)
+    hidden, labels = (
+        torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double(),
+        torch.arange(12) % 7,
+    )
+    expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
+    for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
 
 
 def test_labels_of_later_tokens_stay_inside_their_documents():

@@ -86,6 +86,26 @@ def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
         tiny("GptOss", "canon")(**batch, use_cache=False)
 
 
+def warnings_of_restarts():
+    """Return how often this rank warns in three passes: with the mask of the documents, and twice without it."""
+    model, layout, found = tiny("Llama", "canon"), Layout.zigzag(N, 2), []
+    part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank(), ENDS)
+    for mask in (Mask.documents(ENDS), None, None):
+        with warnings.catch_warnings(record=True) as raised, sharded(mask, layout, half="reference"):
+            warnings.simplefilter("always")
+            model(**part, use_cache=False)
+        found.append(sum("a document sees those before it: pass Mask.documents" in str(one.message) for one in raised))
+    return found
+
+
+def test_sharded_without_a_mask_warns_once_if_positions_restart():
+    """Rank 0 holds tokens 0 to 12 and 37 to 48 of documents that begin at 0, 19 and 30, rank 1 the others."""
+    assert process_groups.processes(warnings_of_restarts, 2) == [[0, 0, 0], [0, 1, 0]]
+    with sharded(None, Layout.zigzag(N, 1), half="reference"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tiny("Llama", "canon")(input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False)
+
+
 def test_a_model_warns_outside_of_sharded_if_its_positions_are_those_of_a_shard():
     model, layout = tiny("Llama", "canon"), Layout.zigzag(N, 2)
 

@@ -196,6 +196,7 @@ def test_registering_adds_one_name_and_changes_nothing_else():
     [
         ((Mask.causal(8), LAYOUT), ValueError, "mask is 8 x 8, layout has 16 tokens"),
         (((Mask.causal(16),), LAYOUT), TypeError, "mask must be one canon.Mask or None"),
+        (([0, 10, 16], LAYOUT), TypeError, r"got \[0, 10, 16\] \(list\): for packed documents pass Mask.documents"),
         ((None, 16), TypeError, "layout must be a canon.Layout, got 16"),
         ((None, Layout.zigzag(2, 3)), ValueError, "layout gives rank 2 no tokens"),
         ((None, LAYOUT, None, "slow"), ValueError, "half must be one of .*'slow'"),

@@ -198,6 +198,37 @@ def test_both_losses_with_the_weights_of_a_tree_are_the_means_of_separate_sequen
     process_groups.threads(partial(compare_on_ranks, model, pack(HARD, multiple_of), expected), ranks)
 
 
+def test_weights_of_a_label_are_those_of_its_sequences():
+    tree = pack(HARD, 2)
+    assert tree.weights_of([1] * len(HARD)).equal(tree.weights)
+    per_token = [torch.arange(len(sequence)) + 10.0 * place for place, sequence in enumerate(HARD)]
+    total = torch.zeros(len(tree.token_ids), dtype=torch.float64)
+    for row, weights in zip(tree.unpack(torch.arange(len(total))), per_token, strict=True):
+        total[row[:-1]] += weights[:-1]
+    assert tree.weights_of(iter(per_token)).equal(total)
+    advantages = torch.tensor([1.0, -1.0, *[0.0] * (len(HARD) - 2)])
+    assert tree.weights_of(advantages)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        ([1.0], ValueError, "1 weights for 2 sequences: give one of each"),
+        ([1.0, [1.0, 1.0]], TypeError, r"per_sequence\[1\] must be a number or a tensor"),
+        ([torch.ones(2), 1.0], ValueError, r"per_sequence\[0\] must be a number or \(3,\), got \(2,\)"),
+    ],
+)
+def test_wrong_weights_of_sequences_are_named(weights, error, message):
+    with pytest.raises(error, match=message):
+        pack([[0, 1, 2], [0, 1]]).weights_of(weights)
+
+
+def test_the_price_of_multiple_of_is_that_of_the_docstring():
+    sequences = [[*range(130), 200 + answer, *range(4)] for answer in range(8)]
+    assert [len(pack(sequences, m).token_ids) for m in (1, 128)] == [177, 1031]
+    assert all(f"{n:,}" in pack.__doc__ for n in (177, 1031, sum(map(len, sequences))))
+
+
 def test_gradients_of_unpacked_rows_are_sums():
     tree = pack(HARD, 2)
     x = torch.randn(3, len(tree.token_ids), 2, requires_grad=True, dtype=torch.float64)

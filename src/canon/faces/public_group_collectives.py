@@ -55,7 +55,7 @@ def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor],
 
         Args: ``y`` (received, ...), one row for each token that this rank received in cast ``stage``, in that order;
             ``into`` (t, ...), this rank's tokens, changed in place. The others are those of `group_cast`.
-        Rows are sent in the dtype of ``y`` and added in the dtype of ``into``, in rank order.
+        Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in rank order, and rounded once.
         Raises ValueError if y, into, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention
         (2025).
         """

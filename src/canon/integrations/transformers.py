@@ -34,7 +34,7 @@ from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,8 @@ from canon.masks.band import picked
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
-from canon.ranks.group import Group
+from canon.ranks.group import Group, place_in
+from canon.route.checks import refuse_numbers
 
 __all__ = ["register", "sharded"]
 
@@ -97,7 +98,8 @@ def sharded(
     Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP and FSDP2.
 
     Args:
-        mask: of the whole sequence, for all b sequences; None is causal. It replaces the model's own mask.
+        mask: of the whole sequence, for all b sequences; None is causal, with a warning if position_ids restart. It replaces
+            the model's own mask.
         layout: the tokens of each rank, at least one.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
@@ -119,10 +121,12 @@ def sharded(
 class Sharding:
     """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
 
-    __slots__ = ("attention", "group", "layout", "mask")
+    __slots__ = ("attention", "given", "group", "layout", "mask")
 
-    def __init__(self, mask: Mask | None, attention: Callable, layout: Layout, group: Group):
+    def __init__(self, mask: Mask | None, attention: Callable, layout: Layout, group: Group, given: bool = True):
+        self.given = given and mask is not None  # else the mask is causal over the whole sequence
         mask = Mask.causal(layout.tokens) if mask is None else mask
+        refuse_numbers(mask, "sharded: mask")
         if not isinstance(mask, Mask):
             raise TypeError(
                 f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the batch"
@@ -230,7 +234,7 @@ def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | Non
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
         mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
-    return Sharding(windowed(mask, pattern), sharding.attention, layout, group)
+    return Sharding(windowed(mask, pattern), sharding.attention, layout, group, sharding.given)
 
 
 # --- attention
@@ -268,6 +272,8 @@ def attend_layer(
             raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, Sharding):
+        if not (attention_mask.given or torch.compiler.is_compiling()):
+            _look_for_documents(options.get("position_ids"), attention_mask)
         out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux)
         return out.contiguous(), None
     if isinstance(attention_mask, LayerMask):
@@ -311,6 +317,26 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
         if dist.is_initialized() and any(_sees(mask, token, max(0, token - 1)) for token in jumps):
             _warn_of_a_shard()
     _checked[0] = ref(positions), (*known, masks)
+
+
+_looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
+
+
+def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
+    """Warn if the positions of this rank's tokens restart inside the sequence, although no mask has documents."""
+    if positions is None or positions.ndim != 2 or sharding.layout in _looked:
+        return
+    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _looked.add(sharding.layout)
+    _, rank, _ = place_in("sharded", sharding.group)
+    neighbours = sharding.layout.positions(rank).diff() == 1
+    if bool(((positions.cpu().diff() < 1) & neighbours).any()):
+        warnings.warn(
+            "canon: position_ids restart, but without a mask sharded is causal over the whole sequence, so a document sees "
+            "those before it: pass Mask.documents(cu_seqlens), or Mask.from_position_ids of the whole sequence",
+            stacklevel=2,
+        )
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:

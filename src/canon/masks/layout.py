@@ -201,7 +201,8 @@ class Layout(metaclass=OpaqueMeta):
             cu_seqlens: 0, then the end of each document. None: documents start where ``position_ids`` is 0, or there is one.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are ``labels``: the label of the
-        next token, -100 at the end of each document. Raises ValueError or TypeError for an entry of another shape or type.
+        next token, -100 at the end of each document. Labels of -100 stay, so they can hide a prompt. Raises ValueError or
+        TypeError for an entry of another shape or type, and where `Mask.from_position_ids` refuses the positions.
         """
         from canon.ranks.movement import sharded_batch
 

@@ -93,7 +93,8 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
             place = int(wrong.nonzero()[0])
             raise ValueError(
                 f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a document, or one more "
-                "than the position before it. Pass positions of the whole sequence; for padding use Mask.padding"
+                "than the position before it. Pass positions of the whole sequence; for padding use Mask.padding, for "
+                "sequences that begin alike canon.trees"
             )
         found.append([*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0])
     return found, several is not None

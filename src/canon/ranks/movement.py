@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
 from canon.masks.layout import Layout, positions_on
-from canon.masks.mask_inputs import Ints, document_ends
+from canon.masks.mask_inputs import Ints, document_ends, position_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 from canon.ranks.agreement import group_state, named_failures, refused_together
 from canon.ranks.graph_break import untraced
@@ -238,6 +238,7 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
                 f"shard_batch: position_ids must be (b, n) or (1, n) to find documents, got {tuple(positions.shape)}: "
                 "pass cu_seqlens"
             )
+        position_ends(positions)  # raises unless documents are counted from 0 on
         return positions.to(labels.device) == 0
     starts = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
     starts[0, [start for start in ends or () if start < layout.tokens]] = True

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from canon.masks.arguments import nested, shown
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import are_noted, cached_plan
 from canon.ranks.profiling import recorded
@@ -115,6 +116,7 @@ def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: 
 
 def check_mask_type(mask: Any, name: str = "mask") -> None:
     """Raise TypeError unless ``mask`` is a Mask."""
+    refuse_numbers(mask, name)
     if isinstance(mask, (tuple, list)):
         raise TypeError(
             f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves the whole batch here, "
@@ -123,6 +125,15 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
     if not isinstance(mask, Mask):
         expected = "a canon.Mask or None" if name == "mask" else "a canon.Mask"
         raise TypeError(f"{name} must be {expected}, got {type(mask).__name__}: build one with Mask.causal, ...")
+
+
+def refuse_numbers(mask: Any, name: str = "mask") -> None:
+    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as the ends of packed documents."""
+    numbers = None if isinstance(mask, Mask) else nested(mask)  # a compiler cannot look for attributes of a Mask
+    if isinstance(numbers, (tuple, list)) and numbers and all(type(number) is int for number in numbers):
+        raise TypeError(
+            f"{name} must be a canon.Mask, got {shown(mask)}: for packed documents pass Mask.documents(cu_seqlens)"
+        )
 
 
 def check_gradients(

@@ -15,7 +15,7 @@ from torch import Tensor
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.route.checks import check_gradients, check_mask, check_tensors
+from canon.route.checks import check_gradients, check_mask, check_tensors, refuse_numbers
 
 
 def attend_each(
@@ -84,6 +84,7 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
 
 def check_each_mask(q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]) -> None:
     """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask, name)`` raises otherwise."""
+    refuse_numbers(masks)
     if q.ndim == 3:
         raise ValueError(
             "mask is a sequence of Masks, but q, k, v are packed (t, heads, width): pass one Mask, as Mask.concat(masks)"

@@ -15,6 +15,7 @@ from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.ranks.group import place_in
+from canon.route.checks import refuse_numbers
 from canon.route.packing import block_diagonal, differ
 
 USUAL_CHUNK = 1024  # tokens
@@ -78,6 +79,7 @@ def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
 
     Raise TypeError or ValueError unless all are square and of one size.
     """
+    refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
     if not isinstance(masks, (tuple, list)):
         raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")

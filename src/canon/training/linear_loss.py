@@ -4,8 +4,16 @@ for each chunk    logits = softcap(hidden W^T + bias)           c x V float32; a
                   maximum, sum of exp, label's logit            all-gather of 16 c bytes over ``vocab_group``
                   dhidden, dW, dbias                            all-reduce of dhidden over ``vocab_group``: 4 c D bytes
 
-Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory beyond inputs, gradients and results:
-at most 1.2 times the c x V float32 logits, if D <= V / 32.
+Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are more than 8,192 chunks: n
+additions in float32 err by at most n / 2^25 of the parts' sizes, for n = 8,192 by one rounding to float16. The sums for weight
+and bias are multiplied by the gradient of the loss in the backward pass, and rounded there, once.
+
+Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes, beyond inputs, gradients and
+results, if D <= V / 32:
+
+    float32, float64        forward    1.2 L                L = 4 c V (8 c V) bytes of logits
+    bfloat16, float16       forward    1.2 L + 2 D V        the float32 sum for weight takes 4 D V, its gradient 2 D V
+                            backward   4 D V                both at one time; 4 D V more with float64 sums
 
 Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also torch.nn.functional.linear_cross_entropy, which
 has no soft-cap, z-loss, token weights or divided vocabulary. The latter: Shoeybi et al., Megatron-LM (2019), section 3.
@@ -29,12 +37,14 @@ from canon.training.losses import (
     agree,
     check_labels,
     check_range,
+    check_weights,
     count_of,
     mean_of_ranks,
     number,
     number_of_items,
 )
 
+FLOAT32_CHUNKS = 8192  # with more chunks, the sums for the head are float64
 CHUNK = 2048  # tokens: their float32 logits over a vocabulary of 131,072 take 1 GiB
 BLOCKS = 24  # a temporary tensor has at most a chunk's logits divided by this
 NO_SECOND_DERIVATIVE = "canon does not support second derivatives of linear_sequence_loss: its gradients are constants"
@@ -62,7 +72,7 @@ def linear_sequence_loss(
         vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only this rank with ``group``.
 
     The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64 for float64). In bfloat16
-    and float16 the gradient of a chunk's logits is rounded to this dtype, and the sums for linear_weight once a chunk.
+    and float16 the gradient of a chunk's logits is rounded to this dtype, as an operand of both products. Sums are float32.
 
     One backward pass is possible. A second one, and a second derivative, raise RuntimeError. The errors are otherwise those of
     `sequence_loss`; on a GPU, a label outside the vocabulary counts as a token whose label has the logit 0.
@@ -77,6 +87,7 @@ def linear_sequence_loss(
             softcap = None if softcap is None else number("softcap", softcap, above=0)
             z_loss, smoothing = number("z_loss", z_loss), number("label_smoothing", label_smoothing, most=1)
             check_labels("hidden (b, t, width)", hidden, shift_labels, weights)
+            check_weights(weights, shift_labels, items, ignore_index)
             _check_head(hidden, linear_weight, linear_bias)
             _check_groups(group, vocab_group, ranks, slices)
         needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad
@@ -158,9 +169,12 @@ class _LinearSum(torch.autograd.Function):
         kept = min(tokens, terms.chunk)
         size = max(1, kept * columns // (BLOCKS * max(kept, width, 1)))
         blocks = [slice(at, min(at + size, columns)) for at in range(0, columns, size)]
-        ctx.shrink = 0.5 ** max(tokens - 1, 0).bit_length()  # so that sums over tokens stay in the range of float16
-        sums = weight.new_zeros(columns, dtype=accumulate) if needs[2] else None
-        grads = [torch.zeros_like(x) if needed else None for x, needed in zip((rows, weight), needs[:2], strict=True)]
+        dhidden = torch.zeros_like(rows) if needs[0] else None
+        wide = torch.float64 if tokens > FLOAT32_CHUNKS * terms.chunk else accumulate
+        dweight, dbias = (
+            torch.zeros_like(x, dtype=wide) if needed else None
+            for x, needed in zip((weight, bias), needs[1:], strict=True)
+        )
         buffer, own = hidden.new_empty(kept, columns, dtype=accumulate), hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, tokens, terms.chunk):
             part = slice(start, start + terms.chunk)
@@ -174,19 +188,18 @@ class _LinearSum(torch.autograd.Function):
             dx = x.new_zeros(x.shape, dtype=accumulate) if needs[0] else None
             for block in blocks if True in needs else ():
                 dlogits = _gradient(logits[:, block], lse, factor, labels - block.start, terms)
-                if sums is not None:
-                    sums[block].add_(dlogits.sum(0), alpha=ctx.shrink)
+                if dbias is not None:
+                    dbias[block] += dlogits.sum(0)
                 dlogits = dlogits.to(x.dtype)
                 if dx is not None:
                     dx += _product(dlogits, weight[block])
-                if needs[1]:
-                    grads[1][block].add_(_product(dlogits.t(), x), alpha=ctx.shrink)  # rounded once
+                if dweight is not None:
+                    dweight[block] += _product(dlogits.t(), x)
             if dx is not None:
                 if terms.slices > 1:
                     dist.all_reduce(dx, group=terms.vocab_group)
-                grads[0][part] = dx
-        ctx.gradients = [*grads, None if sums is None else sums.to(weight.dtype)]
-        ctx.shape = hidden.shape
+                dhidden[part] = dx
+        ctx.gradients, ctx.shape, ctx.dtype = (dhidden, dweight, dbias), hidden.shape, hidden.dtype
         return own.to(accumulate)
 
     @staticmethod
@@ -195,9 +208,10 @@ class _LinearSum(torch.autograd.Function):
             raise RuntimeError(USED)
         (hidden, *head), ctx.gradients = ctx.gradients, None
         factor = grads[0].detach().reshape(1)  # with an axis, so that bfloat16 is multiplied in float32
-        for x, scale in ((hidden, factor), *((x, factor / ctx.shrink) for x in head)):
+        for x in (hidden, *head):
             for part in () if x is None else x.chunk(BLOCKS):
-                part.mul_(scale)
+                part.mul_(factor)
+        head = (None if x is None else x.to(ctx.dtype) for x in head)
         found = None if hidden is None else hidden.reshape(ctx.shape), *head
         if torch.is_grad_enabled():
             found = undifferentiable(NO_SECOND_DERIVATIVE, *found)

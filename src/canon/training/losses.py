@@ -28,7 +28,8 @@ def sequence_loss(
     Args:
         logits: of this rank's tokens, (b, t, vocabulary) or (t, vocabulary). t may be 0.
         shift_labels: the next token of each token, int64 (b, t) or (t,), from `Layout.shard_batch`.
-        weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean divides by their sum.
+        weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean divides by their sum, so
+            they must be finite and at least 0. Weight 0 counts as no label. With num_items_in_batch, they may have any sign.
         num_items_in_batch: divide by this number instead, counted over all ranks of the group and all microbatches. Then the
             losses of microbatches add up, and each token counts equally. 1 gives the sum.
         group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
@@ -42,13 +43,15 @@ def sequence_loss(
     float64. Cost: one all-reduce of 16 bytes.
 
     Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On a GPU, a label outside the
-    vocabulary is a device-side assertion, and a `num_items_in_batch` in a tensor is not compared.
+    vocabulary is a device-side assertion, and a `num_items_in_batch` in a tensor is not compared. The host waits for weights
+    without num_items_in_batch, to check them; a CUDA graph does not check them.
     """
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
         ignore_index, items = whole(f"{name}: ignore_index", ignore_index), number_of_items(num_items_in_batch)
         check_labels("logits (b, t, vocabulary)", logits, shift_labels, weights)
+        check_weights(weights, shift_labels, items, ignore_index)
         check_range(shift_labels, ignore_index, logits.shape[-1])
     fields = (
         ("vocabulary", logits.shape[-1]),
@@ -58,11 +61,10 @@ def sequence_loss(
     )
     agree(name, group, ranks, logits, fields)
     scores, labels = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)), shift_labels.flatten()
-    if weights is None:
-        own = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
-    else:
-        losses = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="none")
-        own = torch.where(labels != ignore_index, losses * weights.flatten().to(losses.dtype), 0).sum()
+    losses = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="none")
+    if weights is not None:
+        losses = torch.where(labels != ignore_index, losses * weights.flatten().to(losses.dtype), 0)
+    own = losses.sum(dtype=torch.float64).to(losses.dtype)
     return mean_of_ranks(name, own, count_of(labels, weights, ignore_index), items, group, ranks)
 
 
@@ -146,6 +148,20 @@ def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None
         wrong = "a tensor with a gradient: pass weights.detach()" if weights.requires_grad else tuple(weights.shape)
         raise ValueError(
             f"weights must be constants of the shape of shift_labels, {tuple(shift_labels.shape)}, got {wrong}"
+        )
+
+
+def check_weights(weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int) -> None:
+    """Raise ValueError if the mean divides by weights that could cancel, or whose products with losses lose digits."""
+    if weights is None or items is not None or (weights.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    least = torch.finfo(torch.float32).tiny
+    fits = (weights == 0) | ((weights >= least) & (weights < math.inf)) | (shift_labels == ignore_index)
+    if not fits.all():
+        raise ValueError(
+            f"weights must be finite, and 0 or at least {least:.1e}, because the mean divides by their sum; got "
+            f"{weights[~fits][0].item()}: for advantages, which have both signs, pass num_items_in_batch, the number of "
+            "labelled tokens of all ranks and microbatches"
         )
 
 
