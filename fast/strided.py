@@ -142,9 +142,11 @@ def invariant_forward(
     return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
 
 
-def invariant_backward(call: Call, needs_grad: tuple[bool, bool, bool], *saved: Tensor) -> tuple[Tensor | None, ...]:
+def invariant_backward(
+    call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of `strided_backward` with the bits of one rank."""
-    return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *saved)
+    return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 
 
 def strided_parts(call: Call, backward: bool) -> Iterator[Part]:

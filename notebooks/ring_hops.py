@@ -41,9 +41,10 @@ def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
     hops: list[SentHop] = []
 
     class RecordedHop(ring.Hop):
-        def __init__(self, tensors, step, call):
-            hops.append(SentHop(step - 1, call.rank, (call.rank - step + 1) % call.ranks, tuple(tensors)))
-            super().__init__(tensors, step, call)
+        def __init__(self, tensors, owner, call):
+            step = (call.rank - owner - 1) % call.ranks
+            hops.append(SentHop(step, call.rank, (owner + 1) % call.ranks, tuple(tensors)))
+            super().__init__(tensors, owner, call)
 
     with mock.patch.object(ring, "Hop", RecordedHop):
         yield hops
@@ -111,8 +112,8 @@ def require_key_hops(hops: Sequence[SentHop], shards: Sequence[Tensor], passes: 
             step, sent = place % (ranks - 1), owner_of(hop.tensors[0], shards)
             held, where = (rank - step) % ranks, f"rank {rank}, step {step}"
             assert sent == held, f"{where}: it sends {_keys(sent)}, expected {_keys(held)}"
-            named = f"{where}: the hop names step {hop.step + 1}"
-            assert hop.step == step, f"{named}, expected {step + 1}, the present step plus 1"
+            named = f"{where}: the hop names owner {(hop.owner - 1) % ranks}"
+            assert hop.step == step, f"{named}, expected {(held - 1) % ranks}, the owner of the keys that it brings"
 
 
 def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
@@ -138,7 +139,8 @@ def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtyp
         for step, hop in enumerate(own, 1):
             where, dtypes = f"rank {rank}, step {step}: the gradient hop", {x.dtype for x in hop.tensors}
             assert dtypes == {dtype}, f"{where} has {', '.join(map(str, dtypes))}, expected call.reduce_dtype, {dtype}"
-            assert hop.step == step, f"{where} names step {hop.step + 1}, expected {step + 1}, the present step plus 1"
+            named, expected = ((x - 1) % ranks for x in (hop.owner, rank - step))
+            assert hop.step == step, f"{where} names owner {named}, expected {expected}, the owner of what it brings"
             assert all(x.is_contiguous() for x in hop.tensors), f"{where} has tensors that are not contiguous"
 
 

@@ -130,10 +130,12 @@ def invariant_forward(
     return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits)
 
 
-def invariant_backward(call: Call, needs_grad: tuple[bool, bool, bool], *saved: Tensor) -> tuple[Tensor | None, ...]:
+def invariant_backward(
+    call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Return the gradients of `strided_backward` with the bits of one rank."""
     fetch = partial(SequenceGather, call=call)
-    return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, *saved)
+    return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, *given)
 
 
 def strided_parts(call: Call, backward: bool) -> Iterator[Mask]:

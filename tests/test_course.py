@@ -58,9 +58,9 @@ WRONG = {
     ],
     "ring_forward": [
         ("if step + 1 < call.ranks else None", "", "^rank 0: 4 hops of keys, expected 3"),
-        ("(call.rank - step)", "(call.rank + step)", "step 1: it holds the keys of 3, but the mask is that of owner 1$"),
+        ("(call.rank - step)", "(call.rank + step)", "^rank 0, step 1: the hop names owner 0, expected 2, the owner of the keys that it brings$"),
         ("Hop(held", "Hop([k.contiguous(), v.contiguous()]", "step 1: it sends the keys of 0, expected the keys of 3$"),
-        ("Hop(held, step + 1", "Hop(held, step", "^rank 0, step 0: the hop names step 0, expected 1, the present step plus 1$"),
+        ("Hop(held, owner - 1", "Hop(held, owner", "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the"),
         ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
     ],
     "ring_backward": [
@@ -69,7 +69,7 @@ WRONG = {
         ("x.to(call.reduce_dtype)", "x", "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$"),
         ("x.to(call.reduce_dtype)", "x.to(q.dtype)", "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$"),
         ("reduce_dtype).contiguous()", "reduce_dtype)", "hop has tensors that are not contiguous$"),
-        ("part], step + 1", "part], step", "^rank 0, step 1: the gradient hop names step 1, expected 2"),
+        ("part], owner - 1", "part], owner", "^rank 0, step 1: the gradient hop names owner 3, expected 2"),
         ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
     ],
     "pick": [("(band.hi - offset) // step", "-((offset - band.hi) // step)", "^expected Band")],

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import json
+import re
 import sys
 import types
 from functools import partial
@@ -54,7 +55,7 @@ FAULTS = {
         LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
     "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
     "delta is computed in every hop from its own part": (
-        RING, "ring", "lse, delta, mask", "lse, delta / call.ranks, mask"),
+        RING, "ring", "            delta,\n            mask,", "            delta / call.ranks,\n            mask,"),
     "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
     "no mask means full attention": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
     "a given delta is computed again": (
@@ -68,11 +69,11 @@ FAULTS = {
     "every cast sends the rows of the first": (
         CAST, CASTS, "x[plan.send_rows(stage, rank).to(x.device)]", "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]"),
     "gradients are added in bfloat16": (
-        REDUCE, CASTS, "self.into[rows] += part", "self.into[rows] = (self.into[rows].bfloat16() + part).to(part.dtype)"),
+        REDUCE, CASTS, "total[rows] += part", "total[rows] = (total[rows].bfloat16() + part).to(part.dtype)"),
     "the gradients of one rank are left out": (
         REDUCE, CASTS, "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
     "gradients are added, but not in place": (
-        REDUCE, CASTS, "parts = self.received", "self.into = self.into.clone(); parts = self.received"),
+        REDUCE, CASTS, "parts = self.received", "self.into = self.into.clone()\n        parts = self.received"),
     "a NaN on another rank is hidden": (
         "ring_attention/contiguous/documents/nan in k", "local", "some = total != 0", "some = total > 0"),
     "a merge drops a NaN": (
@@ -109,9 +110,13 @@ def with_fault(file, text, replacement):
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
         for imported in FILES:
             source = source.replace(f"from {home(imported)}.{imported} import", f"from faulty_{imported} import")
-            source = source.replace(
-                f"from {home(imported)} import {imported}\n", f"import faulty_{imported} as {imported}\n"
+            source = re.sub(
+                rf"^from {home(imported)} import (.*)\b{imported}\b(?:, )?(.*)\n",
+                rf"import faulty_{imported} as {imported}\nfrom {home(imported)} import \1\2\n",
+                source,
+                flags=re.MULTILINE,
             )
+        source = re.sub(r"^from \S+ import \n", "", source, flags=re.MULTILINE)
         exec(compile(source, f"faulty {name}", "exec"), scope)
         vars(sys.modules[f"faulty_{name}"]).update(scope)
         vars(module).update({public: scope[public] for public in scope.get("__all__", ())})

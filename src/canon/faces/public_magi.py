@@ -81,5 +81,6 @@ def with_stages(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: 
     return {name: x for name, x in options.items() if name not in names} | {"stages": stages}
 
 
-CASTS = (0,), "adds the keys of one cast after another", "with own_keys_first=False or None"
-MAGI = declared(magi_attention, resolve=with_stages, contradictions={"stages": CASTS}, keeps="keep_kv")
+REASON = "adds the keys of one cast after another", "with own_keys_first=False or None"
+IN_ORDER = {"casts": ((None, 1), *REASON), "own_keys_first": ((None, False), *REASON), "stages": ((None, 0), *REASON)}
+MAGI = declared(magi_attention, resolve=with_stages, contradictions=IN_ORDER, keeps="keep_kv")

@@ -27,5 +27,5 @@ def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F
 
 
 def half_of(implementation: Callable[..., Any]) -> str:
-    """Return the name of the half that an implementation belongs to, "reference" or "fast"."""
-    return implementation.__module__.split(".")[1]
+    """Return the name of the half that an implementation belongs to, "reference" or "fast", or its own module."""
+    return implementation.__module__.removeprefix("canon.").split(".")[0]

@@ -100,11 +100,11 @@ class Call:
         """The width of V, also where V is projected from other tensors."""
         return self.algorithm.declaration.value_width(self.shapes)
 
-    @cached_property
+    @property
     def passes(self) -> Passes:
         """Both passes: with rank_invariant=True those that give equal bits on any number of ranks."""
         algorithm = self.algorithm
-        if self.options.get("rank_invariant") and algorithm.invariant is not None:
+        if algorithm.invariant is not None and self.options["rank_invariant"]:
             return algorithm.invariant
         return algorithm.forward, algorithm.backward
 
@@ -260,14 +260,14 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     if not are_noted():  # plans are made ahead
         algorithm.side.check_device(q)
     check_method("backward", options["backward"])
+    check_rank_invariant(algorithm.function, declaration.contradictions, options)
     invariant = options.get("rank_invariant", False)
     if declaration.is_local:
         mask, layout = default_mask(q, k, mask), None
     else:
-        mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, invariant is True)
+        mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, invariant)
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
     options = declaration.resolve(options, shapes, q.element_size(), layout)
-    check_rank_invariant(algorithm.function, declaration.contradictions, options)
     if invariant and layout is not None:
         check_tiled(algorithm.function, layout)
     own = {name: x for name, x in options.items() if name not in ("scale", "softcap", "reduce_dtype", "backward")}
