@@ -10,7 +10,10 @@ from rich.text import Text
 
 from canon.testing.judge import short
 
-MARKS = {"agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim"}  # verdicts
+MARKS = {  # verdicts
+    "agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim", "not judged": "yellow",
+}  # fmt: skip
+NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
 NUMBERS = {"error", "bound", "ratio", "time"}
 TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
     "no rank can continue", "the ranks disagree", " sees ", "does not see", "times the expected", "not finite", "-inf at",
@@ -30,13 +33,15 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
             place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
             numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", ratio)
         seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
-        shown.add_row(result["case"], *numbers, seconds, Text(result["verdict"], MARKS[result["verdict"]]))
+        exempt = sum(result.get("exempt", {}).values())  # values that a planted NaN may reach
+        verdict = result["verdict"] + f", {exempt} exempt" * bool(exempt)
+        shown.add_row(result["case"], *numbers, seconds, Text(verdict, MARKS[result["verdict"]]))
     return shown
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print all faults of the case with the most specific one, and the most specific one of each other case."""
-    wrong = [result for result in results if result["faults"] and result["verdict"] != "declined"]
+    wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
         if result["faults"]:
@@ -60,8 +65,9 @@ def _place(fault: str) -> int:
 
 def summary(verdicts: Sequence[str], console: Console) -> int:
     """Print how many cases agree, and return how many are wrong."""
-    agree, declined = verdicts.count("agrees"), verdicts.count("declined")
-    wrong = len(verdicts) - agree - declined
-    line = f"{agree} of {len(verdicts)} cases agree" + f", {declined} declined" * bool(declined)
-    console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.")
+    agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
+    wrong = len(verdicts) - agree - sum(neither.values())
+    line = f"{agree} of {len(verdicts)} cases agree" + "".join(f", {n} {name}" for name, n in neither.items() if n)
+    end = f"[bold red]{line}, {wrong} do not." if wrong else f"[bold {'green' if agree else 'red'}]{line}."
+    console.print(end)
     return wrong

@@ -28,8 +28,10 @@ imports from canon, are skipped. NotImplementedError declines a case.
             logarithm of the softmax denominator, in float32 (float64 for float64). out and lse are differentiable.
   NaN       q, k, v and the gradient of out hold NaN for queries that see no key and for keys that no query sees.
             These NaN must not change other results. A query that sees no key gets out 0, lse -inf and zero gradients.
-            In some cases one element of a visible token is NaN or infinite. It must reach all results that depend on it,
-            and may reach more.
+            In some cases one element of a visible token is NaN or infinite. It must reach all results that depend on it.
+            It may reach more of its sequence and key head, as 0 * NaN does, but in merge no other element, and from q
+            and dout no other query. The table counts these values as exempt. A case with a tensor of such values alone
+            is not judged.
   keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel", default "auto");
             reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
             in canon.reference. A keyword is passed only if a case does not use its default. Functions with a parameter

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
-from canon.check.planted_values import hide, plant, spread
+from canon.check.planted_values import hide, plant, reach, spread
 from canon.reference import Layout, Mask
 from canon.runtime.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
@@ -182,18 +182,25 @@ def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap
     few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
     exact = oracle(*arguments)
     *_, planted = given
-    reach = spread(planted, exact, x.q.shape[-2] // x.k.shape[-2]) if planted else None
-    return Expected(exact, orders(*arguments), few, reach)
+    places = planted_places(planted, exact, x) if planted else ()
+    return Expected(exact, orders(*arguments), few, *places)
+
+
+def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Results]:
+    """Return where a planted value may go beyond the oracle, in canon and in other modules."""
+    share = x.q.shape[-2] // x.k.shape[-2]
+    return spread(planted, exact, share), reach(planted, exact, share, x.mask)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results, and optional distances from `roundings` and places from `spread`."""
+    """The oracle's result, honest results, and optional distances from `roundings` and places from `planted_places`."""
 
     exact: Any
     honest: list[Any]
     roundings: Results | None = None
     spread: Results | None = None
+    reach: Results | None = None
 
 
 @dataclass(frozen=True)
