@@ -62,7 +62,7 @@ def test_a_row_counts_the_values_that_a_planted_nan_may_reach(of_heads):
 def test_a_row_in_which_all_values_of_a_tensor_are_exempt_is_not_judged(of_heads):
     status, printed, result, _ = of_heads(4, 1)
     assert (status, result["verdict"]) == (1, "not judged")
-    assert "every value of out, lse, dq, dk, dv is NaN or infinite" in " ".join(printed.split())
+    assert "every value of out, lse, dq is NaN or infinite, as the planted value allows" in printed
     assert "0 of 1 cases agree, 1 not judged" in printed
 
 
