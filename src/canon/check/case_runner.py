@@ -60,7 +60,7 @@ class CaseRunner:
             for case in self.cases:
                 try:
                     result = self._result(module, case)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
                     with self.sink.open("a") as lines:
