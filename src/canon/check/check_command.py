@@ -307,7 +307,7 @@ def _choose_cases(
             f"{module.__name__} has none of the functions {names}; those that it imports from canon do not count"
         )
     if arguments.features:
-        cases = contract.limited(cases, contract.features(arguments.features), even)
+        cases = contract.limited(cases, contract.features(arguments.features), even, module)
         if not cases:
             raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions.tested)}")
     return [case for case in cases if fnmatch(case.name, f"*{arguments.only or ''}*")]

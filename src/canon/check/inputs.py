@@ -104,6 +104,8 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
         positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[:, None, None]
         offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
         v, dout = v + offset, dout + offset
+    if "cancelling" in mask_name:
+        _cancel(q, k, v, 0.9 if "last" in mask_name else 0.4)
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
     mask = _mask(mask_name, documents)
@@ -116,6 +118,19 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+
+
+def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
+    """Give two keys about a quarter of each query's weight, and opposite values: the first, and one after ``part`` of the keys.
+
+    For most numbers of ranks they are on different ranks, in contiguous, zigzag and striped layouts.
+    """
+    tokens, d = k.shape[1], k.shape[-1]
+    heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
+    large = (math.log(max(2, tokens)) * d**0.5) ** 0.5  # a score of large * large / sqrt(d) = log(tokens)
+    q[..., 0], k[..., 0], k[:, heavy] = large, 0, 0
+    k[:, heavy, :, 0] = large
+    v[:, heavy] = torch.tensor([6.0, -6.0])[:, None, None]
 
 
 def _sequence(mask_name: str, documents: Documents) -> Documents:
@@ -132,7 +147,7 @@ def _mask(name: str, documents: Documents) -> Masks:
         return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
     if name == "last of sequences":
         return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
-    if name == "last":
+    if name == "last" or name == "last cancelling":
         return Mask.causal(len(last), tokens)
     if name == "last full":
         return Mask.full(len(last), tokens)
@@ -156,6 +171,7 @@ def _mask(name: str, documents: Documents) -> Masks:
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
         "wide": lambda: Mask.causal(tokens),
+        "cancelling": lambda: Mask.causal(tokens),
         "window": lambda: Mask.window(tokens, tokens // 5, 16),
         "full": lambda: Mask.documents(cu_seqlens, causal=False),
     }[name]()
