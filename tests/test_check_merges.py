@@ -15,6 +15,9 @@ def rounding(merged, *parts):
     out, lse = merged(*parts)
     return out.to(getattr(narrow, "dtype", out.dtype)).to(out.dtype), lse
 
+for home in (ring, magi, decode):
+    home.merged = partial(rounding, home.merged)
+
 def narrowed(name, q, *given, **options):
     narrow.dtype = q.dtype
     try:
@@ -46,7 +49,7 @@ def narrow(write_module, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_merging_in_16_bits_disagrees_in_every_function_that_merges(ranks, run, narrow):
-    status, printed, record = run("narrow", "--ranks", ranks, "--runs", 1, "--only", "*_attention/*16*")
+    status, printed, record = run("narrow", "--ranks", ranks, "--runs", 1, "--only", "*cancelling*")
     wrong = {result["case"].split("/")[0] for result in record["results"] if result["verdict"] == "disagrees"}
     assert status == 1
     assert wrong == {f"{name}_attention" for name in ("ring", "zigzag", "striped", "magi", "decode")}
@@ -55,7 +58,7 @@ def test_merging_in_16_bits_disagrees_in_every_function_that_merges(ranks, run, 
 
 @pytest.mark.parametrize("words", ["no-mask", "causal,no-options", "packed,forward"])
 def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
-    status, _, record = run("narrow", "--tokens", 560, "--runs", 1, "--only", "ring_attention/*", "--features", words)
+    status, _, record = run("narrow", "--tokens", 560, "--runs", 1, "--only", "ring_attention/*/*ca*", "--features", words)
     assert status == 1
     assert any(result["verdict"] == "disagrees" for result in record["results"])
 
