@@ -1,5 +1,6 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
+import re
 from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
@@ -28,6 +29,10 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
     for result in results:
+        if (same := _declined_alike(result, results)) and len(same) > 1:
+            if result is same[0]:
+                shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, Text("declined", MARKS["declined"]))
+            continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
             place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
@@ -44,8 +49,29 @@ def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
-        if result["faults"]:
+        if (same := _declined_alike(result, results)) and len(same) > 1:
+            if result is same[0]:
+                reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
+                console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
+        elif result["faults"]:
             fault(result, console, in_full=result is in_full)
+
+
+def _function(result: dict[str, Any]) -> str:
+    return result["case"].split("/")[0]
+
+
+def _reason(result: dict[str, Any]) -> str:
+    """Return the first line of a reason, without the rank that raised first."""
+    return re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0] if result["faults"] else ""
+
+
+def _declined_alike(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the declined results of the same function and reason; they are shown in one line."""
+    if result["verdict"] != "declined":
+        return []
+    key = _function(result), _reason(result)
+    return [x for x in results if x["verdict"] == "declined" and (_function(x), _reason(x)) == key]
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
