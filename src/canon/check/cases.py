@@ -65,7 +65,7 @@ MAGI = {
     "two_stages": ("window", "planned", {"stages": 2}),
     "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
     "three_stages": ("full", "zigzag", {"stages": 3}),
-    "merged": ("cancelling", "striped", {"stages": 2, "used": "forward"}),
+    "two_parts": ("cancelling", "striped", {"stages": 2, "used": "forward"}),
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
     "branches": ("tree", "planned", {"stages": 2}),
     "softcap": ("window", "planned", {"softcap": 1.0, "sink": True, "stages": 2}),
