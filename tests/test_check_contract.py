@@ -57,6 +57,9 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     assert status == 0, printed.out
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
         "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
+    lines = [line for line in printed.out.splitlines() if "ring_attention" in line and "does not" not in line]
+    assert len([line for line in lines if "not written yet" in line]) == 1
+    assert len([line for line in lines if line.startswith("│")]) == 1, "one row of the table"
     assert sum(name.startswith("attention/") for name in verdicts(record)) == 14  # three with a visible NaN
     status, printed, _ = run("my_attention", "--random", 20, "--seed", 7)
     assert status == 0, "random cases pass no option that the functions lack"
@@ -194,7 +197,8 @@ def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     write_module("not_a_number", text)
     _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
     (result,) = record["results"]
-    assert result["faults"][0].startswith("out has ")
+    assert result["faults"][0].startswith("out is worst at token 0"), "the place stands before the norms"
+    assert result["faults"][1].startswith("out has ")
     assert (result["measures"][0]["tensor"], result["measures"][0]["ratio"]) == ("out", "inf"), "the worst measure"
     assert not any("other bits" in fault for fault in result["faults"])
 

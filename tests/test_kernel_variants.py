@@ -218,5 +218,7 @@ def test_a_machine_without_a_gpu_has_nothing_to_compile(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert warm_up() == 0
     assert "there is nothing to compile" in capsys.readouterr().out
-    assert command_line.main(["warm", "--widths", "128/64", "--heads", "32/8"]) == 0
+    assert command_line.main(["warm", "--widths", "128/64", "--heads", "32/8"]) == 1, (
+        "a script that warms a host must notice"
+    )
     assert "there is nothing to compile" in capsys.readouterr().out

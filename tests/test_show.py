@@ -140,6 +140,26 @@ def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsy
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("text", "message"), [
+    ("", "is not JSON: Expecting value: line 1 column 1"),
+    ('{"results":\n[{"schedule": ', "is not JSON: Expecting value: line 2 column"),
+    ("[" * 100_000, "is not JSON: "),
+    ("[1, 2]", ", line 1: the record has no timeline"),
+    ('{"results": 3}', ", line 1: the record has no timeline"),
+    (f'{{"results": [\n{{"schedule": "a", "{spans.KERNELS}": [[[1, 2, "x"]]]}},\n{{"{spans.KERNELS}": []}}]}}',
+     ", line 3: no timeline of a schedule: KeyError('schedule')"),
+    (f'{{"results": [\n{{"schedule": "a", "{spans.KERNELS}": [[["x"]]]}}]}}', ", line 2: no timeline of a schedule: "),
+])  # fmt: skip
+def test_a_record_without_a_timeline_is_refused_with_its_file_and_line(text, message, tmp_path, capsys):
+    (tmp_path / "record.json").write_text(text)
+    words = ["show", "timeline", str(tmp_path / "record.json"), "--out", str(tmp_path / "x.svg")]
+    assert __main__.main(words) == 2
+    assert (
+        f"canon show: {tmp_path / 'record.json'}{'' if message.startswith(',') else ' '}{message}"
+        in capsys.readouterr().err
+    )
+
+
 # --- matplotlib
 
 

@@ -90,11 +90,7 @@ def drawn(arguments: argparse.Namespace) -> Any:
     if arguments.what == "timeline":
         from canon.show.timeline_figures import measured_spans
 
-        try:
-            record = json.loads(arguments.record.read_text())
-        except ValueError as error:
-            raise ValueError(f"{arguments.record} is not JSON: {error}") from error
-        return measured_spans(spans.recorded(record, arguments.schedule))
+        return measured_spans(recorded(arguments.record, arguments.schedule))
     mask = mask_of(arguments)
     if arguments.what == "mask":
         return mask.plot().figure
@@ -105,6 +101,31 @@ def drawn(arguments: argparse.Namespace) -> Any:
     from canon.show.plan_figures import plot_plan
 
     return plot_plan(mask, layout, plan_report(mask, layout))
+
+
+def recorded(path: Path, schedules: list[str]) -> dict[str, dict[str, list[spans.Span]]]:
+    """Return the spans of a record. Raises ValueError that names the file and a line of it."""
+    try:
+        text = path.read_text()
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    results = record.get("results") if isinstance(record, dict) else None
+    rows = (
+        [row for row in results or () if isinstance(row, dict) and spans.KERNELS in row]
+        if isinstance(results, list)
+        else []
+    )
+    lines = [number for number, line in enumerate(text.splitlines(), 1) if f'"{spans.KERNELS}"' in line] or [1]
+    for row, line in zip(rows, lines, strict=False):
+        try:
+            spans.recorded({"results": [row]})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}, line {line}: no timeline of a schedule: {error!r}") from error
+    try:
+        return spans.recorded({"results": rows}, schedules)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {lines[0]}: {error}") from error
 
 
 def mask_of(arguments: argparse.Namespace) -> Mask:

@@ -44,7 +44,10 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print a summary and return the exit status: 0, 1 if a kernel does not compile, 2 for invalid arguments."""
+    """Compile, print a summary and return the exit status.
+
+    It is 0, 1 if a kernel does not compile or there is no GPU, 2 for invalid arguments.
+    """
     a, start = arguments, time.monotonic()
     names = "heads", "functions", "backend", "backward", "softcap", "ranks", "rank_invariant", "processes"
     options = {name: getattr(a, name) for name in names}
@@ -53,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"canon warm: {error}", file=sys.stderr)
         return MISUSED if isinstance(error, ValueError) else FAILED
-    if torch.cuda.is_available():
-        text = f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s" if compiled else "compiled already"
-        print(f"{a.dtype}, widths {a.widths[0]}/{a.widths[1]}, heads {a.heads[0]}/{a.heads[1]}: {text}")
+    if not torch.cuda.is_available():  # `warm_up` has printed that
+        return FAILED
+    text = f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s" if compiled else "compiled already"
+    print(f"{a.dtype}, widths {a.widths[0]}/{a.widths[1]}, heads {a.heads[0]}/{a.heads[1]}: {text}")
     return 0

@@ -29,7 +29,10 @@ def report(
     console: Console,
     **sizes: int,
 ) -> int:
-    """Print the tables, the reasons and a summary, write the record with ``sizes``, and return the number of wrong cells."""
+    """Print the tables, the reasons and a summary, and write the record with ``sizes``.
+
+    Return the number of wrong cells, 1 if none was compared.
+    """
     names = list(dict.fromkeys(rows))
     for dtype, backend in dict.fromkeys((x["dtype"], x["backend"]) for x in results):
         some = [x for x in results if (x["dtype"], x["backend"]) == (dtype, backend)]
@@ -47,8 +50,9 @@ def report(
     judged = [verdict for verdict in compared if verdict in ("equal", "differs", "failed")]
     wrong = len(judged) - judged.count("equal")
     line = f"{judged.count('equal')} of {len(judged)} cells have equal bits"
-    console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.", highlight=False)
-    return wrong
+    style = "bold red" if wrong or not judged else "bold green"
+    console.print(f"[{style}]{line}" + f", {wrong} do not." * bool(wrong) + "." * (not wrong), highlight=False)
+    return wrong + (not judged)
 
 
 def _column(result: dict[str, Any]) -> tuple[str, int, str | None]:

@@ -26,7 +26,7 @@ from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
 from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import explained, worst_places
-from canon.check.planted_values import everywhere
+from canon.check.planted_values import exempted
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement, relative
@@ -60,7 +60,7 @@ class CaseRunner:
             for case in self.cases:
                 try:
                     result = self._result(module, case)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
                     with self.sink.open("a") as lines:
@@ -99,7 +99,8 @@ class CaseRunner:
             found = self._judged(module, case, layout, x, first, of_reference, unequal_runs)
         if dist.get_rank():
             return None
-        verdict = "disagrees" if found["faults"] else "agrees"
+        verdict = "disagrees" if found["faults"] else "not judged" if found.get("not_judged") else "agrees"
+        found["faults"] += found.pop("not_judged", [])
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
         found |= {"seconds": seconds, "reference_seconds": [reference_seconds]}
         return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **found}
@@ -137,12 +138,14 @@ class CaseRunner:
             return {}
         expected = self.source.expected(case, layout, self.device)
         exact, judged_by = expected.exact, (expected.exact, expected.honest, expected.roundings)
-        spread = expected.spread if module.__name__.startswith("canon.") else everywhere(exact)
-        verdict = agreement(first, *judged_by, spread if case.planted else None)
+        spread = expected.spread if module.__name__.startswith("canon.") else expected.reach
+        spread = None if case.function == "merge" else spread  # it has no sum over tokens
+        verdict = agreement(first, *judged_by, spread)
+        exempt = {} if spread is None else exempted(first, exact, spread)
         reference_verdict = agreement(of_reference, *judged_by)
         x = with_projected_keys(x) if case.has_latents else x
-        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x) + [*verdict.faults]
-        faults += worst_places(verdict.faults, first, exact, layout if case.distributed else None)
+        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x)
+        faults += [*worst_places(verdict.faults, first, exact, layout if case.distributed else None), *verdict.faults]
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
         if not (case.method == "fused" and self.device == "cuda"):  # its atomics add dq in no fixed order
@@ -157,7 +160,12 @@ class CaseRunner:
             }
             for m in verdict.measures
         ]
-        return {"faults": faults, "measures": measures, "same_bits": not unequal_runs}
+        found = {"faults": faults, "measures": measures, "same_bits": not unequal_runs}
+        if exempt:
+            found["exempt"] = {name: count for name, (count, _) in exempt.items()}
+            if all_of := ", ".join(name for name, (count, of) in exempt.items() if count == of):
+                found["not_judged"] = [f"every value of {all_of} is NaN or infinite, as the planted value allows"]
+        return found
 
     @contextmanager
     def _kernels(self) -> Iterator[None]:

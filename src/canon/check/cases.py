@@ -6,6 +6,8 @@ sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last          a mask with the last queries only
 few           a mask with 17 queries and 5,000 keys or more: the documents come several times
+cancelling    causal over two heavy keys with opposite values, so that partial results are larger than out: merging them in
+              16 bits shows. The dtype has 16 bits if possible.
 nan in k      one element of a visible token of k is NaN; the results of all queries that see it are, too
 
 Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
@@ -14,7 +16,7 @@ Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -63,6 +65,7 @@ MAGI = {
     "two_stages": ("window", "planned", {"stages": 2}),
     "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
     "three_stages": ("full", "zigzag", {"stages": 3}),
+    "two_parts": ("cancelling", "striped", {"stages": 2, "used": "forward"}),
     "sink": ("documents", "planned", {"sink": True, "stages": 2}),
     "branches": ("tree", "planned", {"stages": 2}),
     "softcap": ("window", "planned", {"softcap": 1.0, "sink": True, "stages": 2}),
@@ -138,6 +141,8 @@ SHAPES |= {  # masks of some functions only
     "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
     "tree": (Shape((4, 2), (32, 16), batch=1), Shape((8, 2), (128, 128), batch=1)),
     "wide": (Shape((2, 1), (512, 512), batch=1), Shape((4, 1), (512, 512), batch=1)),
+    "cancelling": (Shape((2, 1), (32, 32), batch=1), Shape((4, 2), (128, 128), batch=1)),
+    "last cancelling": (Shape((2, 1), (32, 32), batch=1), Shape((4, 2), (128, 128), batch=1)),
 }
 
 
@@ -162,6 +167,11 @@ class Case:
     def name(self) -> str:
         parts = (self.function, self.layout, self.mask, self.dtype, self.method, self.variant, self.planted)
         return "/".join(part for part in parts if part and part != "auto")
+
+    @property
+    def kind(self) -> str:
+        """The kind of the mask; "sequences" if each sequence has its own."""
+        return "causal" if self.mask == "cancelling" else self.mask
 
     @property
     def distributed(self) -> bool:
@@ -214,8 +224,11 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
         **options,
     ) -> None:  # fmt: skip
         number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
-        dtype = "" if function in PLANS else dtype or alternating[number % len(alternating)]
+        turns = [name for name in alternating if "cancelling" in mask and DTYPES[name].itemsize == 2] or alternating
+        dtype = "" if function in PLANS else dtype or turns[number % len(turns)]
         shape = SHAPES[mask][gpu]
+        if planted and shape.heads[1] == 1 and shape.batch < 2:  # a key head that the value does not reach
+            shape = replace(shape, heads=(2, 2))
         cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted))
 
     _add_local(add)
@@ -279,6 +292,8 @@ def _add_rings(add: Callable[..., None]) -> None:
     for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
         add(function, "documents", layout, variant="sink", sink=True)
         add(function, "window", layout, variant="softcap", softcap=1.5)
+    for function, layout in (("ring_attention", "zigzag"), ("ring_attention", "striped"), *FIXED_LAYOUTS.items()):
+        add(function, "cancelling", layout, used="forward")
 
 
 def _add_decode(add: Callable[..., None]) -> None:
@@ -288,6 +303,7 @@ def _add_decode(add: Callable[..., None]) -> None:
     add("decode_attention", "few", "contiguous", used="forward")
     add("decode_attention", "last", "zigzag", variant="softcap", used="forward", softcap=1.5)
     add("decode_attention", "last of sequences", "zigzag", used="forward")
+    add("decode_attention", "last cancelling", "contiguous", used="forward")
     add("decode_attention", "last full", "contiguous", variant="plain", used="forward, no lse")
 
 

@@ -4,7 +4,6 @@ After a failure, new ranks run the remaining cases.
 """
 
 import argparse
-import importlib
 import json
 import os
 import sys
@@ -18,7 +17,7 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.check import bits, check_report, contract, random_check, rank_digests, warming
+from canon.check import bits, check_report, contract, module_import, random_check, rank_digests, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import DTYPES, Case, Coverage, accepts, all_cases, covered, declined_by
 from canon.check.documents import Documents
@@ -137,20 +136,33 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
             console.print(contract.TEMPLATE, markup=False, highlight=False, soft_wrap=True, end="")
             return AGREES
         placement = _placement(arguments.world, arguments.ranks)
-        _interpret_if(placement.device == "cpu", None if arguments.digest else console)
-        module = _module(arguments.module)
-        if arguments.backend and arguments.module != "canon.fast":
-            raise _Misuse(f"--backend chooses kernels of canon.fast; {arguments.module} has no backends")
-        if arguments.backend == "cuda" and placement.device == "cpu":
-            raise _Misuse("--backend cuda needs a GPU: its kernels do not run on a CPU")
-        if arguments.bits:
-            return _bits(arguments, console, placement, module)
-        if arguments.runs < 1:
-            raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
-        return (_fixed if arguments.random is None else _random)(arguments, console, placement, module)
+        interprets = placement.device == "cpu" and _interpret()
+        with module_import.without_ends():
+            return _checked(arguments, console, placement, interprets)
     except ValueError as error:
         print(f"canon check: {error}", file=sys.stderr)
         return MISUSED
+    except SystemExit as ended:  # outside the cases, which fail by themselves
+        print(f"canon check: {arguments.module} ends the process: {ended}", file=sys.stderr)
+        return DISAGREES
+
+
+def _checked(arguments: argparse.Namespace, console: Console, placement: _Placement, interprets: bool) -> int:
+    module = module_import.load(arguments.module)
+    if interprets and not arguments.digest and module_import.uses_kernels(module):
+        console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
+    if not (arguments.digest or arguments.bits or arguments.list):
+        for line in module_import.remarks(module, covered(module, reference).tested):
+            console.print(line, markup=False, highlight=False)
+    if arguments.backend and arguments.module != "canon.fast":
+        raise _Misuse(f"--backend chooses kernels of canon.fast; {arguments.module} has no backends")
+    if arguments.backend == "cuda" and placement.device == "cpu":
+        raise _Misuse("--backend cuda needs a GPU: its kernels do not run on a CPU")
+    if arguments.bits:
+        return _bits(arguments, console, placement, module)
+    if arguments.runs < 1:
+        raise _Misuse(f"--runs must be at least 1, got {arguments.runs}")
+    return (_fixed if arguments.random is None else _random)(arguments, console, placement, module)
 
 
 def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
@@ -272,25 +284,15 @@ def _placement(world: str, ranks: int | None) -> _Placement:
     return _Placement(kind, "cuda" if gpus and kind == "threads" else "cpu", ranks or 4)
 
 
-def _interpret_if(on_cpu: bool, console: Console | None) -> None:
-    if not on_cpu:
-        return
+def _interpret() -> bool:
+    """Let kernels run on the CPU. Return whether Triton is there."""
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable when a module defines its kernels
     with suppress(ModuleNotFoundError):  # no Triton: the import of a module that needs it will fail
         from canon.fast.kernels.interpreter import repair
 
         repair()
-        if console:
-            console.print("No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1).")
-
-
-def _module(name: str) -> Any:
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # the current folder
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise _Misuse(f"cannot import {name}: {error}") from error
+        return True
+    return False
 
 
 def _choose_cases(
@@ -305,7 +307,7 @@ def _choose_cases(
             f"{module.__name__} has none of the functions {names}; those that it imports from canon do not count"
         )
     if arguments.features:
-        cases = contract.limited(cases, contract.features(arguments.features), even)
+        cases = contract.limited(cases, contract.features(arguments.features), even, module)
         if not cases:
             raise _Misuse(f"--features {arguments.features} leaves no case of {', '.join(functions.tested)}")
     return [case for case in cases if fnmatch(case.name, f"*{arguments.only or ''}*")]

@@ -1,5 +1,6 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
+import re
 from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
@@ -10,7 +11,10 @@ from rich.text import Text
 
 from canon.testing.judge import short
 
-MARKS = {"agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim"}  # verdicts
+MARKS = {  # verdicts
+    "agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim", "not judged": "yellow",
+}  # fmt: skip
+NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
 NUMBERS = {"error", "bound", "ratio", "time"}
 TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
     "no rank can continue", "the ranks disagree", " sees ", "does not see", "times the expected", "not finite", "-inf at",
@@ -25,22 +29,49 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
     for result in results:
+        if (same := _declined_alike(result, results)) and len(same) > 1:
+            if result is same[0]:
+                shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, Text("declined", MARKS["declined"]))
+            continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
             place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
             numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", ratio)
         seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
-        shown.add_row(result["case"], *numbers, seconds, Text(result["verdict"], MARKS[result["verdict"]]))
+        exempt = sum(result.get("exempt", {}).values())  # values that a planted NaN may reach
+        verdict = result["verdict"] + f", {exempt} exempt" * bool(exempt)
+        shown.add_row(result["case"], *numbers, seconds, Text(verdict, MARKS[result["verdict"]]))
     return shown
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print all faults of the case with the most specific one, and the most specific one of each other case."""
-    wrong = [result for result in results if result["faults"] and result["verdict"] != "declined"]
+    wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
-        if result["faults"]:
+        if (same := _declined_alike(result, results)) and len(same) > 1:
+            if result is same[0]:
+                reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
+                console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
+        elif result["faults"]:
             fault(result, console, in_full=result is in_full)
+
+
+def _function(result: dict[str, Any]) -> str:
+    return result["case"].split("/")[0]
+
+
+def _reason(result: dict[str, Any]) -> str:
+    """Return the first line of a reason, without the rank that raised first."""
+    return re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0] if result["faults"] else ""
+
+
+def _declined_alike(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the declined results of the same function and reason; they are shown in one line."""
+    if result["verdict"] != "declined":
+        return []
+    key = _function(result), _reason(result)
+    return [x for x in results if x["verdict"] == "declined" and (_function(x), _reason(x)) == key]
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
@@ -60,8 +91,9 @@ def _place(fault: str) -> int:
 
 def summary(verdicts: Sequence[str], console: Console) -> int:
     """Print how many cases agree, and return how many are wrong."""
-    agree, declined = verdicts.count("agrees"), verdicts.count("declined")
-    wrong = len(verdicts) - agree - declined
-    line = f"{agree} of {len(verdicts)} cases agree" + f", {declined} declined" * bool(declined)
-    console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.")
+    agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
+    wrong = len(verdicts) - agree - sum(neither.values())
+    line = f"{agree} of {len(verdicts)} cases agree" + "".join(f", {n} {name}" for name, n in neither.items() if n)
+    end = f"[bold red]{line}, {wrong} do not." if wrong else f"[bold {'green' if agree else 'red'}]{line}."
+    console.print(end)
     return wrong

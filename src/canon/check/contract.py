@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from canon.check.cases import ATTEND, MASKS, REPLICATED, Case
+from canon.check.cases import ATTEND, MASKS, REPLICATED, Case, parameters_of
 
 CONVENTIONS = """\
 How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks, or
@@ -28,8 +29,10 @@ imports from canon, are skipped. NotImplementedError declines a case.
             logarithm of the softmax denominator, in float32 (float64 for float64). out and lse are differentiable.
   NaN       q, k, v and the gradient of out hold NaN for queries that see no key and for keys that no query sees.
             These NaN must not change other results. A query that sees no key gets out 0, lse -inf and zero gradients.
-            In some cases one element of a visible token is NaN or infinite. It must reach all results that depend on it,
-            and may reach more.
+            In some cases one element of a visible token is NaN or infinite. It must reach all results that depend on it.
+            It may reach more of its sequence and key head, as 0 * NaN does, but in merge no other element, and from q
+            and dout no other query. The table counts these values as exempt. A case with a tensor of such values alone
+            is not judged.
   keywords  return_lse; scale (default 1 / sqrt(d)); backward ("split", "fused" or "head_parallel", default "auto");
             reduce_dtype, the dtype in which dk and dv travel; and the options of strided_attention and magi_attention
             in canon.reference. A keyword is passed only if a case does not use its default. Functions with a parameter
@@ -54,7 +57,7 @@ changed to fit them, or left out:
   no-mask            supports causal attention only; mask is None or not passed
   one-mask           supports one mask for all sequences, and no tuple of masks
   no-lse             returns out only
-  no-options         takes no options: default scale, default backward pass
+  no-options         takes no options: default backward pass, and default scale unless it has a parameter scale
   forward            is not differentiable: only out and lse are compared
   batched, packed    supports only (b, t, h, d), or only (t, h, d)
   equal-heads        needs h == g
@@ -123,23 +126,30 @@ def features(text: str) -> frozenset[str]:
     return words
 
 
-def limited(cases: Sequence[Case], words: frozenset[str], even: bool) -> list[Case]:
+def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
     """Return the cases that fit the limits ``words``, changed where necessary. ``even``: all shards have equal length."""
     adapted = [_adapted(case, words) for case in cases]
+    if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
+        adapted = [new and _with_scale(new, case.shape.scale, module) for new, case in zip(adapted, cases, strict=True)]
     # Without a mask, zigzag and striped attention compute the number of tokens from their own shard.
     if "no-mask" in words and not even:
         adapted = [case for case in adapted if case and case.function not in ("zigzag_attention", "striped_attention")]
     return list({case.name: case for case in adapted if case is not None}.values())
 
 
+def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
+    passed = "scale" in parameters_of(module, case.function)
+    return replace(case, shape=replace(case.shape, scale=scale)) if passed else case
+
+
 def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
-    if (masks and case.mask not in masks) or ("forward" in words and case.function == "attention_backward"):
+    if (masks and case.kind not in masks) or ("forward" in words and case.function == "attention_backward"):
         return None
     if "finite" in words and case.planted:
         return None
-    if words & {"one-mask", "packed"} and "sequences" in case.mask:
+    if words & {"one-mask", "packed"} and "sequences" in case.kind:
         return None
     shape = case.shape
     changes = {

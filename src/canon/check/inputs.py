@@ -12,7 +12,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Case, Masks, Shape
 from canon.check.documents import Documents, projected
-from canon.check.planted_values import hide, plant, spread
+from canon.check.planted_values import hide, plant, reach, spread
 from canon.reference import Layout, Mask
 from canon.route.checks import Scale, default_scale
 from canon.testing.judge import AttendedWithSink, Results, oracle, orders
@@ -104,6 +104,8 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
         positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[:, None, None]
         offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
         v, dout = v + offset, dout + offset
+    if "cancelling" in mask_name:
+        _cancel(q, k, v, 0.9 if "last" in mask_name else 0.4)
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
     mask = _mask(mask_name, documents)
@@ -116,6 +118,19 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+
+
+def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
+    """Give two keys about a quarter of each query's weight, and opposite values: the first, and one after ``part`` of the keys.
+
+    For most numbers of ranks they are on different ranks, in contiguous, zigzag and striped layouts.
+    """
+    tokens, d = k.shape[1], k.shape[-1]
+    heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
+    large = (math.log(max(2, tokens)) * d**0.5) ** 0.5  # a score of large * large / sqrt(d) = log(tokens)
+    q[..., 0], k[..., 0], k[:, heavy] = large, 0, 0
+    k[:, heavy, :, 0] = large
+    v[:, heavy] = torch.tensor([6.0, -6.0])[:, None, None]
 
 
 def _sequence(mask_name: str, documents: Documents) -> Documents:
@@ -132,7 +147,7 @@ def _mask(name: str, documents: Documents) -> Masks:
         return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
     if name == "last of sequences":
         return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
-    if name == "last":
+    if name == "last" or name == "last cancelling":
         return Mask.causal(len(last), tokens)
     if name == "last full":
         return Mask.full(len(last), tokens)
@@ -156,6 +171,7 @@ def _mask(name: str, documents: Documents) -> Masks:
         "documents": lambda: Mask.documents(cu_seqlens),
         "causal": lambda: Mask.causal(tokens),
         "wide": lambda: Mask.causal(tokens),
+        "cancelling": lambda: Mask.causal(tokens),
         "window": lambda: Mask.window(tokens, tokens // 5, 16),
         "full": lambda: Mask.documents(cu_seqlens, causal=False),
     }[name]()
@@ -182,18 +198,25 @@ def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap
     few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
     exact = oracle(*arguments)
     *_, planted = given
-    reach = spread(planted, exact, x.q.shape[-2] // x.k.shape[-2]) if planted else None
-    return Expected(exact, orders(*arguments), few, reach)
+    places = planted_places(planted, exact, x) if planted else ()
+    return Expected(exact, orders(*arguments), few, *places)
+
+
+def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Results]:
+    """Return where a planted value may go beyond the oracle, in canon and in other modules."""
+    share = x.q.shape[-2] // x.k.shape[-2]
+    return spread(planted, exact, share), reach(planted, exact, share, x.mask)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results, and optional distances from `roundings` and places from `spread`."""
+    """The oracle's result, honest results, and optional distances from `roundings` and places from `planted_places`."""
 
     exact: Any
     honest: list[Any]
     roundings: Results | None = None
     spread: Results | None = None
+    reach: Results | None = None
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,17 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
 A text such as "nan in k" gives the value and the tensor. The element lies in the last sequence, the middle visible token, the
-last head and the middle of the width. The oracle has the results that it must reach. In a module outside canon it may reach
-any other. A kernel of canon multiplies hidden elements by 0, and 0 * NaN is NaN, so it may reach these:
+last head and the middle of the width. The oracle has the results that it must reach. A kernel of canon multiplies hidden
+elements by 0, and 0 * NaN is NaN, so it may also reach these:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
     k       dq, the same column                      dv
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
+
+In a module outside canon it may reach more: `REACH`. The functions agree on the last sequence and the last key head, because
+no sum has terms of two of them. `merge` has no sum over tokens, so the value stays in its element.
 """
 
 from collections.abc import Sequence
@@ -18,9 +21,15 @@ import torch
 from torch import Tensor
 
 from canon.reference import Mask
-from canon.testing.judge import Results
+from canon.testing.judge import Masks, Results
 
 VALUES, TENSORS = ("nan", "inf", "-inf"), ("q", "k", "v", "dout")
+REACH = {  # outside canon: the results that a value may reach at any token
+    "q": ("dk", "dv", "dsink"),
+    "k": ("out", "lse", "dq", "dk", "dv", "dsink"),
+    "v": ("out", "dq", "dk", "dsink"),
+    "dout": ("dk", "dv", "dsink"),
+}
 
 
 def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
@@ -44,18 +53,22 @@ def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> Non
     """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h, dv)."""
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
-    seen = (~unseen_tokens(masks[-1], int(name in ("k", "v")))).nonzero().flatten()
-    x[-1, seen[len(seen) // 2 :][:1], -1, x.shape[-1] // 2] = float(value)
+    x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
 
 
-def everywhere(results: Results, value: bool = True) -> Any:
-    """Return booleans with the shapes of the results."""
-    return type(results)(*(None if x is None else torch.full_like(x, value, dtype=torch.bool) for x in results))
+def _planted_token(name: str, mask: Mask) -> Tensor:
+    """Return the middle visible token, nothing if no token is visible."""
+    seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
+    return seen[len(seen) // 2 :][:1]
+
+
+def _nowhere(results: Results) -> Any:
+    return type(results)(*(None if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results))
 
 
 def spread(planted: str, exact: Results, share: int) -> Results:
     """Return booleans: the elements that the value may reach beyond the oracle. ``share``: query heads of a key head."""
-    places = everywhere(exact, False)
+    places = _nowhere(exact)
     name = planted.split(" in ")[1]
     result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[name]
     of_result = getattr(places, result)
@@ -65,3 +78,30 @@ def spread(planted: str, exact: Results, share: int) -> Results:
     if len(places) > 5:
         (places.dsink[-share:] if name == "v" else places.dv[..., -1, :]).fill_(True)
     return places
+
+
+def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
+    """Return the same for a module outside canon."""
+    places, name = _nowhere(exact), planted.split(" in ")[1]
+    token = _planted_token(name, mask[-1] if isinstance(mask, tuple) else mask)
+    for result, place in zip(places._fields, places, strict=True):
+        if place is None:
+            continue
+        if result == "dsink":
+            place[-share:] = result in REACH[name]
+            continue
+        place = place.transpose(-1, -2)[..., None] if result == "lse" else place
+        of_last = place[-1] if place.dim() == 4 else place
+        of_last[:, -1 if result in ("dk", "dv") else slice(-share, None)] = result in REACH[name]
+        if result in {"q": ("out", "lse", "dq"), "dout": ("dq",)}.get(name, ()):
+            of_last[token, -1] = True  # the query of the value
+    return places
+
+
+def exempted(got: Results, exact: Results, places: Any) -> dict[str, tuple[int, int]]:
+    """Return for each tensor how many finite values of the oracle are not compared, because of ``places``, and of how many."""
+    found = {}
+    for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):
+        if mine is not None and (count := int((~mine.to(true.device).isfinite() & true.isfinite() & place).sum())):
+            found[name] = count, int(true.isfinite().sum())
+    return found

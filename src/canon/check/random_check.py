@@ -24,7 +24,7 @@ from canon import reference
 from canon.check import warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered
-from canon.check.check_report import fault, summary
+from canon.check.check_report import NEITHER, fault, summary
 from canon.check.draws import Drawn, drawn
 from canon.check.random_source import RandomSource
 from canon.check.run_cases import Interrupted, run_cases
@@ -122,7 +122,7 @@ class _RandomCheck:
             case = by_name[result["case"]]
             worst = max((m["ratio"] for m in result["measures"]), default=0.0)
             self.run["cases"].append([case.index, case.function, result["verdict"], float(f"{worst:.3g}")])
-            if result["verdict"] not in {"agrees", "declined"}:
+            if result["verdict"] not in ("agrees", *NEITHER):
                 repeat = _command(self.arguments, 1, case.index)
                 self.run["failures"].append({"index": case.index, "repeat": repeat, "draws": case.draws, **result})
                 fault(result, self.console, in_full=not self.wrong)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, weight_of
-from canon.check.planted_values import hide, plant, spread
+from canon.check.inputs import Expected, Inputs, planted_places, weight_of
+from canon.check.planted_values import hide, plant
 from canon.reference import Layout
 from canon.testing.judge import dense, oracle, orders
 from canon.testing.latent_judge import latent_dense, latent_oracle, latent_orders, latent_roundings
@@ -47,8 +47,8 @@ class RandomSource:
         if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
             given = arguments, layout, reduce_dtype
             honest += [_reduced(once, *given, one, order) for order, one in enumerate(honest)]
-        reach = spread(case.planted, exact, case.shape.heads[0] // case.shape.heads[1]) if case.planted else None
-        return Expected(exact, honest, distances(*arguments), reach)
+        places = planted_places(case.planted, exact, x) if case.planted else ()
+        return Expected(exact, honest, distances(*arguments), *places)
 
 
 @lru_cache(maxsize=4)

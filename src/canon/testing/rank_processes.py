@@ -62,11 +62,14 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
 
 def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) -> list[Any]:
     print_by_rank([report["output"] if report else "" for report in reports])
+    died = [rank for rank, report in enumerate(reports) if report is None and rank not in stuck]
+    ended = "; ".join(f"rank {rank} ended with exit code {codes[rank]}" for rank in died)
+    if any(codes[rank] == 0 for rank in died):  # it left the others, whose errors follow from this
+        raise RuntimeError(ended)
     for _, rank in sorted((report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]):
         raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[rank]["error"]
-    died = [rank for rank, report in enumerate(reports) if report is None and rank not in stuck]
     if died:
-        raise RuntimeError("; ".join(f"rank {rank} ended with exit code {codes[rank]}" for rank in died))
+        raise RuntimeError(ended)
     if stuck:
         places = "".join(f"\nrank {rank} was at\n{stack}" for rank, stack in stuck.items())
         raise TimeoutError(f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{places}")

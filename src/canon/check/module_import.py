@@ -1,0 +1,116 @@
+"""Import the module of `canon check`, keep it from ending the process, and tell what its names and parameters mean here."""
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from canon.check.cases import ATTEND, REPLICATED, parameters_of
+
+ENDS = ("_exit", "execv", "execve")  # functions of os that end a program without an exception
+UNUSED = (
+    "causal",
+    "is_causal",
+    "dropout_p",
+    "dropout",
+    "attn_mask",
+)  # of other libraries: the check does not pass them
+
+
+@contextmanager
+def without_ends() -> Iterator[None]:
+    """Let functions of os that end this process raise SystemExit. Otherwise a module could end a check with status 0."""
+    process = os.getpid()
+
+    def raising(name: str, real: Any) -> Any:
+        def ended(*given: Any) -> Any:
+            if os.getpid() != process:
+                return real(*given)
+            raise SystemExit(f"os.{name}({', '.join(map(repr, given))})")
+
+        return ended
+
+    with ExitStack() as patches:
+        for name in ENDS:
+            patches.enter_context(mock.patch.object(os, name, raising(name, getattr(os, name))))
+        yield
+
+
+def load(name: str) -> Any:
+    """Return the module, which may be in the current folder. Raises ValueError that says why it cannot be imported."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # the current folder
+    try:
+        return importlib.import_module(name)
+    except SyntaxError as error:
+        place = f"{Path(error.filename or name).name}, line {error.lineno}"
+        raise ValueError(f"cannot import {name}: syntax error in {place}: {error.msg}") from error
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            raise ValueError(f"cannot import {name}: {error}") from error
+        raise _failed(name, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(name, error) from error
+
+
+def _failed(name: str, error: BaseException) -> ValueError:
+    """Return an error with one sentence and the traceback, from the first line of the module."""
+    frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
+    while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
+        last, frames = last.tb_next, frames[1:]
+    told = "".join(traceback.format_exception(type(error), error, last))
+    return ValueError(f"cannot import {name}: it raises {type(error).__name__}: {error}\n{told.rstrip()}")
+
+
+def _of_import(file: str) -> bool:
+    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
+
+
+def uses_kernels(module: ModuleType) -> bool:
+    """Return whether the module, or one of its folder that it imports, uses Triton or `canon.fast`."""
+    folder = Path(module.__file__ or "").resolve().parent
+    left, seen = [module], set()
+    while left:
+        one = left.pop()
+        if f"{one.__name__}.".startswith(("triton.", "canon.fast.")):
+            return True
+        if one.__name__ in seen or folder not in Path(getattr(one, "__file__", None) or "/").resolve().parents:
+            continue
+        seen.add(one.__name__)
+        for value in vars(one).values():
+            homes = (getattr(value, "__module__", None), type(value).__module__)
+            found = [sys.modules.get(home) for home in homes if isinstance(home, str)]
+            left += [home for home in (value, *found) if isinstance(home, ModuleType)]
+    return False
+
+
+def remarks(module: ModuleType, functions: list[str]) -> list[str]:
+    """Return what the author of a module outside canon must know about the ``functions`` that the check runs."""
+    if module.__name__.startswith("canon."):
+        return []
+    whole = {*ATTEND, *REPLICATED}
+    lines = []
+    if parts := [name for name in functions if name not in whole]:
+        lines.append(
+            f"By their names, these are compared with the same functions of canon.reference: {', '.join(parts)}. "
+            "A function with another purpose needs another name."
+        )
+    for name in (name for name in functions if name in whole):
+        given = parameters_of(module, name)
+        if unused := [parameter for parameter in given if parameter in UNUSED]:
+            own = ", ".join(
+                f"{x}={given[x].default}" for x in unused if given[x].default is not inspect.Parameter.empty
+            )
+            lines.append(
+                f"{name}: the check passes a mask as the argument after v, and never {', '.join(unused)} "
+                f"(default: {own or 'none'}). Wrap such a function: `def {name}(q, k, v): return yours(q, k, v, causal=True)` "
+                "with --features no-mask, or make yours take a canon.Mask; dropout must be 0."
+            )
+    return lines
