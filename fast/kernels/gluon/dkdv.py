@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from canon.fast.kernels.gluon.dq_adder import add_dq, adders, issue_dq, make_exchange, pass_dq, share_ds
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.epilogue import row_offset, store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
@@ -258,12 +258,6 @@ def differentiate(
         done += 1
         b = done % BUFFERS
         work_tile = receive(buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1)
-
-
-@gluon.jit
-def row_offset(batch, row, head, strides):
-    """Return the 64-bit offset of a row of a tensor (b, s, o, width)."""
-    return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
 
 
 @gluon.jit
