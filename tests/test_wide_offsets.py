@@ -77,6 +77,6 @@ def offsets_kernel(result, rows, tokens, batch, head):
 def test_results_of_more_than_2_to_the_31_rows_are_addressed_in_64_bits():
     found = torch.zeros(2, dtype=torch.int64)
     with simulator.simulated():
-        offsets_kernel[(1,)](found, (1 << 30) - 1, 1 << 30, 1 << 20, 5)
+        offsets_kernel[(1,)](found, (1 << 30) - 1, 1 << 30, 1 << 20, 5)  # pyright: ignore
     tokens = (1 << 20) * (1 << 30) + (1 << 30) - 1
     assert found.tolist() == [8 * tokens + 40, (((1 << 30) + 5) << 30) + (1 << 30) - 1]

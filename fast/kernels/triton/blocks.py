@@ -109,11 +109,13 @@ def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
 @triton.jit
 def tile_offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
     """Return the offsets (ROWS, PAD) inside a tile of ROWS tokens."""
-    DTYPE: tl.constexpr = tl.int32 if ALIGN > 0 else tl.int64
-    rows = tl.arange(0, ROWS).to(DTYPE)[:, None] * strides[1]
+    row, column = tl.arange(0, ROWS), tl.arange(0, PAD)
+    if ALIGN == 0:
+        row, column = row.to(tl.int64), column.to(tl.int64)
+    rows = row[:, None] * strides[1]
     if ALIGN > 1:
         rows = tl.multiple_of(rows, [ALIGN, ALIGN])
-    return rows + tl.arange(0, PAD).to(DTYPE)[None, :] * strides[3]
+    return rows + column[None, :] * strides[3]
 
 
 @triton.jit
