@@ -202,7 +202,8 @@ NOTES = """
 
     With ``return_max_logits`` the forward pass runs on the Triton kernels; with another chosen backend it raises ValueError.
 
-    Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21.
+    Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21. In float16 also limit
+    P (dout v^T - delta), the gradient of the scores, to 65504: beyond, dq of the query and dk of the key are infinite or NaN.
 
     If the largest score of a query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores
     is below -2e9. A NaN or an infinity at one token reaches the tokens that see it, and others in the same tile, even of

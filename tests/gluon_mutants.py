@@ -1,7 +1,7 @@
 """Mutants of the Hopper kernels: kernels with one change, and the reasons of those that survive.
 
 A *mutant* lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a ticket. Or it waits for the other
-parity, or for one MMA fewer. Or it stores rows of other work tiles.
+parity, or for one MMA fewer. Or it stores rows of other work tiles. Or it counts two adders where there is one, or one of two.
 """
 
 import ast
@@ -143,6 +143,11 @@ def one_more_in_flight(call: ast.Call) -> ast.expr:
     return call
 
 
+def of_the_other_order(call: ast.Call) -> ast.expr:
+    """One adder for two, and two for one."""
+    return ast.BinOp(call, ast.BitXor(), ast.Constant(3))
+
+
 def all_rows(call: ast.Call) -> ast.expr:
     call.args[3] = ast.Constant(1 << 20)
     return call
@@ -162,6 +167,7 @@ CHANGES = {
     "wait_for_reductions": {"is left out": left_out},
     "fence_async_global": {"is left out": left_out},
     "publish_ticket": {"is left out": left_out},
+    "adders": {"is that of the other order": of_the_other_order},
     "store_tile": {"stores rows behind the work tile's": all_rows},
 }
 

@@ -10,9 +10,11 @@ from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, hopper, inputs
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Layout, Mask
+from canon.bench import peers
 from canon.fast import backend, local, ring_attention
 from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
+from canon.fast.kernels.gluon.tile_scheduler import ALL_SETS, LAST_SETS
 from canon.fast.replay import recordings as prepared
 from canon.testing import simulated_kernels
 
@@ -32,6 +34,20 @@ def test_more_tiles_than_a_kernel_can_count_raise(monkeypatch):
         ValueError, match="visits .* tiles of scores, more than 5 for each SM: split the heads over calls"
     ):
         attend(*arguments, mask)
+
+
+@pytest.mark.parametrize(
+    ("method", "ordered", "sets"),
+    [("split", False, ALL_SETS), ("fused", False, LAST_SETS), ("fused", True, 0)],
+    ids=["without dq", "any order", "ordered"],
+)
+def test_short_work_tiles_come_last_unless_dq_is_ordered(method, ordered, sets, monkeypatch):
+    mask, seen = Mask.causal(300), []
+    schedule = launch.tile_schedule
+    monkeypatch.setattr(launch, "tile_schedule", lambda m, t, device: seen.append(t) or schedule(m, t, device))
+    with peers.deterministic() if ordered else nullcontext():
+        attend(*inputs(mask), mask, method=method)
+    assert [t.even_ends for t in seen if t.transposed] == [sets]
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -158,13 +158,6 @@ def test_parts_merge_in_place_and_fully_masked_rows_may_hold_nan():
         torch.testing.assert_close(got[1], whole[1], rtol=1e-12, atol=1e-13)
 
 
-def test_a_destination_too_wide_for_32_bits_is_refused():
-    q, k, v, _, _ = inputs(Mask.causal(1))
-    out = torch.empty(1, device=DEVICE, dtype=q.dtype).as_strided((1, 1, 2, 16), (0, 1 << 23, 0, 0))
-    with pytest.raises(ValueError, match="too wide"):
-        local.forward_into(q, k, v, Mask.causal(1), 1.0, out, torch.empty(1, 2, 1, dtype=q.dtype, device=DEVICE))
-
-
 def test_parts_of_query_heads_are_capped_key_by_key(monkeypatch):
     mask = Mask.window(N, 30, 2)
     arguments = inputs(mask, b=2, h=4, g=2)

@@ -1,4 +1,4 @@
-"""The range of scores, values and the scale on both kernel backends. Outside the range, a query gets NaN."""
+"""The range of scores, their gradients, values and the scale on both kernel backends. Outside it, a query gets NaN."""
 
 from contextlib import nullcontext
 
@@ -11,6 +11,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon.config import Config as HopperConfig
 from canon.fast.kernels.triton.config import Config, forced
+from canon.runtime.checks import LARGEST_DS
 from canon.testing import simulated_kernels
 
 pytestmark = [
@@ -56,9 +57,9 @@ def forward(q, k, v, mask, scale=1.0):
     return out, lse
 
 
-def backward_of(q, k, v, out, lse, mask):
-    dout = torch.ones_like(q)
-    return backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask, scale=1.0)
+def backward_of(q, k, v, out, lse, mask, dout=None, method="split"):
+    dout = torch.ones_like(q) if dout is None else dout
+    return backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask, scale=1.0, method=method)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -116,6 +117,24 @@ def test_values_up_to_1e21_overflow_nothing_with_a_stale_maximum(kernels):
     q[..., 0], k[:, 200:, :, 0], v[:] = 1, 60 / LOG2E, 1e21
     out, _ = forward(q, k, v, mask)
     torch.testing.assert_close(out, v[:, :1].float().expand(out.shape), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("method", ["split", "fused"])
+def test_gradients_of_scores_up_to_the_largest_float16_overflow_nothing(kernels, method):
+    """Queries 1 and 3 of two documents weigh two keys equally. dS is +-65504 in the first, and twice as much in the second."""
+    mask = Mask.documents([0, 2, 4])
+    q, k, v = zeros(4, 4, torch.float16)
+    dout, sign = torch.zeros_like(q), torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None]
+    small = 2.0**-10
+    q[..., 0], k[..., 1], v[..., 0] = small, small * sign, 2 * sign
+    dout[:, 1::2, :, 0], v[:, 2:] = LARGEST_DS, 2 * v[:, 2:]
+    out, lse = forward(q, k, v, mask)
+    dq, dk, _ = (x[0, :, 0] for x in backward_of(q, k, v, out, lse, mask, dout, method))
+    assert dq[1].tolist() == [0, 2 * LARGEST_DS * small, *[0] * 62]
+    assert dk[:2].tolist() == [[LARGEST_DS * small * s, *[0] * 63] for s in (1, -1)]
+    assert not dq[[0, 2]].any()
+    assert not dq[3].isfinite().all()
+    assert not dk[2:].isfinite().all(1).any()
 
 
 def test_a_scale_of_nan_gives_nan(kernels):

@@ -222,6 +222,24 @@ def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
     assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
 
+def orders_and_times(tokens, heads, each, last_sets, monkeypatch):
+    """The work tiles of a causal mask and when they end: with the shortest tiles of so many sets last, and without."""
+    mask, read = Mask.causal(tokens), 512 * each * tokens
+    traversal = Traversal(128, 64, True, heads, 1, each, read, even_ends=last_sets)
+    costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
+    cost_of = dict(zip(costs.tiles[:, 0].tolist(), costs.cost.tolist(), strict=True))
+    orders, times = [], []
+    for least in (tile_scheduler.GAIN, 1.0):  # with 1.0, no tile moves
+        monkeypatch.setattr(tile_scheduler, "GAIN", least)
+        schedule = tile_schedule.__wrapped__(mask, traversal).work
+        work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
+        orders.append(work_tiles.tolist())
+        times.append(tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()])))
+    assert sorted(orders[0]) == sorted(orders[1])
+    return orders, times
+
+
+@pytest.mark.parametrize("last_sets", [tile_scheduler.ALL_SETS, tile_scheduler.LAST_SETS], ids=["all", "last"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "each", "gain"),
     [
@@ -231,21 +249,17 @@ def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
         (8192, Heads(4, 16, 1), 1, 0),
     ],
 )
-def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads, each, gain, monkeypatch):
-    mask, read = Mask.causal(tokens), 512 * each * tokens
-    traversal = Traversal(128, 64, True, heads, 1, each, read, even_ends=True)
-    costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
-    cost_of = dict(zip(costs.tiles[:, 0].tolist(), costs.cost.tolist(), strict=True))
-    times, orders = [], []
-    for least in (tile_scheduler.GAIN, 1.0):  # with 1.0, no tile moves
-        monkeypatch.setattr(tile_scheduler, "GAIN", least)
-        schedule = tile_schedule.__wrapped__(mask, traversal).work
-        work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
-        orders.append(work_tiles.tolist())
-        times.append(tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()])))
-    assert sorted(orders[0]) == sorted(orders[1])
+def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads, each, gain, last_sets, monkeypatch):
+    orders, times = orders_and_times(tokens, heads, each, last_sets, monkeypatch)
     assert (orders[0] != orders[1]) == (gain > 0)
     assert times[0] <= times[1] * (1 - gain)
+
+
+def test_launches_that_add_to_dq_take_short_work_tiles_from_few_sets(monkeypatch):
+    orders, _ = orders_and_times(12288, Heads(3, 6, 1), 8, tile_scheduler.LAST_SETS, monkeypatch)
+    moved = [i for i, (even, before) in enumerate(zip(*orders, strict=True)) if even != before]
+    sets = len({head for *_, head, _ in orders[0]})  # each of one key head
+    assert len(orders[0]) // sets * (sets - tile_scheduler.LAST_SETS) <= min(moved)
 
 
 @pytest.mark.parametrize("tiles", [0, 1, 131, 133, 1000])

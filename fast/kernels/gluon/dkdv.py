@@ -8,7 +8,7 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dV += P dO
                   wait for dP^T:   dS = P * dP                  while dV runs
                                    dK += dS Q
-    fused         dQ^T = K^T dS; an adder warp adds it to float32 dq (`dq_adder`)
+    fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
 Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
 order, or with "head_parallel" a query head. Shared memory limits the speed: paper/backward_on_hopper.md. Sources:
@@ -20,8 +20,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.dq_adder import add_dq, issue_dq, make_exchange, pass_dq, share_ds
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.dq_adder import add_dq, adders, issue_dq, make_exchange, pass_dq, share_ds
+from canon.fast.kernels.gluon.epilogue import row_offset, store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_column_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
@@ -261,12 +261,6 @@ def differentiate(
 
 
 @gluon.jit
-def row_offset(batch, row, head, strides):
-    """Return the 64-bit offset of a row of a tensor (b, s, o, width)."""
-    return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
-
-
-@gluon.jit
 def store_gradient(acc, grad, strides, work, work_tile, ROW: gl.constexpr, WIDTH: gl.constexpr):
     """Write an accumulator to dk or dv, from row ROW of the work tile on."""
     first, stop, batch, owner = position_of(work, work_tile)  # reloaded to save registers in the loop
@@ -316,22 +310,37 @@ def dkdv_kernel(
     semaphores (b, h, dq_tiles), follow ``counter``.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
-    buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + FUSED)
     result = (dk, dv, k_strides, v_strides)
     if FUSED:
+        buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + adders(ORDERED))
         exchange = make_exchange(q_desc.dtype, dq_desc, ROWS, COLUMNS, D_PAD)
+        semaphores = counter + 1
         fence_async_shared()
-        gl.warp_specialize(  # loader and adder share a warpgroup: 240 registers are left for the others
-            [
-                (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (add_dq, (dq_desc, buffers, exchange, work, counter + 1, dq_tiles, HEADS, ORDERED)),
-            ],
-            [4, 1, 1],
-            [MATH_REGISTERS, 24, 24],
-        )
+        if ORDERED:
+            gl.warp_specialize(  # loader and adders share a warpgroup: 240 registers are left for the others
+                [
+                    (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                    (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                    (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 1)),
+                ],
+                [4, 1, 1, 1],
+                [MATH_REGISTERS, 24, 24, 24],
+            )
+        else:
+            gl.warp_specialize(
+                [
+                    (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                    (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                    (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0)),
+                ],
+                [4, 1, 1],
+                [MATH_REGISTERS, 24, 24],
+            )
     else:
+        buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [

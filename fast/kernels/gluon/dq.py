@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
@@ -183,7 +183,7 @@ def differentiate(
                 t += 1
         first, end_row, batch, head = position_of(work, work_tile)
         first += W * TOKENS
-        start = dq + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
+        start = dq + row_offset(batch, first, head, even_strides(tokens, stride_t, stride_h))
         store_tile(start, acc * scale, batch_head_of(work, work_tile), end_row - first, stride_t, stride_h, D, PACK)
         done += 1
         work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), done & 1)

@@ -2,12 +2,12 @@
 
     warpgroups    dS (keys x queries) to shared memory   -> ds_full
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full
-    adder         wait for dq_full, add to dq            -> dq_free
+    adder         wait for dq_full, add to dq            -> dq_free     (two adders if ORDERED)
 
 dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns of every second tile.
 
 **The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by tickets; `dq_order` proves
-that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 to 5):
+that no CTA waits forever. For each tile an adder does (if not ORDERED, only 3 to 5):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
@@ -19,7 +19,11 @@ that no CTA waits forever. For each tile the adder does (if not ORDERED, only 3 
 
 What a CTA completed before its release (7) is visible after the successor's acquire (1). Without step 2, the acquire would
 not order TMA; without step 6, step 7 would publish an addition in flight. A warpgroup would stall in steps 1, 6 and 7, so
-only the adder waits for other CTAs (paper/backward_on_hopper.md).
+only the adders wait for other CTAs (paper/backward_on_hopper.md).
+
+The steps of one tile are a chain of round trips to L2, about as long as the MMAs of a tile. So two adders take turns, each
+with one buffer of dQ, and the chains of consecutive tiles overlap. Bits stay the same, because consecutive tiles belong to
+different tiles of dq. No adder waits forever, because each waits only for additions that come before its own in the schedule.
 """
 
 from triton.experimental import gluon
@@ -122,17 +126,34 @@ def publish_ticket(semaphore, ticket):
     store_release(semaphore, ticket)
 
 
+@gluon.constexpr_function
+def adders(ordered):
+    """Return the number of adder warps."""
+    return 2 if ordered else 1
+
+
 @gluon.jit
-def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.constexpr, ORDERED: gl.constexpr):
-    """Add every tile of dQ to global memory (the adder warp).
+def add_dq(
+    dq_desc,
+    buffers,
+    exchange,
+    work,
+    semaphores,
+    dq_tiles,
+    HEADS: gl.constexpr,
+    ORDERED: gl.constexpr,
+    ADDER: gl.constexpr,
+):
+    """Add tiles of dQ to global memory (an adder warp): of the tiles that the CTA visits, number ADDER + n ADDERS.
 
     ORDERED: in the order of tickets, with int32 zeros at ``semaphores`` (b, h, dq_tiles).
     """
+    ADDERS: gl.constexpr = adders(ORDERED)
     published, k = buffers.published, buffers.k
     BUFFERS: gl.constexpr = published.shape[0]
     BN: gl.constexpr = exchange.dq.shape[2]
     PARTS: gl.constexpr = exchange.dq.shape[0] // 2
-    t, done = 0, 0
+    t, before, done = ADDER, 0, 0  # the next tile to add, tiles of earlier spans, work tiles done
     work_tile = receive(published.index(0), k.full.index(0), 0)
     while work_tile > 0:
         mbarrier.arrive(k.free.index(done % BUFFERS), count=1)
@@ -142,10 +163,11 @@ def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.con
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             head = (span - span_first) // ((span_end - span_first) // HEADS)
+            first = column + (t - before) * BN  # behind ``stop`` if the other adder has the only tile
             if ORDERED:
                 predecessor, ticket = ticket_of(work, span)
-                semaphore = semaphores + (batch_owner * HEADS + head) * dq_tiles + column // BN
-            for i in range(column, stop, BN):
+                semaphore = semaphores + (batch_owner * HEADS + head) * dq_tiles + first // BN
+            for i in range(first, stop, ADDERS * BN):
                 if ORDERED:
                     wait_for_ticket(semaphore, predecessor)  # while the warpgroups compute dQ
                 mbarrier.wait(exchange.dq_full.index(t % 2), t // 2 & 1)
@@ -156,7 +178,8 @@ def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS: gl.con
                 mbarrier.arrive(exchange.dq_free.index(t % 2), count=1)
                 if ORDERED:
                     publish_ticket(semaphore, ticket)
-                    semaphore += 1
-                t += 1
+                    semaphore += ADDERS
+                t += ADDERS
+            before += (stop - column) // BN
         done += 1
         work_tile = receive(published.index(done % BUFFERS), k.full.index(done % BUFFERS), done // BUFFERS & 1)

@@ -1,4 +1,4 @@
-"""Write accumulators from registers to global memory, in whole 32-byte sectors."""
+"""Write accumulators from registers to global memory, in whole 32-byte sectors, at 64-bit offsets of rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,6 +6,18 @@ from triton.experimental.gluon import language as gl
 from canon.fast.kernels.gluon.hoisting import opaque_zero
 from canon.fast.kernels.gluon.layouts import mma_layout, store_layout
 from canon.fast.kernels.gluon.ptx import transpose_words
+
+
+@gluon.jit
+def row_offset(batch, row, head, strides):
+    """Return the 64-bit offset of a row of a tensor (b, t, h, width)."""
+    return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+
+
+@gluon.jit
+def even_strides(tokens, stride_t, stride_h):
+    """Return the strides of a tensor (b, t, h, width) whose batch stride is ``tokens`` token strides, in 64 bits."""
+    return tokens.to(gl.int64) * stride_t, stride_t, stride_h
 
 
 @gluon.jit

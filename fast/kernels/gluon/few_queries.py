@@ -37,7 +37,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.forward_pipeline import Output
 from canon.fast.kernels.gluon.layouts import contracted_width, lane_sum_layout, mma_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
@@ -74,7 +74,7 @@ def token_of_row(first, PACK: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def place_of_rows(batch, head, packed, token, heads, tokens):
     """Return the places of rows in a statistic (b, h, t)."""
-    return (batch * heads + head + packed) * tokens + token
+    return (batch * heads + head + packed).to(gl.int64) * tokens + token
 
 
 @gluon.jit
@@ -84,8 +84,9 @@ def first_maximum(maxima, ranks, stride, place, valid):
     Infinity stands for none. If it is a score, P is infinite or NaN, so the call is repeated.
     """
     m = gl.load(maxima + place, mask=valid, other=float("inf"))
-    for rank in range(1, ranks):
-        other = gl.load(maxima + rank * stride + place, mask=valid, other=float("inf"))
+    for _ in range(1, ranks):
+        maxima += stride
+        other = gl.load(maxima + place, mask=valid, other=float("inf"))
         m = gl.where(m == float("inf"), other, m)
     return gl.where(m == float("inf"), float("-inf"), m)
 
@@ -200,7 +201,7 @@ def weights_kernel(
             gl.store(of_tile + (sets * visits).to(gl.int64) * (stored * 4) + place, excess, mask=valid)
         ring = ring.next(STAGES)
     if STEP == WHOLE:
-        gl.store(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS), m)
+        gl.store(maxima + (chunk * sets + set_).to(gl.int64) * M + gl.arange(0, M, ROWS), m)
     if STEP != FIRST_TILES:  # noqa: SIM102 - known at compile time
         if gl.max(gl.max(too_large, 1), 0) > 0:
             gl.store(counter + 1, 1)
@@ -294,7 +295,8 @@ def add_products(
     first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
     token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
     column = first_column + gl.expand_dims(gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0)
-    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
+    strides = even_strides(output.tokens, output.stride_t, output.stride_h)
+    start = output.out + row_offset(batch, first, head, strides)
     offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
     keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
     if CONTINUED:
@@ -400,7 +402,7 @@ def add_sums(
         m = gl.full([M], float("-inf"), gl.float32, ROWS)
         chunks = tiles + 2 * tile + CHUNKS_BEGIN
         for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
-            m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_) * M + gl.arange(0, M, ROWS)))
+            m = gl.maximum(m, gl.load(maxima + (chunk * sets + set_).to(gl.int64) * M + gl.arange(0, M, ROWS)))
         factor, natural = results_of_sums(m, l, l - excess, ROWS)
         inverse.store(factor)
         mbarrier.arrive(ready, count=1)
@@ -501,10 +503,11 @@ def results_kernel(
     row = gl.program_id(0) * M + gl.arange(0, M, ROWS)
     m = first_maximum(maxima, ranks, stride, row, row < rows)
     lane_row = gl.program_id(0) * M + gl.arange(0, M, gl.SliceLayout(1, lane_sum_layout()))
-    place = 4 * gl.expand_dims(lane_row, 1) + gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
+    lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
+    place = 4 * gl.expand_dims(lane_row.to(gl.int64), 1) + lane
     kept = gl.expand_dims(lane_row < rows, 1)
     l = gl.load(sums + place, mask=kept, other=0.0)
-    excess = gl.load(sums + 4 * rows + place, mask=kept, other=0.0)
+    excess = gl.load(sums + 4 * rows.to(gl.int64) + place, mask=kept, other=0.0)
     factor, natural = results_of_sums(m, l, l - excess, ROWS)
     gl.store(lse + row, natural, mask=row < rows)
     factor = gl.expand_dims(factor, 1)

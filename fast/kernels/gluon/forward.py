@@ -47,7 +47,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.forward_pipeline import (
     Buffers,
     Output,
@@ -259,7 +259,8 @@ def write_result(o, state, wg, work_tile):
     gl.store(start + (r // wg.PACK + r % wg.PACK * output.tokens), lse, mask=r // wg.PACK < left)
     inverse = gl.expand_dims(gl.convert_layout(inverse, per_row_layout(o.shape[1])), 1)
     o = zero_rows(o * inverse, inverse)
-    start = output.out + ((batch * output.tokens + first).to(gl.int64) * output.stride_t + head * output.stride_h)
+    strides = even_strides(output.tokens, output.stride_t, output.stride_h)
+    start = output.out + row_offset(batch, first, head, strides)
     store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, wg.DV, wg.PACK)
 
 

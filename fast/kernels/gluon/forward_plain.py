@@ -29,7 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.epilogue import store_tile
+from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.layouts import mma_layout, operand_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import ping_pong_arrive, ping_pong_wait
@@ -166,7 +166,7 @@ def write_result(o, m, l, result, work, COLUMNS: gl.constexpr, W: gl.constexpr, 
     inverse = gl.convert_layout(gl.where(masked, 0.0, 1.0 / l), per_row_layout(o.shape[1]))
     inverse = gl.expand_dims(inverse, 1)
     o = gl.where(inverse == 0.0, 0.0, o * inverse)  # 0 times NaN would be NaN
-    start = out + ((batch * tokens + first).to(gl.int64) * stride_t + head * stride_h)
+    start = out + row_offset(batch, first, head, even_strides(tokens, stride_t, stride_h))
     store_tile(start, o, batch_head, stop - first, stride_t, stride_h, DV, 1)
 
 

@@ -28,7 +28,15 @@ from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
-from canon.fast.kernels.gluon.tile_scheduler import Heads, TileSchedule, Traversal, tile_schedule, untouched
+from canon.fast.kernels.gluon.tile_scheduler import (
+    ALL_SETS,
+    LAST_SETS,
+    Heads,
+    TileSchedule,
+    Traversal,
+    tile_schedule,
+    untouched,
+)
 from canon.fast.kernels.launcher import (
     capability,
     copy_back,
@@ -217,8 +225,8 @@ def dkdv(
         config = replace(config, columns=min(config.columns, 64))
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
-    # "fused": what even ends gain, reads of distant tiles lose
-    traversal = Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=dq is None)
+    even_ends = ALL_SETS if dq is None else 0 if ordered else LAST_SETS
+    traversal = Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=even_ends)
     plan = tile_schedule(mask, traversal, q.device)
     own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:

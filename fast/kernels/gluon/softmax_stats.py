@@ -95,7 +95,6 @@ def delta_stats_kernel(
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta and return `row_statistics`, in one launch."""
-    dout, out = map(portable.addressable, (dout, out))
     lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
     tensors = out, dout, lse, dlse_or_any

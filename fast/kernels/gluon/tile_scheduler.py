@@ -1,9 +1,9 @@
 """The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which persistent CTAs claim them.
 
 Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
-first. So the last set starts its longest tile late. Where that costs more than 2 %, a launch of dk and dv without dq has the
-shortest tenth of its work last (`_even_ends`). The launch fills rows of tiles without a visible cell. `dq_order` has the order
-of launches with ordered dq.
+first. So the last set starts its longest tile late. Where that costs more than 2 %, launches of dk and dv in any order have the
+shortest tenth of their work last: from all sets, or from the last few if they also add to dq (`_even_ends`). The launch
+fills rows of tiles without a visible cell. `dq_order` has the order of launches with ordered dq.
 
 Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
 Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
@@ -48,6 +48,8 @@ from canon.masks.plan_cache import cached_plan
 SHORT = 0.1  # share of the work that evens the ends of the SMs
 GAIN = 0.02  # of the predicted time; reads of tiles that come last are not shared through L2
 LATE_CTAS = 32  # these begin with a short work tile; messages should hold no more SMs
+# Sets of heads whose short tiles may come last. Such tiles read heads that have left the L2 cache, and so do additions to dq.
+ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
 WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
@@ -73,7 +75,7 @@ class Traversal(NamedTuple):
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
     full_first         the full spans of a work tile come first
-    even_ends          the shortest tiles may come last (`_even_ends`)
+    even_ends          the shortest tiles of so many sets of heads, the last ones, may come last (`_even_ends`)
     ctas               the most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0
     """
 
@@ -86,7 +88,7 @@ class Traversal(NamedTuple):
     bytes_per_group: int
     ordered: bool = False
     full_first: bool = False
-    even_ends: bool = False
+    even_ends: int = 0
     ctas: int = 0
 
     @property
@@ -155,7 +157,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     if number >= SEVERAL * t.ctas > 0:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     if t.even_ends:
-        _even_ends(work_tiles, costs.cost[order])
+        _even_ends(work_tiles, costs.cost[order], t.even_ends)
     visits = heads.size * int(spans[:, TILES].sum(dtype=np.int64))
     return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
 
@@ -200,25 +202,35 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
     records[ctas:] = others[ctas - late :]
 
 
-def _even_ends(work_tiles: np.ndarray, cost: np.ndarray) -> None:
-    """Move the shortest work tiles of all sets, SHORT of the work, to the end, longest first, if that gains more than GAIN.
+def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None:
+    """Move the shortest work tiles of the last sets, SHORT of all work, to the end, longest first, if it gains more than GAIN.
 
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile.
+    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile. All sets take part if there are at
+    most ``last_sets``, else as few (two or more) as come within half of GAIN of the best.
     """
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
     least = each.sum() / SMS
     if sets == 1 or _latest(each) - least <= GAIN * least:
         return
-    by_cost = np.argsort(each, kind="stable")
-    short = np.zeros(len(each), bool)
-    short[by_cost[np.cumsum(each[by_cost]) <= SHORT * each.sum()]] = True
-    last = np.flatnonzero(short)
-    order = np.append(np.flatnonzero(~short), last[np.argsort(-each[last], kind="stable")])
-    now, even = _time(each), each[order]
-    if now - _latest(even) > GAIN * least or now - _time(even) > GAIN * least:  # the bound decides most masks
+    orders, times = [], []
+    for number in [sets] if sets <= last_sets else range(2, last_sets + 1):
+        orders.append(_short_ones_last(each, len(each) // sets * (sets - number)))
+        times.append(_time(each[orders[-1]]))
+        if times[-1] <= least + GAIN / 2 * least:
+            break
+    fewest = next(i for i, time in enumerate(times) if time <= min(times) + GAIN / 2 * least)
+    if _time(each) - times[fewest] > GAIN * least:
         flat = work_tiles.reshape(-1, WORK_TILE)
-        flat[:] = flat[order]
+        flat[:] = flat[orders[fewest]]
+
+
+def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
+    """Return the order in which the shortest work tiles from ``first`` on, SHORT of all work, come last, longest first."""
+    by_cost = first + np.argsort(cost[first:], kind="stable")
+    number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * cost.sum(), side="right")
+    last = np.sort(by_cost[:number])
+    return np.append(np.delete(np.arange(len(cost)), last), last[np.argsort(-cost[last], kind="stable")])
 
 
 def _latest(cost: np.ndarray) -> float:

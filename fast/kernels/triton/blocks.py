@@ -1,7 +1,8 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band masks.
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside the tile (32 bits), so an
-iteration adds one number. ALIGN divides every stride but the last, in elements: wide loads need it.
+iteration adds one number. ALIGN divides every stride but the last, in elements: wide loads need it. ALIGN = 0 states that
+strides are so wide that offsets inside a tile need 64 bits (`launch.stride_divisor`).
 """
 
 import triton
@@ -90,7 +91,7 @@ def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
 def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, ALIGN: tl.constexpr):
     """Return pointers (rows, PAD) to the given ``rows`` (int64) of one head of x (b, t, h, d)."""
     start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
-    return start + tl.arange(0, PAD)[None, :] * strides[3]
+    return start + tl.arange(0, PAD).to(tl.int64)[None, :] * strides[3]
 
 
 @triton.jit
@@ -108,10 +109,13 @@ def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
 @triton.jit
 def tile_offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
     """Return the offsets (ROWS, PAD) inside a tile of ROWS tokens."""
-    rows = tl.arange(0, ROWS)[:, None] * strides[1]
+    row, column = tl.arange(0, ROWS), tl.arange(0, PAD)
+    if ALIGN == 0:
+        row, column = row.to(tl.int64), column.to(tl.int64)
+    rows = row[:, None] * strides[1]
     if ALIGN > 1:
         rows = tl.multiple_of(rows, [ALIGN, ALIGN])
-    return rows + tl.arange(0, PAD)[None, :] * strides[3]
+    return rows + column[None, :] * strides[3]
 
 
 @triton.jit

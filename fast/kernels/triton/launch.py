@@ -7,6 +7,9 @@ method adds to dq.
 NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). In the backward pass, lse has a spacing of 1
 there, so P would be off by a factor, without a NaN. All scores at -inf count as no visible key.
 
+In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude (`checks.LARGEST_DS`). Beyond, dq of its
+query and dk of its key are infinite or NaN, so a gradient scaler sees it. A factor would cost an instruction for each cell.
+
 **NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads: 0 * NaN is NaN.
 
     in      out                 lse              dq                           dk                      dv
@@ -49,6 +52,7 @@ LOG2E: float = blocks.LOG2E.value
 REPLAYABLE = True  # see `canon.fast.device.kernels_for`
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
+LARGEST_TILE = 256  # tokens, and columns
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
@@ -70,7 +74,6 @@ def forward(
     """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest scores, by atomics."""
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
-    q, k, v = map(addressable, (q, k, v))
     config, table = plan("forward", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
@@ -97,7 +100,7 @@ def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
     scale, sign = base2_scale(scale, q.dtype)
     if sign == 1:
         return q, scale
-    q, result = addressable(q), q.new_empty(q.shape)
+    result = q.new_empty(q.shape)
     options = row_options(q, result, accumulate=accumulate_dtype(q.dtype))
     run_rows(sign_kernel, q.shape, (q, result, sign), (q, result), options)
     return result, scale
@@ -105,7 +108,6 @@ def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
     """Write result (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
-    dout, out = map(addressable, (dout, out))
     lse = contiguous_rows(lse)
     dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
     tensors = (out, dout, lse, dlse_or_any, result)
@@ -134,7 +136,6 @@ def dq(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
 ) -> None:
     """Write dq (b, t, h, d)."""
-    q, k, v, dout = map(addressable, (q, k, v, dout))
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dq", q, v, mask, k, v)
     group = q.shape[2] // k.shape[2]
@@ -166,7 +167,6 @@ def dkdv(
     """
     if ordered:
         refuse_atomics()
-    q, k, v, dout = map(addressable, (q, k, v, dout))
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
@@ -214,7 +214,6 @@ def merge(
 
     ``rows`` (int64, distinct): the only tokens that the other part has, and that are merged.
     """
-    out, other_out = map(addressable, (out, other_out))
     other_lse = contiguous_rows(other_lse)
     if lse is not new_lse:
         lse = contiguous_rows(lse)
@@ -231,17 +230,13 @@ def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
 
 
 def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
-    """Launch with the arguments, ``l2_heads`` and the strides of ``strided``. Raises ValueError if offsets exceed 32 bits."""
+    """Launch with the arguments, ``l2_heads`` and the strides of ``strided``."""
     if not ctas:
         return
     for x in strided:
         if x.ndim == 3 and contiguous_rows(x) is not x:
             raise ValueError(
                 f"{kernel.__name__} needs row statistics with a last stride of 1, got strides {x.stride()}"
-            )
-        if x.ndim == 4 and _tile_extent(x) >= 2**31:  # a written one: read ones are `addressable`
-            raise ValueError(
-                f"strides {x.stride()} are too wide for {kernel.__name__}: offsets inside a tile must fit into 32 bits"
             )
     arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
@@ -318,8 +313,11 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 def stride_divisor(*tensors: Tensor) -> int:
     """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it limits the width of loads.
 
-    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel twice.
+    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel twice. 0 if an offset inside
+    a tile, of at most 256 tokens and columns, may exceed 32 bits: then kernels use 64 bits, which take more registers.
     """
+    if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
+        return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
     return 1 if divisor == 16 else divisor
 
@@ -363,13 +361,3 @@ def has_descriptor(x: Tensor) -> bool:
     """Return whether the sizes, strides and alignment of x fit a TMA descriptor."""
     fits = x.numel() > 0 and x.shape[-1] == padded(x.shape[-1]) and tma_loadable(x, every_axis=True)
     return fits and (is_cpu(x.device) or is_hopper(x.device))
-
-
-def addressable(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if offsets inside a tile may exceed 32 bits."""
-    return x if _tile_extent(x) < 2**31 else x.contiguous()
-
-
-def _tile_extent(x: Tensor) -> int:
-    """Return a bound on offsets inside a tile of x (b, t, h, d): at most 256 rows or columns."""
-    return 256 * (x.stride(1) + x.stride(3))

@@ -84,7 +84,7 @@ def parts_kernel(
     valid, query = row < rows, row // GROUP
     start = tl.cast(query, tl.int64) * q_strides[1] + tl.cast(head * GROUP + row % GROUP, tl.int64) * q_strides[2]
     width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
-    q_tile = head_pointer(q, batch, 0, q_strides, ALIGN) + start[:, None] + width * q_strides[3]
+    q_tile = head_pointer(q, batch, 0, q_strides, ALIGN) + start[:, None] + width.to(tl.int64) * q_strides[3]
     q_tile = tl.load(q_tile, mask=valid[:, None] & (width < D), other=0.0)
     k_rows = rows_of(k, batch, head, k_strides, BN, D_PAD, ALIGN)
     v_rows = rows_of(v, batch, head, v_strides, BN, DV_PAD, ALIGN)
@@ -180,7 +180,7 @@ def merge_parts_kernel(
     row, batch_head = place % rows, place // rows
     query, batch, head = row // GROUP, batch_head // heads, batch_head % heads * GROUP + row % GROUP
     target = out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
-    target += tl.arange(0, DV_PAD)[None, :] * out_strides[3]
+    target += tl.arange(0, DV_PAD).to(tl.int64)[None, :] * out_strides[3]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_width)
     natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * LN2)
     tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
@@ -207,7 +207,6 @@ def sum_parts(
 
     Rows are batches x key heads x queries x heads of a group.
     """
-    q, k, v = map(launch.addressable, (q, k, v))
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)

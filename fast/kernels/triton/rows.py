@@ -279,7 +279,6 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
     ``states`` (int8, one for each token): copy x where it is 1, write 0 where it is 0, and leave the others uninitialised.
     """
-    x = launch.addressable(x)
     options = launch.row_options(x, copy) | {"HAS_STATES": states is not None}
     launch.run_rows(copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options)
 

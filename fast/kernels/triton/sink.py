@@ -106,7 +106,7 @@ def sink_backward_kernel(
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
     """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
-    out, lse, sink = launch.addressable(out), launch.contiguous_rows(lse), sink.contiguous()
+    lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     options = launch.row_options(out, result, accumulate=lse.dtype)
     launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
 
@@ -115,7 +115,6 @@ def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
     """Write dlse (b, h, t) and, unless None, dout_keys (b, t, h, dv). ``out`` is that of the keys."""
-    dout, out = map(launch.addressable, (dout, out))
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

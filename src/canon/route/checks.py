@@ -17,6 +17,7 @@ from canon.masks.plan_cache import are_noted, cached_plan
 from canon.ranks.profiling import recorded
 
 METHODS = ("auto", "fused", "split", "head_parallel")
+LARGEST_DS = 65504.0  # of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

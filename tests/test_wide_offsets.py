@@ -1,0 +1,82 @@
+"""Offsets beyond 32 bits: tensors whose tokens lie far apart, and results of many tokens."""
+
+import pytest
+import torch
+from sharded import DEVICE
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from canon import Mask, simulator
+from canon.fast import backend, backward, local
+from canon.fast.kernels.gluon.epilogue import even_strides, row_offset
+from canon.fast.kernels.gluon.few_queries import place_of_rows
+from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.kernels.triton.rows import copy_tokens, take_rows, zero_rows
+
+pytestmark = pytest.mark.gpu
+TOKENS = 18
+APART = 1 << 27  # elements between tokens: the last ones begin behind 2^31
+
+
+@pytest.fixture
+def far_apart():
+    """Return a function that copies x (1, t, h, d) so that its tokens are APART elements apart, all in one allocation.
+
+    Most of it is never touched, so on a CPU it takes no memory.
+    """
+    room, used = torch.empty((TOKENS - 1) * APART + 2048, dtype=torch.bfloat16, device=DEVICE), 0
+
+    def placed(x):
+        nonlocal used
+        start, used = used, used + x[0, 0].numel()
+        return room.as_strided(x.shape, (0, APART, x.shape[3], 1), start).copy_(x)
+
+    return placed
+
+
+def draw(heads, width=16, dtype=torch.bfloat16):
+    return torch.randn(1, TOKENS, heads, width, generator=torch.Generator().manual_seed(heads)).to(dtype).to(DEVICE)
+
+
+def test_rows_are_taken_copied_and_cleared_however_far_apart(far_apart):
+    k, v, rows = draw(2), draw(2), torch.arange(TOKENS - 1, -1, -1, device=DEVICE)
+    out = far_apart(torch.zeros_like(torch.cat([k, v], -1)))
+    take_rows(far_apart(k), v, rows, out)
+    assert torch.equal(out, torch.cat([k, v], -1)[:, rows])
+    copied = far_apart(torch.zeros_like(k))
+    copy_tokens(far_apart(k), copied)
+    assert torch.equal(copied, k)
+    zero_rows(copied)
+    assert not copied.any()
+
+
+def test_both_passes_read_and_write_tokens_that_lie_far_apart(far_apart):
+    mask, tiles = Mask.causal(TOKENS), Config(32, 32, 4, 1)
+    q, k, v, dout = draw(2), draw(1), draw(1), draw(2)
+    with backend("triton"), forced(forward=tiles, dq=tiles, dkdv=tiles):
+        out, lse = local.attention_forward(q, k, v, mask)
+        grads = backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask)
+        wide_out = far_apart(torch.zeros_like(dout))
+        local.forward_into(*map(far_apart, (q, k, v)), mask, 0.25, wide_out, lse_again := torch.zeros_like(lse))
+        given = map(far_apart, (dout, q, k, v, out.to(q.dtype)))
+        again = backward.attention_backward(*given, lse, mask)
+    assert torch.equal(wide_out, out.to(q.dtype))
+    assert torch.equal(lse_again, lse)
+    assert all(torch.equal(x, y) for x, y in zip(again, grads, strict=True))
+
+
+@gluon.jit
+def offsets_kernel(result, rows, tokens, batch, head):
+    """Write offsets of row ``rows`` that 32-bit products could not hold."""
+    stride = gl.to_tensor(8)
+    gl.store(result, row_offset(batch, rows, head, even_strides(tokens, stride, stride)))
+    gl.store(result + 1, place_of_rows(batch, head, 0, rows, 1 << 10, tokens))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="only the simulator detects an overflow")
+def test_results_of_more_than_2_to_the_31_rows_are_addressed_in_64_bits():
+    found = torch.zeros(2, dtype=torch.int64)
+    with simulator.simulated():
+        offsets_kernel[(1,)](found, (1 << 30) - 1, 1 << 30, 1 << 20, 5)  # pyright: ignore
+    tokens = (1 << 20) * (1 << 30) + (1 << 30) - 1
+    assert found.tolist() == [8 * tokens + 40, (((1 << 30) + 5) << 30) + (1 << 30) - 1]
