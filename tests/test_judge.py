@@ -73,7 +73,7 @@ FAULTS = {
     "the gradients of one rank are left out": (
         REDUCE, CASTS, "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
     "gradients are added, but not in place": (
-        REDUCE, CASTS, "return self.into.copy_(total)", "return self.into.clone().copy_(total)"),
+        REDUCE, CASTS, "total = self.into", "self.into = self.into.clone()\n        total = self.into"),
     "a NaN on another rank is hidden": (
         "ring_attention/contiguous/documents/nan in k", "local", "some = total != 0", "some = total > 0"),
     "a merge drops a NaN": (

@@ -11,7 +11,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon.config import Config as HopperConfig
 from canon.fast.kernels.triton.config import Config, forced
-from canon.runtime.checks import LARGEST_DS
+from canon.route.checks import LARGEST_DS
 from canon.testing import simulated_kernels
 
 pytestmark = [
