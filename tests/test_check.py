@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import canon
-from canon.check import check_command
-from canon.testing import record
+from canon.check import check_command, sources
 
 FAULTY = """
 from canon.reference import *
@@ -246,8 +245,8 @@ def test_the_digest_of_the_source_changes_with_each_source_file(name, tmp_path, 
         path.write_text("before")
     (package / "fast").symlink_to(half)
     monkeypatch.setattr(canon, "__file__", str(package / "__init__.py"))
-    before = record.source("canon.fast")
+    before = sources.digest("canon.fast")
     (package / name).with_suffix(".txt").write_text("no source")
-    assert record.source("canon.fast") == before
+    assert sources.digest("canon.fast") == before
     (package / name).write_text("after")
-    assert record.source("canon.fast") != before
+    assert sources.digest("canon.fast") != before

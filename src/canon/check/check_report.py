@@ -58,10 +58,11 @@ def _place(fault: str) -> int:
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
-def summary(verdicts: Sequence[str], console: Console) -> int:
-    """Print how many cases agree, and return how many are wrong."""
+def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
+    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record held before."""
     agree, declined = verdicts.count("agrees"), verdicts.count("declined")
     wrong = len(verdicts) - agree - declined
     line = f"{agree} of {len(verdicts)} cases agree" + f", {declined} declined" * bool(declined)
+    line += f", {taken} taken from the record" * bool(taken)
     console.print(f"[bold red]{line}, {wrong} do not." if wrong else f"[bold green]{line}.")
     return wrong
