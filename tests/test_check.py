@@ -229,6 +229,7 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         (["--random", "2", "--only", "no such mask"], "no function or mask of these cases has 'no such mask'"),
         (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
         (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
+        (["canon.reference", "--fresh"], "--fresh needs --random N"),
     ],
 )
 def test_invalid_arguments_are_errors(run, words, message):

@@ -156,8 +156,10 @@ def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
 
 
 def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
-    if arguments.seed is not None or arguments.first is not None or arguments.fresh:
-        raise _Misuse("--seed, --first and --fresh need --random N; without --resume all cases run anyway")
+    if arguments.seed is not None or arguments.first is not None:
+        raise _Misuse("--seed and --first need --random N")
+    if arguments.fresh:
+        raise _Misuse("--fresh needs --random N: other checks start afresh unless --resume is given")
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
     documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)

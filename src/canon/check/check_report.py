@@ -13,8 +13,8 @@ from canon.testing.judge import short
 MARKS = {"agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim"}  # verdicts
 NUMBERS = {"error", "bound", "ratio", "time"}
 TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
-    "no rank can continue", "the ranks disagree", " sees ", "does not see", "times the expected", "not finite", "-inf at",
-    "is off by",
+    "no rank can continue", "the ranks disagree", "sees no key", "as if ", "times the expected", "not finite", "-inf at",
+    "is worst", "is off by",
 )  # fmt: skip
 LINE = 300  # characters of a fault that is not printed in full
 
