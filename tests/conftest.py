@@ -157,7 +157,8 @@ def run(tmp_path, monkeypatch, capsys):
 
     def run(*words):
         status = main(["check", *map(str, words)])
-        name = "random.json" if "--random" in words else "record.json"
+        module = str(words[0]) if words and not str(words[0]).startswith("-") else "canon.fast"
+        name = f"random.{module}.json" if "--random" in words else "record.json"
         kept = tmp_path / "canon-check" / name
         return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None
 

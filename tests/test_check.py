@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import canon
-from canon.check import check_command
-from canon.testing import record
+from canon.check import check_command, sources
 
 FAULTY = """
 from canon.reference import *
@@ -230,6 +229,7 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         (["--random", "2", "--only", "no such mask"], "no function or mask of these cases has 'no such mask'"),
         (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
         (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
+        (["canon.reference", "--fresh"], "--fresh needs --random N"),
     ],
 )
 def test_invalid_arguments_are_errors(run, words, message):
@@ -246,8 +246,8 @@ def test_the_digest_of_the_source_changes_with_each_source_file(name, tmp_path, 
         path.write_text("before")
     (package / "fast").symlink_to(half)
     monkeypatch.setattr(canon, "__file__", str(package / "__init__.py"))
-    before = record.source("canon.fast")
+    before = sources.digest("canon.fast")
     (package / name).with_suffix(".txt").write_text("no source")
-    assert record.source("canon.fast") == before
+    assert sources.digest("canon.fast") == before
     (package / name).write_text("after")
-    assert record.source("canon.fast") != before
+    assert sources.digest("canon.fast") != before

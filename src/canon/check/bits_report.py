@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon.check import sources
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
@@ -42,7 +43,7 @@ def report(
         console.print(f"{row}: {why}", markup=False, highlight=False)
     given = {name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "only")}
     command = record.command("canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given)
-    kept = {"module": arguments.module, "source": record.source(arguments.module), **sizes}
+    kept = {"module": arguments.module, "source": sources.digest(arguments.module), **sizes}
     path = record.write(arguments.record or RECORD, command, results, **kept)
     console.print(f"Record: {path}.", highlight=False)
     cells = [_cell(results, name, *column) for name in names for column in dict.fromkeys(map(_column, results))]

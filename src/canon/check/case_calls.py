@@ -61,7 +61,7 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     if forward:
         return _results(case, x, out, lse)
     outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
-    unused = case.has_sink and case.used == "lse"  # lse does not depend on the sink: its gradient is 0
+    unused = case.used == "lse"  # lse depends on neither v nor the sink: their gradients are 0
     grads = torch.autograd.grad(outputs, leaves, grads, allow_unused=unused, materialize_grads=unused)
     return _results(case, x, out, lse, grads)
 

@@ -23,9 +23,10 @@ from torch import Tensor
 from canon import reference
 from canon.check.case_calls import call, on_one_rank
 from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
+from canon.check.causes import explained
 from canon.check.exchanges import answers, compared, rows_that_differ, tables
 from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
-from canon.check.places import explained, worst_places
+from canon.check.places import worst_places
 from canon.check.planted_values import exempted
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
@@ -144,8 +145,11 @@ class CaseRunner:
         exempt = {} if spread is None else exempted(first, exact, spread)
         reference_verdict = agreement(of_reference, *judged_by)
         x = with_projected_keys(x) if case.has_latents else x
-        faults = _wrong_dtypes(case, first, exact) + explained(verdict.faults, first, exact, x)
-        faults += [*worst_places(verdict.faults, first, exact, layout if case.distributed else None), *verdict.faults]
+        layout = layout if case.distributed and case.function not in REPLICATED else None
+        causes = explained(verdict.faults, first, exact, expected.honest, x)
+        norms = [fault for fault in verdict.faults if " is off by " in fault]
+        faults = _wrong_dtypes(case, first, exact) + causes + [x for x in verdict.faults if x not in norms]
+        faults += worst_places(verdict.faults, first, exact, layout) + norms
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
         if not (case.method == "fused" and self.device == "cuda"):  # its atomics add dq in no fixed order

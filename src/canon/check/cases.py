@@ -321,7 +321,9 @@ def _add_exchanges(add: Callable[..., None]) -> None:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the functions that a case calls have the parameters of `OPTIONAL` that it passes."""
+    """Return whether the module has the functions that a case calls, with the parameters of `OPTIONAL` that it passes."""
+    if case.function == "prepare" and not hasattr(module, case.variant):
+        return False
     options = dict(case.options)
     passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from canon import reference
-from canon.check import bits, check_report, contract, module_import, random_check, rank_digests, warming
+from canon.check import bits, check_report, contract, module_import, random_check, rank_digests, sources, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import DTYPES, Case, Coverage, accepts, all_cases, covered, declined_by
 from canon.check.documents import Documents
@@ -45,10 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
              "documents, branches, sequences and heads, all with one whole call")  # fmt: skip
     add("--template", action="store_true", help="print a module to start from and stop")
     add("--resume", action="store_true",
-        help="skip the cases that the record holds, if the code and the arguments are the same")  # fmt: skip
+        help="take the cases that the record holds from it, if the code of MODULE, of all that it imports, the machine and "
+             "the arguments are the same")  # fmt: skip
     add("--record", type=Path, metavar="PATH",
         help=f"write the results to PATH; --resume and --random continue PATH (default: {RECORD}, "
-             f"with --random {random_check.RECORD})")  # fmt: skip
+             f"with --random {random_check.record_of('MODULE')})")  # fmt: skip
 
 
 def _add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,8 @@ def _add_random(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--random", type=int, metavar="N",
         help="run N random cases instead, with random masks, layouts, shapes and options; the same command continues "
-             "an interrupted check")  # fmt: skip
+             "an interrupted check, as --resume does")  # fmt: skip
+    add("--fresh", action="store_true", help="with --random: run the cases that the record holds again")
     add("--seed", type=int, metavar="S",
         help="seed of the random cases (default: 0); --ranks, the device and --backend change the cases, too")  # fmt: skip
     add("--first", type=int, metavar="I", help="number of the first random case (default: 0)")
@@ -168,6 +170,8 @@ def _checked(arguments: argparse.Namespace, console: Console, placement: _Placem
 def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
     if arguments.seed is not None or arguments.first is not None:
         raise _Misuse("--seed and --first need --random N")
+    if arguments.fresh:
+        raise _Misuse("--fresh needs --random N: other checks start afresh unless --resume is given")
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
     documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)
@@ -188,18 +192,20 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
         console.print("\n".join(names), highlight=False)
         return AGREES
     where = placement.describe(arguments.backend)
-    key = record.digest(record.source(arguments.module), where, arguments.runs, arguments.features, documents)
+    code = sources.digest(arguments.module)
+    key = record.digest(code, record.machine(), where, arguments.runs, arguments.features, documents)
     check = _Check(cases, functions, documents, where, ranks, key)
     lengths = ", ".join(map(str, sorted(documents.lengths)[:12])) + ", ..." * (len(documents.lengths) > 12)
     console.print(f"{len(cases)} cases of [bold]{arguments.module}[/] on {where}; {len(documents.lengths)} documents, "
                   f"{documents.tokens} tokens: {lengths}", highlight=False)  # fmt: skip
-    results, interrupted = _run_cases(arguments, console, placement, check)
+    known = _known_results(arguments, console, check)
+    results, interrupted = _run_cases(arguments, console, placement, check, known)
     if interrupted:
         console.print(
             f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume runs the others."
         )
     invariance = [] if interrupted else rank_digests.compare(placement.kind, digests)
-    status = _report(arguments, console, check, results, invariance)
+    status = _report(arguments, console, check, results, invariance, len(known))
     return INTERRUPTED if interrupted else status
 
 
@@ -216,9 +222,8 @@ def _digest_runner(
 
 
 def _run_cases(
-    arguments: argparse.Namespace, console: Console, placement: _Placement, check: _Check
+    arguments: argparse.Namespace, console: Console, placement: _Placement, check: _Check, known: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], bool]:
-    known = _known_results(arguments, check.key)
     left = tuple(case for case in check.cases if case.name not in known)
     source, interrupted = FromDocuments(check.documents), False
     runner = CaseRunner(arguments.module, left, source, placement.device, Path(), arguments.backend, arguments.runs)
@@ -233,23 +238,27 @@ def _run_cases(
     return [found[case.name] for case in check.cases if case.name in found], interrupted
 
 
-def _known_results(arguments: argparse.Namespace, key: str) -> dict[str, dict[str, Any]]:
-    """Return the record's results for the same code and arguments. Failed cases run again."""
+def _known_results(arguments: argparse.Namespace, console: Console, check: _Check) -> dict[str, dict[str, Any]]:
+    """Return the record's results of these cases for the same code and arguments. Failed cases run again."""
     path = arguments.record or RECORD
     if not arguments.resume or not path.exists():
         return {}
     try:
         kept = json.loads(path.read_text())
-        results = kept["results"] if kept["key"] == key else []
+        same = kept["key"] == check.key
+        names = {case.name for case in check.cases if same}
+        known = {x["case"]: x for x in kept["results"] if x["case"] in names and x["verdict"] != "failed"}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _Misuse(f"--resume: cannot read {path} as a record of canon check: {error!r}") from error
-    return {result["case"]: result for result in results if result["verdict"] != "failed"}
+    why = "" if same else ", because it was made with other code, arguments or versions"
+    taken = f"{len(known)} of {len(check.cases)} cases are taken from {path}{why}; the others run."
+    console.print(taken, highlight=False)
+    return known
 
 
 def _random(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
     given = {"--documents": arguments.documents, "--tokens": arguments.tokens, "--dtype": arguments.dtype,
-             "--list": arguments.list, "--digest": arguments.digest, "--features": arguments.features,
-             "--resume": arguments.resume}  # fmt: skip
+             "--list": arguments.list, "--digest": arguments.digest, "--resume": arguments.resume}  # fmt: skip
     if useless := [name for name, value in given.items() if value]:
         raise _Misuse(f"--random draws its own cases and always resumes: leave {', '.join(useless)} out")
     arguments.seed, arguments.first = arguments.seed or 0, arguments.first or 0
@@ -257,15 +266,15 @@ def _random(arguments: argparse.Namespace, console: Console, placement: _Placeme
         raise _Misuse(f"--random needs N >= 1, --first I >= 0 and --ranks from 1 to {random_check.RANKS}")
     kind = "threads" if arguments.world == "auto" else placement.kind
     try:
-        wrong = random_check.run(arguments, console, kind, placement.device, module)
+        agree = random_check.run(arguments, console, kind, placement.device, module)
     except Interrupted:
         console.print("[bold red]Interrupted; the record holds the finished cases.")
         return INTERRUPTED
-    return DISAGREES if wrong else AGREES
+    return AGREES if agree else DISAGREES
 
 
 def _bits(arguments: argparse.Namespace, console: Console, placement: _Placement, module: Any) -> int:
-    names = ("random", "seed", "first", "list", "digest", "features", "resume")
+    names = ("random", "seed", "first", "list", "digest", "features", "resume", "fresh")
     if useless := [f"--{name}" for name in names if getattr(arguments, name) not in (None, False)]:
         raise _Misuse(f"--bits has its own rows and runs them once: leave {', '.join(useless)} out")
     return DISAGREES if bits.run(arguments, console, placement.device, module) else AGREES
@@ -320,7 +329,12 @@ def _default_dtypes(device: str, backend: str | None) -> list[str]:
 
 
 def _report(
-    arguments, console: Console, check: _Check, results: list[dict[str, Any]], invariance: list[dict[str, Any]]
+    arguments,
+    console: Console,
+    check: _Check,
+    results: list[dict[str, Any]],
+    invariance: list[dict[str, Any]],
+    taken: int,
 ) -> int:
     console.print(check_report.table(results, arguments.module))
     check_report.faults(results, console)
@@ -335,7 +349,7 @@ def _report(
     kept = _write_record(arguments, check, results, invariance)
     console.print(f"Record: {kept}.", highlight=False)
     verdicts = [result["verdict"] for result in results]
-    wrong = check_report.summary(verdicts, console)
+    wrong = check_report.summary(verdicts, console, taken)
     if unequal := sum(bool(result["faults"]) for result in invariance):
         console.print(
             f"[bold red]The bits depend on the ranks or the layout for {unequal} of {len(invariance)} inputs."

@@ -17,8 +17,8 @@ MARKS = {  # verdicts
 NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
 NUMBERS = {"error", "bound", "ratio", "time"}
 TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
-    "no rank can continue", "the ranks disagree", " sees ", "does not see", "times the expected", "not finite", "-inf at",
-    "is off by",
+    "no rank can continue", "the ranks disagree", "sees no key", "as if ", "times the expected", "not finite", "-inf at",
+    "is worst", "is off by",
 )  # fmt: skip
 LINE = 300  # characters of a fault that is not printed in full
 
@@ -89,11 +89,12 @@ def _place(fault: str) -> int:
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
-def summary(verdicts: Sequence[str], console: Console) -> int:
-    """Print how many cases agree, and return how many are wrong."""
+def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
+    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record held before."""
     agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
     wrong = len(verdicts) - agree - sum(neither.values())
     line = f"{agree} of {len(verdicts)} cases agree" + "".join(f", {n} {name}" for name, n in neither.items() if n)
+    line += f", {taken} taken from the record" * bool(taken)
     end = f"[bold red]{line}, {wrong} do not." if wrong else f"[bold {'green' if agree else 'red'}]{line}."
     console.print(end)
     return wrong

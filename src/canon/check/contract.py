@@ -128,13 +128,13 @@ def features(text: str) -> frozenset[str]:
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
     """Return the cases that fit the limits ``words``, changed where necessary. ``even``: all shards have equal length."""
-    adapted = [_adapted(case, words) for case in cases]
+    changed = [adapted(case, words) for case in cases]
     if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
-        adapted = [new and _with_scale(new, case.shape.scale, module) for new, case in zip(adapted, cases, strict=True)]
+        changed = [new and _with_scale(new, case.shape.scale, module) for new, case in zip(changed, cases, strict=True)]
     # Without a mask, zigzag and striped attention compute the number of tokens from their own shard.
     if "no-mask" in words and not even:
-        adapted = [case for case in adapted if case and case.function not in ("zigzag_attention", "striped_attention")]
-    return list({case.name: case for case in adapted if case is not None}.values())
+        changed = [case for case in changed if case and case.function not in ("zigzag_attention", "striped_attention")]
+    return list({case.name: case for case in changed if case is not None}.values())
 
 
 def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
@@ -142,7 +142,8 @@ def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
     return replace(case, shape=replace(case.shape, scale=scale)) if passed else case
 
 
-def _adapted(case: Case, words: frozenset[str]) -> Case | None:
+def adapted(case: Any, words: frozenset[str]) -> Any:
+    """Return the case, fixed or random, changed so that it fits the limits ``words``, or None if it cannot."""
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.kind not in masks) or ("forward" in words and case.function == "attention_backward"):
@@ -154,12 +155,15 @@ def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     shape = case.shape
     changes = {
         "batched": {"batch": max(1, shape.batch)}, "packed": {"batch": 0}, "equal-heads": {"heads": (shape.heads[0],) * 2},
-        "equal-widths": {"widths": (shape.widths[0],) * 2}, "contiguous": {"contiguous": True},
+        "equal-widths": {"widths": (shape.widths[0],) * 2},
+        "contiguous": {"contiguous": True, "strides": None},
     }  # fmt: skip
     for word in words & changes.keys():
         shape = replace(shape, **changes[word])
     if not attends:
         return replace(case, shape=shape)
+    if "no-mask" in words and case.function in {"prepare"} | REPLICATED:
+        return None
     if words & {"no-options", "no-mask"}:
         if case.options or case.method != "auto":
             return None
@@ -168,6 +172,6 @@ def _adapted(case: Case, words: frozenset[str]) -> Case | None:
     used = case.used
     if words & {"no-lse", "no-mask"}:
         used = "forward, no lse" if used.startswith("forward") else "no lse"
-    if "forward" in words:
-        used = {"both": "forward", "no lse": "forward, no lse"}.get(used, used)
+    if "forward" in words and not used.startswith("forward"):
+        used = "forward" if used in ("both", "out", "lse") else "forward, no lse"
     return replace(case, shape=shape, used=used)

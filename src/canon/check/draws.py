@@ -1,17 +1,29 @@
 """Draw the random cases of `canon check --random`.
 
-Case i of seed S is a pure function of S, i, the table and the largest number of ranks. A mask or layout is a Python
-expression. On GPUs a table has few shapes, because each is compiled.
+Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits of the module. A mask or
+layout is a Python expression. On GPUs a table has few shapes, because each is compiled.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from random import Random
 
 from canon import reference
-from canon.check.cases import ATTEND, DISTRIBUTED, EXCHANGES, FIXED_LAYOUTS, PLANS, PREPARED, REPLICATED, Case, Shape
+from canon.check.cases import (
+    ATTEND,
+    DISTRIBUTED,
+    EXCHANGES,
+    FIXED_LAYOUTS,
+    MASKS,
+    PLANS,
+    PREPARED,
+    REPLICATED,
+    Case,
+    Shape,
+)
+from canon.check.expressions import any_mask, layout_of, ranges, size, square, tiled_layout
 from canon.check.planted_values import TENSORS, VALUES
 from canon.reference import Band, Layout, Mask
 from canon.testing.judge import Masks
@@ -28,6 +40,8 @@ FOR_EACH_SEQUENCE = {*ATTEND, "attention_forward", "attention_backward", "decode
 TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
 SOFTCAPS = 1.0, 20.0  # few, because each compiles kernels of its own
 LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
+DS = (0.03, 0.3, 0.9)  # largest dS of some float16 cases, as a part of the largest float16
+TRIES = 2000  # draws of a case; 50 of each function
 WORK = 48  # largest `_work` of an interpreted case: about half a second
 
 
@@ -68,10 +82,15 @@ class Drawn(Case):
     seed: int = 0
     index: int = 0
     ranks: int = 1
+    ds: float = 0.0  # the largest dS as a part of the largest float16; 0: the inputs have size 1
 
     @property
     def name(self) -> str:
         return f"{self.seed}.{self.index} {self.function}"
+
+    @property
+    def kind(self) -> str:
+        return "sequences" if self.mask.startswith("(") else re.findall(r"Mask\.(\w+)", self.mask)[0]
 
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         return evaluated(self.layout) if self.layout else super().layout_of(mask, 1)
@@ -87,6 +106,7 @@ class Drawn(Case):
             draws |= {"latent, k_rope": f"{shape.latent} wide"} if shape.latent else {}
             draws |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
             draws |= {"planted": self.planted} if self.planted else {}
+            draws |= {"dS": f"up to {self.ds * 65504:.0f}"} if self.ds else {}
         return draws | {name: str(value) for name, value in self.options}
 
 
@@ -96,14 +116,33 @@ def evaluated(text: str):
     return eval(text, {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch})
 
 
-def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8) -> Drawn:
-    """Return case ``index`` of ``seed``."""
-    draw = Random(f"{seed}/{index}/{table}/{most_ranks}")
-    function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    case = _drawn(draw, function, seed, index, TABLES[table], most_ranks)
-    while not table.startswith("cuda") and _work(case) > WORK:
-        case = _drawn(draw, function, seed, index, TABLES[table], most_ranks)
-    return case
+@dataclass(frozen=True)
+class Limits:
+    """What a module can do: its functions and the words of ``--features``."""
+
+    functions: Collection[str] = tuple(WEIGHTS)
+    words: frozenset[str] = frozenset()
+    fit: Callable[[Drawn], Drawn | None] = lambda case: case  # returns a case that the module accepts, or None
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The only masks, all if empty."""
+        return frozenset({"causal"}) if "no-mask" in self.words else self.words & set(MASKS)
+
+
+def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()) -> Drawn:
+    """Return case ``index`` of ``seed``. Raises ValueError if no case fits the limits."""
+    draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
+    for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
+        if number % 50 == 0 and case is None:
+            function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            while function not in limits.functions:
+                function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+        case = limits.fit(_drawn(draw, function, seed, index, TABLES[table], most_ranks, limits))
+        if case is not None and (table.startswith("cuda") or _work(case) <= WORK):
+            return case
+    words = f" within --features {','.join(sorted(limits.words))}" if limits.words else ""
+    raise ValueError(f"--random: no case of {', '.join(sorted(limits.functions))}{words}")
 
 
 def _work(case: Drawn) -> int:
@@ -117,39 +156,43 @@ def _work(case: Drawn) -> int:
     return work * case.shape.heads[0]
 
 
-def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, most_ranks: int) -> Drawn:
+def _drawn(draw: Random, function: str, seed: int, index: int, table: Table, most_ranks: int, limits: Limits) -> Drawn:
+    no_options = bool(limits.words & {"no-options", "no-mask"}) and function in {*ATTEND, "prepare"} | REPLICATED
     ranks = draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0] if function in DISTRIBUTED else 1
-    invariant = function in RANK_INVARIANT and draw.random() < 0.3
-    tokens = limits.shared_tokens if function in DISTRIBUTED else limits.tokens
-    n = _size(draw, tokens)
+    invariant = function in RANK_INVARIANT and draw.random() < 0.3 and not no_options
+    tokens = table.shared_tokens if function in DISTRIBUTED else table.tokens
+    n = size(draw, tokens)
     if invariant and draw.random() < 0.8:
         n = draw.randint(100, max(tokens, TILED_TOKENS))
     layout, fixed = None, None
     if function in DISTRIBUTED - REPLICATED:
-        mask = _square(draw, n)
+        mask = square(draw, n, only=limits.kinds)
         prepared = draw.choice(list(PREPARED)) if function == "prepare" else ""
         fixed = FIXED_LAYOUTS.get(prepared or function) or ("contiguous" if function == "dispatch" else None)
-        layout = (_tiled_layout if invariant else _layout)(draw, mask, evaluated(mask).queries, ranks, fixed)
+        layout = (tiled_layout if invariant else layout_of)(draw, mask, evaluated(mask).queries, ranks, fixed)
     else:
-        mask, prepared = _any_mask(draw, n), ""
+        mask, prepared = square(draw, n, only=limits.kinds) if limits.kinds else any_mask(draw, n), ""
     if function in REPLICATED:
-        layout = _layout(
+        layout = layout_of(
             draw, mask, evaluated(mask).keys, ranks, draw.choice(["contiguous", "zigzag", "uneven", "empty"])
         )
     has_latents = "latent_attention" in (function, prepared)
-    dtype, shape = ("", Shape((1, 1), (1, 1))) if function in PLANS else _shape(draw, limits, ranks, has_latents)
+    dtype, shape = ("", Shape((1, 1), (1, 1))) if function in PLANS else _shape(draw, table, ranks, has_latents)
     method, variant, used, options = _options(draw, function, shape, dtype, invariant)
+    if no_options:
+        method, options = "auto", {}
+        variant = "plain" if "no-mask" in limits.words and function in ATTEND else variant
     if prepared:
         method, variant, options = "auto", prepared, {}
     elif function in FOR_EACH_SEQUENCE and not (invariant and layout) and variant != "plain" and draw.random() < 0.15:
         sizes = evaluated(mask).queries, evaluated(mask).keys
-        mask, shape = f"({mask}, {_ranges(draw, *sizes)})", replace(shape, batch=2)
+        mask, shape = f"({mask}, {ranges(draw, *sizes)})", replace(shape, batch=2)
     elif variant == "plain" and function in REPLICATED:
         mask, shape = f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})", replace(shape, scale=None)
     elif variant == "plain":
         n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
         mask, shape = f"Mask.causal({n})", replace(shape, contiguous=True, scale=None)
-        layout = _layout(draw, mask, n, ranks, fixed) if layout else None
+        layout = layout_of(draw, mask, n, ranks, fixed) if layout else None
     attends = dtype and function not in EXCHANGES
     planted = _planted(draw, function, used) if attends and not shape.latent else ""
     unplanted = attends and variant != "plain" and not planted
@@ -157,9 +200,11 @@ def _drawn(draw: Random, function: str, seed: int, index: int, limits: Table, mo
         shape = replace(shape, scale=draw.choice(LARGE) * shape.widths[0] ** -0.5)
     elif unplanted and function not in ("merge", "prepare") and draw.random() < 0.2:
         options["softcap"] = draw.choice(SOFTCAPS)
-    return Drawn(
-        function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, seed, index, ranks
-    )
+    of_dout = used in {"both", "out", "no lse"} and function not in {"attention_forward", "merge"}
+    narrow = dtype == "float16" and options.get("reduce_dtype") != "float16"
+    ds = draw.choice(DS) if narrow and unplanted and of_dout and not shape.latent and draw.random() < 0.4 else 0.0
+    numbers = seed, index, ranks, ds
+    return Drawn(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, *numbers)
 
 
 def _planted(draw: Random, function: str, used: str) -> str:
@@ -177,27 +222,21 @@ def _may_be_large(dtype: str, shape: Shape, options: dict) -> bool:
     return "float16" not in (dtype, options.get("reduce_dtype")) and "sink" not in options and not shape.latent
 
 
-def _size(draw: Random, most: int) -> int:
-    if draw.random() < 0.06:
-        return draw.choice([0, 1, 1, 2])
-    return max(1, round(3 * (most / 3) ** draw.random()))
-
-
-def _shape(draw: Random, limits: Table, ranks: int, has_latents: bool) -> tuple[str, Shape]:
-    if limits.rows:
-        heads, widths, dtype = draw.choice(limits.rows)
+def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[str, Shape]:
+    if table.rows:
+        heads, widths, dtype = draw.choice(table.rows)
     else:
-        heads = draw.choice([heads for heads in limits.heads if ranks <= 4 or heads[0] <= 2])
-        widths, dtype = (draw.choice(limits.widths), draw.choice(limits.widths)), draw.choice(limits.dtypes)
+        heads = draw.choice([heads for heads in table.heads if ranks <= 4 or heads[0] <= 2])
+        widths, dtype = (draw.choice(table.widths), draw.choice(table.widths)), draw.choice(table.dtypes)
         widths = widths if draw.random() < 0.6 else (widths[0], widths[0])
     batch = draw.choice([0, 1, 1, 2] if ranks <= 4 and heads[0] <= 2 else [0, 1])
-    scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * limits.unusual)
+    scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * table.unusual)
     scale = None if scale is None else scale * widths[0] ** -0.5
-    strides = draw.choice([None, draw.getrandbits(32)]) if limits.unusual else None
+    strides = draw.choice([None, draw.getrandbits(32)]) if table.unusual else None
     shape = Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
     if has_latents:  # a head of K for each query head, wider than k_rope
         d = max(2, widths[0])
-        latent = (draw.choice(limits.widths), draw.randint(1, d - 1)) if limits.unusual else (64, max(8, d // 32 * 8))
+        latent = (draw.choice(table.widths), draw.randint(1, d - 1)) if table.unusual else (64, max(8, d // 32 * 8))
         shape = replace(shape, heads=(heads[0], heads[0]), widths=(d, widths[1]), latent=latent)
     return dtype, shape
 
@@ -248,146 +287,3 @@ def _strides(draw: Random, heads: int, invariant: bool) -> dict:
         if heads == stride and {"backward_first_stride", "backward_last_stride"} <= options.keys():
             del options["backward_last_stride"]
     return options
-
-
-def _square(draw: Random, n: int, parts: bool = True) -> str:
-    left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
-    kinds: dict[str, Callable[[], str]] = {
-        "full": lambda: f"Mask.full({n})",
-        "causal": lambda: f"Mask.causal({n})",
-        "window": lambda: f"Mask.window({n}, left={left}, right={right})",
-        "documents": lambda: _documents(draw, n),
-        "prefix": lambda: f"Mask.prefix({n}, {draw.randint(0, n)})",
-        "block_causal": lambda: f"Mask.block_causal({_blocks(draw, n)}{_validity(draw, n, 'qk')})",
-        "ranges": lambda: _ranges(draw, n, n),
-        "tree": lambda: _tree(draw, n),
-        "concat": lambda: _concat(draw, n, lambda size: _square(draw, size, False)),
-    }
-    names = [*kinds, "documents", "documents"]
-    return kinds[draw.choice([name for name in names if parts or name != "concat"])]()
-
-
-def _any_mask(draw: Random, n: int) -> str:
-    kind = draw.choice(["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"])
-    keys = _size(draw, max(3, 2 * n))
-    if kind == "causal":
-        return f"Mask.causal({n}, {keys})"
-    if kind == "ranges":
-        return _ranges(draw, n, keys)
-    if kind == "blocks":
-        validity = _validity(draw, n, "q") + _validity(draw, keys, "k")
-        return f"Mask.block_causal({_blocks(draw, n)}, {_blocks(draw, keys)}{validity})"
-    if kind == "crop":
-        q, k = (sorted(draw.randint(0, n) for _ in range(2)) for _ in range(2))
-        return f"{_square(draw, n)}.crop(range({q[0]}, {q[1]}), range({k[0]}, {k[1]}))"
-    if kind == "shift":
-        return f"{_square(draw, n)}.shift({draw.randint(-n // 3, 20)}, {draw.randint(-n // 3, 20)})"
-    if kind == "concat":
-        return _concat(draw, n, lambda size: _ranges(draw, size, draw.randint(0, 2 * size)))
-    return _square(draw, n)
-
-
-def _documents(draw: Random, n: int) -> str:
-    ends = [0, *sorted(draw.randint(0, n) for _ in range(draw.choice([0, 1, 2, 3, 5, 9]))), n]
-    if draw.random() < 0.3:  # empty documents
-        ends = sorted([*ends, draw.choice(ends), draw.choice(ends)])
-    if draw.random() < 0.1:  # many short documents: query heads share a tile
-        ends = [*range(0, n, draw.randint(1, 7) if n < 60 else draw.randint(3, 16)), n]
-    window = ", ".join(str(draw.choice([None, draw.randint(0, max(1, n // 3))])) for _ in range(2))
-    options = ("" if draw.random() < 0.7 else ", causal=False") + (
-        f", window=({window})" if draw.random() < 0.4 else ""
-    )
-    return f"Mask.documents({ends}{options})"
-
-
-def _tree(draw: Random, n: int) -> str:
-    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
-    starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
-    lengths = [
-        draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)]) for start, stop in pairwise([*starts, n])
-    ]
-    parents, path = [], [-1]
-    for node in range(len(starts)):
-        path = path[: draw.randint(max(1, len(path) - 3), len(path))]
-        parents.append(path[-1])
-        path.append(node)
-    return f"Mask.tree({[*parents, -1]}, {[*lengths, 0]}, {[*starts, n]})"
-
-
-def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
-    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, most))), n]
-    runs = [(values(), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
-    return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
-
-
-def _blocks(draw: Random, n: int) -> str:
-    return _runs(draw, n, 5, lambda: draw.randint(-1, 4))
-
-
-def _validity(draw: Random, n: int, sides: str) -> str:
-    arguments = [f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides]
-    return "".join(argument for argument in arguments if draw.random() < 0.5)
-
-
-def _ranges(draw: Random, queries: int, keys: int) -> str:
-    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
-    rows, columns, kinds = [], [], []
-    cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
-    for start, stop in zip(cuts, cuts[1:], strict=False):
-        edges = sorted({draw.randint(0, keys) for _ in range(draw.randint(1, 4))})
-        for left, right in zip(edges, edges[1:], strict=False):
-            if draw.random() < 0.8:
-                rows.append([start, stop])
-                columns.append([left, right])
-                kinds.append(draw.randint(0, 3))
-    return f"Mask.ranges({rows}, {columns}, {kinds}, queries={queries}, keys={keys})"
-
-
-def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
-    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(1, 2))), n]
-    return f"Mask.concat([{', '.join(part(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
-
-
-def _tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
-    kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
-    if kind == "planned":
-        return f"dispatch({mask}, {ranks}, rank_invariant=True)"
-    if kind != "tiles":
-        return f"Layout.{kind}({n}, {ranks}, 128)"
-    held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for start in range(0, n, 128):
-        draw.choice(held).append((start, min(n, start + 128)))
-    for pieces in held:
-        draw.shuffle(pieces)
-        pieces.sort(key=lambda piece: piece[1] - piece[0] < 128)  # a short piece is the last one
-    texts = ["[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]" for pieces in held]
-    return f"Layout([{', '.join(texts)}], {n})"
-
-
-def _layout(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
-    kind = fixed or draw.choice(["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"])
-    if kind in {"contiguous", "zigzag", "striped"}:
-        return f"Layout.{kind}({n}, {ranks})"
-    if kind == "planned":
-        chunk = max(1, n // draw.choice([ranks, 2 * ranks, 8 * ranks]))
-        rates = "" if draw.random() < 0.3 else ", imbalance=1.0, cells_per_us=1, tokens_per_us=1000"
-        return f"dispatch({mask}, {ranks}, chunk={chunk}{rates})"
-    step = draw.randint(2, 5) if kind == "steps" else 1
-    pieces: list[tuple[int, int]] = []
-    for residue in range(min(step, n)):
-        length = len(range(residue, n, step))
-        count = ranks - 1 if kind == "uneven" else draw.randint(0, ranks)
-        cuts = sorted({0, length, *(draw.randint(0, length) for _ in range(count))})
-        edges = [residue + step * cut for cut in cuts]
-        pieces += zip(edges, edges[1:], strict=False)
-    held: list[list[str]] = [[] for _ in range(ranks)]
-    if kind == "uneven":
-        owners = list(range(ranks))
-    else:
-        holders = draw.sample(range(ranks), draw.randint(1, ranks)) if kind == "empty" else list(range(ranks))
-        draw.shuffle(pieces)
-        owners = [draw.choice(holders) for _ in pieces]
-    for owner, (start, stop) in zip(owners, pieces, strict=False):
-        held[owner].append(f"range({start}, {stop}" + (f", {step})" if step > 1 else ")"))
-    return f"Layout([{', '.join('[' + ', '.join(ranges) + ']' for ranges in held)}], {n})"

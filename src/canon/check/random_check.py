@@ -3,8 +3,9 @@
     {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
                          "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
 
-Results with equal `KEY` belong to the same run, so the same command continues it. Cases of a block with the same number of
-ranks share a process group.
+Each module has its own record. Results with equal `KEY` belong to the same run, so the same command continues it. A module
+gets cases of its own functions only, within the limits of ``--features``. Cases of a block with the same number of ranks
+share a process group.
 """
 
 import argparse
@@ -21,42 +22,51 @@ from rich.table import Table
 
 import canon
 from canon import reference
-from canon.check import warming
+from canon.check import contract, sources, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered
 from canon.check.check_report import NEITHER, fault, summary
-from canon.check.draws import Drawn, drawn
+from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 from canon.testing.judge import short
 
-RECORD = Path("canon-check/random.json")
-KEY = ("source", "seed", "table", "ranks", "runs")
+KEY = ("source", "machine", "seed", "table", "backend", "world", "ranks", "runs", "features")
 BLOCK = 200  # cases between two writes of the record
 RANKS = 8  # default for the largest number of ranks
 
 
-def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> int:
-    """Check the cases, print failures, write the record. Return the number of wrong cases. Raises ValueError, Interrupted."""
-    path, ranks = arguments.record or RECORD, arguments.ranks or RANKS
-    functions = covered(module, reference).tested
+def record_of(module: str) -> Path:
+    """Return the default path of a module's record."""
+    return Path(f"canon-check/random.{module}.json")
+
+
+def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> bool:
+    """Check the cases, print failures, write the record. Return whether some agree, and none is wrong.
+
+    Raises ValueError and Interrupted.
+    """
+    path, ranks = arguments.record or record_of(arguments.module), arguments.ranks or RANKS
+    limits = _limits(module, contract.features(arguments.features or ""))
     limited = arguments.backend if arguments.backend in ("gluon", "cuda") else ""
     table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"  # a table of `draws`
     kept = _read(path, arguments.module)
-    check = _RandomCheck(arguments, console, kind, _run_of(kept, _head(arguments, ranks, table)))
+    check = _RandomCheck(arguments, console, kind, _run_of(kept, _head(arguments, ranks, table, kind)))
     numbers = range(arguments.first, arguments.first + arguments.random)
-    cases = (drawn(arguments.seed, number, table, ranks) for number in numbers)
+    cases = (drawn(arguments.seed, number, table, ranks, limits) for number in numbers)
     pattern = f"*{arguments.only or ''}*"
     wanted = {case.index: case for case in cases if fnmatch(f"{case.function} {case.mask}", pattern)}
     if not wanted:
         raise ValueError(f"--random: no function or mask of these cases has {arguments.only!r}")
+    if arguments.fresh:
+        for name, number in (("cases", lambda row: row[0]), ("failures", lambda failure: failure["index"])):
+            check.run[name] = [row for row in check.run[name] if number(row) not in wanted]
     new = wanted.keys() - {row[0] for row in check.run["cases"]}
-    if len(new) < len(wanted):
-        console.print(f"{len(wanted) - len(new)} of these cases are in {path} already.", highlight=False)
+    if taken := len(wanted) - len(new):
+        console.print(f"{taken} of {len(wanted)} cases are taken from {path}, which holds them for the same code and options; "
+                      "--fresh runs them again.", highlight=False)  # fmt: skip
     left = [wanted[index] for index in sorted(new)]
-    left = [case for case in left if case.function in functions and accepts(module, case)]
-
     runner = CaseRunner(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
     if left and warming.worth_it(device):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in left[:BLOCK]]
@@ -67,28 +77,47 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
             _write(path, kept)
     finally:
         _write(path, kept)
-    return _report(console, path, kept, [row for row in check.run["cases"] if row[0] in wanted])
+    return _report(console, path, kept, [row for row in check.run["cases"] if row[0] in wanted], taken)
 
 
-def _head(arguments: argparse.Namespace, ranks: int, table: str) -> dict[str, Any]:
+def _limits(module: Any, words: frozenset[str]) -> Limits:
+    """Return what the module can do. Raises ValueError if it has no function with random cases."""
+    functions = covered(module, reference).tested
+    if not WEIGHTS.keys() & set(functions):
+        names = ", ".join(sorted(WEIGHTS))
+        raise ValueError(
+            f"{module.__name__} has none of the functions {names}; those that it imports from canon do not count"
+        )
+
+    def fit(case: Drawn) -> Drawn | None:
+        case = contract.adapted(case, words)
+        return case if case is not None and accepts(module, case) else None
+
+    return Limits(functions, words, fit)
+
+
+def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> dict[str, Any]:
     return {
         "command": _command(arguments, arguments.random, arguments.first),
-        "source": record.source(arguments.module),
+        "source": sources.digest(arguments.module),
         "canon": canon.__version__,
         "commit": record.commit(),
         "date": record.now(),
         "machine": record.machine(),
         "seed": arguments.seed,
         "table": table,
+        "backend": arguments.backend,
+        "world": kind,
         "ranks": ranks,
         "runs": arguments.runs,
+        "features": arguments.features,
     }
 
 
 def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
     """Return the command that runs ``count`` cases, starting with case ``first``."""
     module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {"ranks": (None, RANKS), "backend": (None,), "world": ("auto",), "runs": (2,)}
+    defaults = {"ranks": (None, RANKS), "backend": (None,), "world": ("auto",), "runs": (2,), "features": (None,)}
     given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) not in defaults[name]}
     given |= {"only": arguments.only} if count > 1 and arguments.only else {}
     return record.command("canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given)
@@ -151,14 +180,15 @@ def _read(path: Path, module: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the record {path}: {error}") from error
     if not isinstance(kept, dict) or "runs" not in kept or kept.get("module") != module:
-        raise ValueError(f"{path} is not a record of canon check --random {module}")
+        of = f"a record of {kept['module']}" if isinstance(kept, dict) and "module" in kept else "another file"
+        raise ValueError(f"{path} is {of}, not of canon check --random with {module}; name a new file with --record")
     return kept
 
 
 def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """Return the run of ``kept`` with the key of ``run``; add an empty one if there is none."""
     for known in kept["runs"]:
-        if all(known[name] == run[name] for name in KEY):
+        if all(known.get(name) == run[name] for name in KEY):
             return known
     kept["runs"].append({**run, "cases": [], "failures": []})
     return kept["runs"][-1]
@@ -178,7 +208,7 @@ def _write(path: Path, kept: dict[str, Any]) -> None:
     part.replace(path)
 
 
-def _report(console: Console, path: Path, kept: dict, rows: list[list]) -> int:
+def _report(console: Console, path: Path, kept: dict, rows: list[list], taken: int) -> bool:
     by_function: dict[str, list] = defaultdict(list)
     for row in rows:
         by_function[row[1]].append(row)
@@ -188,4 +218,5 @@ def _report(console: Console, path: Path, kept: dict, rows: list[list]) -> int:
         shown.add_row(function, str(len(its_rows)), str(len(agree)), short(max(agree, default=0)))
     console.print(shown)
     console.print(f"Record: {path}, {sum(len(run['cases']) for run in kept['runs'])} cases in total.", highlight=False)
-    return summary([row[2] for row in rows], console)
+    verdicts = [row[2] for row in rows]
+    return not summary(verdicts, console, taken) and "agrees" in verdicts

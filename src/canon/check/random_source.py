@@ -1,10 +1,10 @@
-"""Make the inputs of a random case, and the expected results.
+"""Make the inputs of a random case, and the expected results. In some float16 cases dS comes near the largest float16.
 
 One rounding of each intermediate result widens the judge's bounds, because cases may have few elements. If gradients travel
 in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
@@ -17,7 +17,7 @@ from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
 from canon.check.inputs import Expected, Inputs, planted_places, weight_of
 from canon.check.planted_values import hide, plant
-from canon.reference import Layout
+from canon.reference import Layout, Mask
 from canon.testing.judge import dense, oracle, orders
 from canon.testing.latent_judge import latent_dense, latent_oracle, latent_orders, latent_roundings
 from canon.testing.roundings import roundings
@@ -65,6 +65,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
     offset = draw.choice([0, 0, 3])  # an offset makes sums large, so that rounding of partial sums gives large errors
     q, k, v, dout = (x.to(dtype) for x in (q, k, v + offset, dout + offset))
+    if case.ds:
+        q, k, v, dout = _near_the_range(q, k, v, dout, masks, case, draw.choice([1, 30, 1000]))
     wide = torch.promote_types(dtype, torch.float32)
     dlse = 4 * torch.randn(b, h, queries, generator=generator).to(wide)
     sink = (2 + 3 * torch.randn(h, generator=generator)).to(wide)
@@ -80,6 +82,33 @@ def _inputs(case: Drawn, device: str) -> Inputs:
         weight = weight_of((h * (d - rope + dv), rank), generator).to(device, dtype)
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
     return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight)
+
+
+def _near_the_range(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
+) -> tuple[Tensor, ...]:
+    """Return the tensors with v of this size, and a dout whose largest dS is the part ``case.ds`` of float16's range.
+
+    q and k are small, so that the gradients fit into float16 and P is uniform. If a result would exceed half of the range,
+    dout is smaller.
+    """
+    most, scale = torch.finfo(torch.float16).max, 1.0 if case.shape.scale is None else abs(case.shape.scale)
+    q, k, v, share = q / 128, k / 128, v * size, q.shape[2] // k.shape[2]
+    used = float(dout.abs().max()) / most if dout.numel() else 0.0
+    for row, mask in enumerate(masks):
+        p = mask.dense().double()
+        p = (p / p.sum(-1, keepdim=True).clamp(min=1))[None]
+        heads_first = [x[row].double().transpose(0, 1) for x in (q, k, v, dout)]
+        q_row, k_row, v_row, dy = (
+            x.repeat_interleave(h, 0) for x, h in zip(heads_first, (1, share, share, 1), strict=True)
+        )
+        dp = dy @ v_row.mT
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        grads = (scale * ds @ k_row, scale * ds.mT @ q_row, p.mT @ dy)
+        grads = (grads[0], *(x.unflatten(0, (-1, share)).sum(1) for x in grads[1:]))
+        sizes = [float(ds.abs().max()) / case.ds, *(2 * float(x.abs().max()) for x in grads)] if dp.numel() else []
+        used = max([used, *(size / most for size in sizes)])
+    return q, k, v, (dout.float() / max(used, 1e-6)).half()
 
 
 def _reduced(

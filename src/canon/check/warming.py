@@ -10,8 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from canon.check import sources
 from canon.check.case_runner import CaseRunner
-from canon.testing import process_groups, record
+from canon.testing import process_groups
 
 
 def worth_it(device: str) -> bool:
@@ -25,7 +26,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
-    identities = [(record.source(first.module), first.backend, first.source, names)]
+    identities = [(sources.digest(first.module), first.backend, first.source, names)]
     outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
         return f"{outcome.compiled} kernels compiled." if outcome.compiled else "The kernels are compiled already."

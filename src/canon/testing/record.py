@@ -1,7 +1,6 @@
 """Write records of runs: command, commit, date, machine, versions and single results, as JSON."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 
 import canon
-
-SOURCES = (".py", ".c", ".cu", ".cuh")
 
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
@@ -49,23 +46,6 @@ def command(*words: str, **options: Any) -> str:
 def now() -> str:
     """Return the date and time, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def source(module: str) -> str:
-    """Return a digest of the files of canon, and of ``module``'s package."""
-    roots = [Path(canon.__file__).parent]
-    found = importlib.util.find_spec(module)
-    if found is not None and found.origin and module.partition(".")[0] != "canon":
-        origin = Path(found.origin)
-        roots.append(origin.parent if "." in module or origin.name == "__init__.py" else origin)
-    total = hashlib.sha256()
-    for root in roots:
-        links = [link.resolve() for link in (root / "reference", root / "fast") if link.is_symlink()]
-        for folder in (root, *links):
-            files = [root] if root.is_file() else sorted(x for x in folder.rglob("*") if x.suffix in SOURCES)
-            for file in files:
-                total.update(file.name.encode() + b"\0" + file.read_bytes())
-    return total.hexdigest()[:16]
 
 
 def digest(*parts: Any) -> str:

@@ -1,0 +1,156 @@
+"""Draw masks and layouts of random cases, as Python expressions."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from random import Random
+
+
+def size(draw: Random, most: int) -> int:
+    if draw.random() < 0.06:
+        return draw.choice([0, 1, 1, 2])
+    return max(1, round(3 * (most / 3) ** draw.random()))
+
+
+def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = frozenset()) -> str:
+    left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
+    kinds: dict[str, Callable[[], str]] = {
+        "full": lambda: f"Mask.full({n})",
+        "causal": lambda: f"Mask.causal({n})",
+        "window": lambda: f"Mask.window({n}, left={left}, right={right})",
+        "documents": lambda: _documents(draw, n, plain=bool(only)),
+        "prefix": lambda: f"Mask.prefix({n}, {draw.randint(0, n)})",
+        "block_causal": lambda: f"Mask.block_causal({_blocks(draw, n)}{_validity(draw, n, 'qk')})",
+        "ranges": lambda: ranges(draw, n, n),
+        "tree": lambda: _tree(draw, n),
+        "concat": lambda: _concat(draw, n, lambda size: square(draw, size, False)),
+    }
+    names = sorted(only) or [*kinds, "documents", "documents"]
+    return kinds[draw.choice([name for name in names if parts or name != "concat"])]()
+
+
+def any_mask(draw: Random, n: int) -> str:
+    kind = draw.choice(["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"])
+    keys = size(draw, max(3, 2 * n))
+    if kind == "causal":
+        return f"Mask.causal({n}, {keys})"
+    if kind == "ranges":
+        return ranges(draw, n, keys)
+    if kind == "blocks":
+        validity = _validity(draw, n, "q") + _validity(draw, keys, "k")
+        return f"Mask.block_causal({_blocks(draw, n)}, {_blocks(draw, keys)}{validity})"
+    if kind == "crop":
+        q, k = (sorted(draw.randint(0, n) for _ in range(2)) for _ in range(2))
+        return f"{square(draw, n)}.crop(range({q[0]}, {q[1]}), range({k[0]}, {k[1]}))"
+    if kind == "shift":
+        return f"{square(draw, n)}.shift({draw.randint(-n // 3, 20)}, {draw.randint(-n // 3, 20)})"
+    if kind == "concat":
+        return _concat(draw, n, lambda size: ranges(draw, size, draw.randint(0, 2 * size)))
+    return square(draw, n)
+
+
+def _documents(draw: Random, n: int, plain: bool) -> str:
+    ends = [0, *sorted(draw.randint(0, n) for _ in range(draw.choice([0, 1, 2, 3, 5, 9]))), n]
+    if draw.random() < 0.3:  # empty documents
+        ends = sorted([*ends, draw.choice(ends), draw.choice(ends)])
+    if draw.random() < 0.1:  # many short documents: query heads share a tile
+        ends = [*range(0, n, draw.randint(1, 7) if n < 60 else draw.randint(3, 16)), n]
+    if plain:
+        return f"Mask.documents({ends})"
+    window = ", ".join(str(draw.choice([None, draw.randint(0, max(1, n // 3))])) for _ in range(2))
+    options = ("" if draw.random() < 0.7 else ", causal=False") + (
+        f", window=({window})" if draw.random() < 0.4 else ""
+    )
+    return f"Mask.documents({ends}{options})"
+
+
+def _tree(draw: Random, n: int) -> str:
+    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
+    starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
+    lengths = [
+        draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)]) for start, stop in pairwise([*starts, n])
+    ]
+    parents, path = [], [-1]
+    for node in range(len(starts)):
+        path = path[: draw.randint(max(1, len(path) - 3), len(path))]
+        parents.append(path[-1])
+        path.append(node)
+    return f"Mask.tree({[*parents, -1]}, {[*lengths, 0]}, {[*starts, n]})"
+
+
+def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
+    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, most))), n]
+    runs = [(values(), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
+
+
+def _blocks(draw: Random, n: int) -> str:
+    return _runs(draw, n, 5, lambda: draw.randint(-1, 4))
+
+
+def _validity(draw: Random, n: int, sides: str) -> str:
+    arguments = [f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides]
+    return "".join(argument for argument in arguments if draw.random() < 0.5)
+
+
+def ranges(draw: Random, queries: int, keys: int) -> str:
+    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
+    rows, columns, kinds = [], [], []
+    cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
+    for start, stop in zip(cuts, cuts[1:], strict=False):
+        edges = sorted({draw.randint(0, keys) for _ in range(draw.randint(1, 4))})
+        for left, right in zip(edges, edges[1:], strict=False):
+            if draw.random() < 0.8:
+                rows.append([start, stop])
+                columns.append([left, right])
+                kinds.append(draw.randint(0, 3))
+    return f"Mask.ranges({rows}, {columns}, {kinds}, queries={queries}, keys={keys})"
+
+
+def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
+    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(1, 2))), n]
+    return f"Mask.concat([{', '.join(part(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
+
+
+def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
+    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
+    kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
+    if kind == "planned":
+        return f"dispatch({mask}, {ranks}, rank_invariant=True)"
+    if kind != "tiles":
+        return f"Layout.{kind}({n}, {ranks}, 128)"
+    held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for start in range(0, n, 128):
+        draw.choice(held).append((start, min(n, start + 128)))
+    for pieces in held:
+        draw.shuffle(pieces)
+        pieces.sort(key=lambda piece: piece[1] - piece[0] < 128)  # a short piece is the last one
+    texts = ["[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]" for pieces in held]
+    return f"Layout([{', '.join(texts)}], {n})"
+
+
+def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
+    kind = fixed or draw.choice(["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"])
+    if kind in {"contiguous", "zigzag", "striped"}:
+        return f"Layout.{kind}({n}, {ranks})"
+    if kind == "planned":
+        chunk = max(1, n // draw.choice([ranks, 2 * ranks, 8 * ranks]))
+        rates = "" if draw.random() < 0.3 else ", imbalance=1.0, cells_per_us=1, tokens_per_us=1000"
+        return f"dispatch({mask}, {ranks}, chunk={chunk}{rates})"
+    step = draw.randint(2, 5) if kind == "steps" else 1
+    pieces: list[tuple[int, int]] = []
+    for residue in range(min(step, n)):
+        length = len(range(residue, n, step))
+        count = ranks - 1 if kind == "uneven" else draw.randint(0, ranks)
+        cuts = sorted({0, length, *(draw.randint(0, length) for _ in range(count))})
+        edges = [residue + step * cut for cut in cuts]
+        pieces += zip(edges, edges[1:], strict=False)
+    held: list[list[str]] = [[] for _ in range(ranks)]
+    if kind == "uneven":
+        owners = list(range(ranks))
+    else:
+        holders = draw.sample(range(ranks), draw.randint(1, ranks)) if kind == "empty" else list(range(ranks))
+        draw.shuffle(pieces)
+        owners = [draw.choice(holders) for _ in pieces]
+    for owner, (start, stop) in zip(owners, pieces, strict=False):
+        held[owner].append(f"range({start}, {stop}" + (f", {step})" if step > 1 else ")"))
+    return f"Layout([{', '.join('[' + ', '.join(ranges) + ']' for ranges in held)}], {n})"
