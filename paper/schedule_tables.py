@@ -296,12 +296,18 @@ def two_gpus() -> dict[str, str]:
     header = ("wall / GPU ms, both passes", *(f"{tokens(n)} tokens" for n in lengths))
     rows = [[label, *(times(schedule, n) for n in lengths)] for schedule, label in TWO_H100]
     found = {"two_h100": table(header, rows)}
-    wall = lambda name, n: median(schedule("schedules_two_h100", name, n)["both_wall_ms"])
+    ms = lambda name, n, clock: median(schedule("schedules_two_h100", name, n)[clock])
+    over = lambda n, clock: f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
+    beside = "ring zigzag", "strided zigzag, no options"
+    pair = {clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")}
     rows = load("communicators_two_h100")["results"]
     steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
     return found | {
-        "ring_over_peer_short": f"{wall('ring-flash-attn zigzag', 8192) / wall('ring zigzag', 8192):.2f}",
-        "ring_over_peer_long": f"{wall('ring-flash-attn zigzag', 32768) / wall('ring zigzag', 32768):.2f}",
+        "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
+        "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
+        "ring_over_peer_short": over(8192, "both_wall_ms"),
+        "ring_over_peer_long": over(32768, "both_wall_ms"),
+        "ring_over_peer_gpu": over(32768, "both_ms"),
         "communicator_mb": f"{rows[0]['communicator_mb']:.0f}",
         "own_steps": span([own / usual for usual, own in zip(*steps.values(), strict=False)]),
         "slowest_step": f"{max(max(row['step_wall_ms']) for row in rows):.1f}",
