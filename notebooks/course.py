@@ -2,7 +2,8 @@
 
     python course.py FOLDER      (`make course` has build)
 
-The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository, because notebooks link to their files.
+The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository, because
+notebooks link to their files.
 
 A hole stands between two comments in the cell of a function. Its sentence names the lines to write:
 

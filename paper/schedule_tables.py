@@ -103,10 +103,13 @@ def schedules() -> dict[str, str]:
     }
 
 
-def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
-    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4."""
+def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float | None]]]:
+    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4.
+
+    The ms are None where the profiler's were impossible.
+    """
     groups = (("packs_eight_h200", "packs_later_eight_h200", "packs_magi_eight_h200"), ("packs_four_h200",))
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    found: dict[tuple[str, int], list[tuple[float, float, float | None]]] = {}
     for i, records in enumerate(groups):
         seen = set()
         for row in (row for record in records for row in load(record)["results"]):
@@ -116,7 +119,7 @@ def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
             seen.add((key, row["shape"]))
             one, both = median(row["forward_ms"]), median(row["both_ms"])
             alone = 2.5 * row["forward_tflops"] * one / (both - one)
-            found.setdefault(key, []).append((row["forward_tflops"], alone, row["exposed_ms"]))
+            found.setdefault(key, []).append((row["forward_tflops"], alone, row.get("exposed_ms")))
     return found
 
 

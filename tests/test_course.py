@@ -197,6 +197,8 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
 
 def test_a_folder_that_has_the_name_of_a_link_is_named_before_anything_is_written(tmp_path):
     (tmp_path / "paper").mkdir()
-    with pytest.raises(FileExistsError, match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another"):
+    with pytest.raises(
+        FileExistsError, match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another"
+    ):
         course.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["paper"]
