@@ -54,9 +54,9 @@ newest:
 notebooks: $(STAMP)
 	cd notebooks && ../$(BIN)/jupytext --to ipynb --execute *.md
 
-# Writes the notebooks with holes, except those that a student has begun.
+# Writes the notebooks with holes into build/course, except those that a student has begun, and links beside them.
 course: $(STAMP)
-	$(BIN)/python notebooks/course.py build/course
+	$(BIN)/python notebooks/course.py build
 
 # Writes the pages and the figures of `paper`, then the PDF.
 paper: $(STAMP)

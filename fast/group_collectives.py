@@ -28,7 +28,7 @@ from canon.fast.device import check_device
 from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.messages import transport_for
-from canon.fast.planner import areas_and_needs, union_of_intervals
+from canon.fast.needed_keys import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts
 from canon.masks.layout import Layout

@@ -6,6 +6,7 @@
 - Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are scored again. Without a
   gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower bounds exclude most swaps before keys that two
   chunks share are counted. Chunks with many intervals have prefix sums of their own, over the keys that only they need.
+- A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks within their limits.
 - Two ranks are skipped if unchanged since their last comparison. Two within their limits are also skipped, if they share no
   key or a lower bound of the traffic shows no gain.
 
@@ -18,9 +19,8 @@ from fractions import Fraction
 import numpy as np
 
 from canon.faces import public_plans
-from canon.fast.kernels.work_tables import band_array
+from canon.fast.needed_keys import areas_and_needs, union_of_intervals
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
@@ -29,9 +29,13 @@ FAR = np.iinfo(np.int64).max
 # Area of a free slot: s + (m - s) / RESERVE, with s the smallest area and m the mean to come.
 RESERVE = 8
 BATCH = 2  # swaps of a batch, for each rank
+WEIGHT = 5  # of a received token in the traffic
+PARTNERS = 8  # ranks that move least, with which the rank that moves most may swap
 
 FEW_INTERVALS = 8  # of a chunk: up to so many, two chunks are compared interval by interval
 LARGEST_TABLE = 1 << 25  # chunks x cells
+
+LARGEST_BLOCK = 1 << 20  # swaps x cells, or x chunks, that a relief scores at once
 
 FEWEST_TOGETHER, MOST_TOGETHER = 32, 256  # ranks in one scoring; scores behind the first gain are wasted
 
@@ -50,13 +54,17 @@ def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per
         if assignment.score() >= best:
             break
         best, slots = assignment.score(), assignment.slots.copy()
-    return Layout([chunks.tokens(numbers) for numbers in slots], mask.queries // sequences)
+    assignment = _Assignment(chunks, slots)
+    for _ in range(swaps_per_chunk * ranks):
+        if not assignment.relieve():
+            break
+    return Layout([chunks.tokens(numbers) for numbers in assignment.slots], mask.queries // sequences)
 
 
 class _Chunks:
     """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of the ranks.
 
-    Work, cells, needs and received keys are times in 1 / (cells_per_us * tokens_per_us) microseconds.
+    Work, cells, needs and moved tokens are times in 1 / (cells_per_us * tokens_per_us) microseconds.
     """
 
     def __init__(self, mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
@@ -75,14 +83,17 @@ class _Chunks:
         area, piece, *keys = areas_and_needs(mask, *own[1:])
         self.area[: self.count] = area.reshape(sequences, -1).sum(0)
         needs = zip((piece % self.count, *keys), own, strict=True)
-        self._cut_into_cells(*union_of_intervals(*map(np.append, *zip(*needs, strict=True)), mask.keys), total)
+        self._cut_into_cells(*union_of_intervals(*map(np.append, *zip(*needs, strict=True)), mask.keys), total, own[1:])
         self.bound = max(-(-int(self.area.sum()) // ranks), int(self.area.max(initial=0)))
         self.allowed = int(self.bound * imbalance) * tokens_per_us
         self.work, self.own = self.area * tokens_per_us, self.size * sequences * self.cells_per_us
 
-    def _cut_into_cells(self, owner, first, last, total):
-        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones."""
-        edges = np.unique(np.append(first, last))
+    def _cut_into_cells(self, owner, first, last, total, own):
+        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones, and those of own tokens."""
+        edges = np.unique(np.concatenate([first, last, *own]))
+        self.own_first, self.own_last = np.zeros((2, total, len(own[0]) // self.count), np.int64)
+        for cell, token in zip((self.own_first, self.own_last), own, strict=True):
+            cell[: self.count] = np.searchsorted(edges, token).reshape(-1, self.count).T
         self.cells = np.diff(edges) * self.cells_per_us
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, total, place.max(initial=0) + 1), np.int64)
@@ -103,6 +114,22 @@ class _Chunks:
         """Return each chunk's sum over its intervals, from prefix sums (..., cells + 1)."""
         return (prefix[..., self.last[numbers]] - prefix[..., self.first[numbers]]).sum(-1)
 
+    def own_sums(self, values):
+        """Return the sums of ``values`` (..., cells) over the own tokens of each chunk."""
+        prefix = np.zeros((*values.shape[:-1], values.shape[-1] + 1), np.int64)
+        np.cumsum(values, axis=-1, out=prefix[..., 1:])
+        return (prefix[..., self.own_last] - prefix[..., self.own_first]).sum(-1)
+
+    def rows(self, numbers):
+        """Return which cells each of these chunks needs: bool (..., cells)."""
+        if len(self.needs):
+            return self.needs[numbers]
+        found = np.zeros((*numbers.shape, len(self.cells)), bool)
+        for place in np.ndindex(numbers.shape):
+            for first, last in self.intervals[numbers[place]]:
+                found[place][first:last] = True
+        return found
+
     def tokens(self, numbers):
         ranges: list[range] = []
         for start, size in zip(self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True):
@@ -111,54 +138,6 @@ class _Chunks:
             else:
                 ranges.append(range(start, start + size))
         return ranges
-
-
-# ---------------------------------------------------------------------- areas and needs of pieces of the queries
-def areas_and_needs(
-    mask: Mask, start: np.ndarray, stop: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last) intervals, which may
-    overlap.
-
-    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one interval.
-    """
-    bands = band_array(mask)
-    first = np.searchsorted(stop, bands[:, 0], "right")
-    count = np.maximum(np.searchsorted(start, bands[:, 1], "left") - first, 0)
-    band = np.repeat(np.arange(len(bands)), count)
-    piece = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
-    row, row_stop, column, column_stop, lo, hi = bands[band].T
-    row, row_stop = np.maximum(row, start[piece]), np.minimum(row_stop, stop[piece])
-    area = np.zeros(len(start), np.int64)
-    np.add.at(area, piece, _sum_min(row, row_stop, hi + 1, column_stop) - _sum_max(row, row_stop, lo, column))
-    return area, piece, np.maximum(column, row + lo), np.minimum(column_stop, row_stop + hi)
-
-
-def _sum_min(start, stop, offset, most):
-    """Return the sum of min(i + offset, most) over start <= i < stop."""
-    bend = np.clip(most - offset, start, stop)
-    return _sum(start, bend) + (bend - start) * offset + (stop - bend) * most
-
-
-def _sum_max(start, stop, offset, least):
-    """Return the sum of max(i + offset, least) over start <= i < stop."""
-    bend = np.clip(least - offset, start, stop)
-    return _sum(bend, stop) + (stop - bend) * offset + (bend - start) * least
-
-
-def _sum(start, stop):
-    return (stop * (stop - 1) - start * (start - 1)) // 2
-
-
-def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, tokens: int):
-    """Return the union of each owner's intervals as (owner, first, last): ascending, with gaps."""
-    shift = owner * (tokens + 1)  # all owners on one axis
-    order = np.argsort(first + shift, kind="stable")
-    owner, first, shift = owner[order], first[order], shift[order]
-    reached = np.maximum.accumulate(last[order] + shift)
-    new = np.append(True, (first + shift)[1:] > reached[:-1])[: len(first)]
-    end = np.append(new[1:], True)[: len(first)]
-    return owner[new], first[new], (reached - shift)[end]
 
 
 # ---------------------------------------------------------------------- starts: (ranks, slots) indices of chunks
@@ -269,9 +248,69 @@ class _Assignment:
         self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.own.take(held).sum(1)
         self.cost[ranks] = np.maximum(self.load[ranks], self.received[ranks])
 
+    def moved(self) -> np.ndarray:
+        """Return for each rank the tokens that it receives or those that it sends, whichever are more."""
+        self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)  # for each cell: the ranks that need it
+        sent = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))[self.slots].sum(1)
+        return np.maximum(self.received, sent)
+
     def score(self) -> tuple[int, int]:
-        peak = int(self.cost.max())
-        return max(peak, self.chunks.allowed), peak * sum((self.received // self.chunks.cells_per_us).tolist())
+        moved, chunks = self.moved(), self.chunks
+        peak = int(max(self.load.max(), moved.max()))
+        traffic = chunks.ranks * int(moved.max()) + WEIGHT * sum(self.received.tolist())
+        return max(peak, chunks.allowed), peak * (traffic // chunks.cells_per_us)
+
+    def relieve(self) -> bool:
+        """Make the best swap of the rank that moves most, if it improves the score. Return whether one does."""
+        chunks, moved, best = self.chunks, self.moved(), self.score()
+        rank = int(moved.argmax())
+        others = np.argsort(np.where(np.arange(chunks.ranks) == rank, FAR, moved), kind="stable")
+        others = others[: min(PARTNERS, chunks.ranks - 1)]
+        mine, theirs = self.slots[rank], self.slots[others]
+        # Axes: others, mine, theirs. A swap that overloads one of the ranks cannot improve the score.
+        work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
+        load = np.maximum(self.load[rank] + work, self.load[others][:, None, None] - work)
+        pairs = np.stack(np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others)))
+        if not pairs.size:
+            return False
+        rows, block = (chunks.rows(mine), chunks.rows(theirs)), max(1, LARGEST_BLOCK // self.once.shape[1])
+        parts = np.split(pairs, range(block, pairs.shape[1], block), axis=1)
+        moved, traffic = np.concatenate([self._relieved(rank, others, part, rows) for part in parts], axis=1)
+        rest = np.array([np.delete(self.load, [rank, other]).max(initial=0) for other in others.tolist()])[pairs[0]]
+        peak = np.maximum(np.maximum(load[tuple(pairs)], rest), moved)
+        counted = np.maximum(peak, chunks.allowed)
+        scores = [
+            (int(counted[i]), int(peak[i]) * int(traffic[i] // chunks.cells_per_us), i)
+            for i in np.flatnonzero(counted == counted.min()).tolist()
+        ]
+        least = min(scores)
+        if least[:2] >= best:
+            return False
+        which, x, y = pairs[:, least[2]]
+        other = int(others[which])
+        self.slots[rank, x], self.slots[other, y] = self.slots[other, y], self.slots[rank, x]
+        self._update(np.array([rank, other]))
+        return True
+
+    def _relieved(self, rank, others, pairs, rows):
+        """Return after each swap the tokens that the busiest rank moves, and the traffic."""
+        chunks, (which, x, y) = self.chunks, pairs
+        give, take = self.slots[rank, x], self.slots[others[which], y]
+        mine, theirs = rows
+        gone, come = mine[x].astype(np.int64), theirs[which, y].astype(np.int64)
+        here, there = mine.sum(0), theirs.sum(1)[which]  # chunks of the rank that need a cell
+        here_then, there_then = here - gone + come > 0, there - come + gone > 0
+        demand = self.demand + here_then - (here > 0) + there_then - (there > 0)
+        of_chunks = chunks.own_sums(chunks.cells * (demand - 1))
+        sent, each = of_chunks[:, self.slots].sum(2), np.arange(len(x))
+        change = of_chunks[each, take] - of_chunks[each, give]
+        sent[:, rank] += change
+        sent[each, others[which]] -= change
+        received, own = np.tile(self.received, (len(x), 1)), chunks.own[take] - chunks.own[give]
+        received[:, rank] = here_then @ chunks.cells - chunks.own[self.slots[rank]].sum() - own
+        received[each, others[which]] = there_then @ chunks.cells - chunks.own[self.slots[others]].sum(1)[which] + own
+        moved = np.maximum(received, sent).max(1)
+        return np.stack([moved, chunks.ranks * moved + WEIGHT * received.sum(1)])
 
     def swap(self, most: int) -> int:
         """Swap chunks of two ranks that gain, until a round has no gain, up to ``most`` times. Return the number of swaps."""
@@ -320,10 +359,7 @@ class _Assignment:
         # Shared keys only add to a peak and to a change, so they are needed only where these bounds gain.
         peak, change = np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received)), here + there
         gains = _gains(peak, change, peak_now[:, None, None])
-        if chunks.small_ones:
-            small, their_small = chunks.small[mine][:, None], chunks.small[theirs][:, None]
-            gains &= ~(small & ~their_small & self.has_small[others][:, None, None])
-            gains &= small | ~their_small | ~self.has_small[rank]
+        gains &= self._keeps_one_small(rank, others)
         pairs = np.nonzero(gains)
         which, x, y = pairs
         shared = self._shared(rank, others[which], mine[x], theirs[which, y])
@@ -340,6 +376,14 @@ class _Assignment:
         self.slots[rank, x], self.slots[other, y] = self.slots[other, y], self.slots[rank, x]
         self._update(np.array([rank, other]))
         return other
+
+    def _keeps_one_small(self, rank, others):
+        """Return which swaps leave at most one small chunk on both ranks."""
+        if not self.chunks.small_ones:
+            return True
+        small, theirs = self.chunks.small[self.slots[rank]][:, None], self.chunks.small[self.slots[others]][:, None]
+        too_many = small & ~theirs & self.has_small[others][:, None, None]
+        return ~too_many & (small | ~theirs | ~self.has_small[rank])
 
     def _shared(self, rank, others, mine, theirs):
         """Return the keys shared by the chunks of each pair, here and there, where no other chunk needs them."""

@@ -1,6 +1,9 @@
 """Write the course: the notebooks with holes, where the student writes a function that the notebook checks.
 
-    python course.py FOLDER      (`make course`)
+    python course.py FOLDER      (`make course` has build)
+
+The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository, because
+notebooks link to their files.
 
 A hole stands between two comments in the cell of a function. Its sentence names the lines to write:
 
@@ -21,7 +24,8 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_markdown_cell
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+LINKED = ("fast", "paper", "reference", "tests")  # folders that the notebooks link to
 HOLE = re.compile(
     r"^(?P<indent> *)# your turn: (?P<sentence>.*(?:\n(?P=indent)# .*)*)\n"
     r"(?P<solution>(?:.*\n)*?)(?P=indent)# your turn ends(?=\n|$)",
@@ -64,7 +68,7 @@ def unprofiled(source: str) -> str:
 
 
 def from_root(folder: Path) -> Path:
-    """Return the path of a folder from the root of the repository. Links of notebooks lead out of it, so open its parent."""
+    """Return the path of a folder from the root of the repository."""
     return folder.relative_to(HERE.parent) if folder.is_relative_to(HERE.parent) else folder
 
 
@@ -85,29 +89,35 @@ def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
     return notebook
 
 
-def write(folder: Path) -> None:
-    """Write the course into a folder: notebooks with holes, their modules, and links to the rest of the repository.
+def write(above: Path) -> Path:
+    """Write the course into ``above / "course"``, and return this folder: notebooks with holes, and their modules.
 
-    A notebook that is there already has the student's cells, and stays.
+    ``above`` gets links to the repository. A notebook that is there already has the student's cells, and stays.
+    Raises FileExistsError, before it writes anything, if something else has the name of a link.
     """
+    folder, links = above / "course", {above / name: HERE.parent / name for name in LINKED}
+    for link, target in links.items():
+        if (link.is_symlink() or link.exists()) and link.resolve() != target:
+            raise FileExistsError(f"{link} is not a link to {target}: choose another folder, as a new one")
     (folder / "my_functions").mkdir(parents=True, exist_ok=True)
     for module in HERE.glob("*.py"):
         shutil.copy(module, folder)
-    for name in ("fast", "paper", "reference", "tests"):  # the notebooks link to their files
-        link = folder.parent / name
+    for link, target in links.items():
         if not link.is_symlink():
-            link.symlink_to(HERE.parent / name)
+            link.symlink_to(target)
     for twin in sorted(HERE.glob("*.md")):
         notebook = folder / f"{twin.stem}.ipynb"
         if not notebook.exists():
             nbformat.write(for_students(jupytext.read(twin), folder), notebook)
+    return folder
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write it; `make course` has build/course")
-    chosen = parser.parse_args().folder.resolve()
-    write(chosen)
-    place = from_root(chosen)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="gets the folder course, and links beside it")
+    try:
+        place = from_root(write(parser.parse_args().folder.resolve()))
+    except FileExistsError as error:
+        parser.error(str(error))
     print(f"Start: .venv/bin/jupyter lab {place.parent}", f"First: {place.name}/00_softmax_in_pieces.ipynb", sep="\n")
     print("Notebooks that you have begun stay.")

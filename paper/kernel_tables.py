@@ -373,6 +373,8 @@ def beside_peers() -> dict[str, str]:
         option, default = (clocks(record, shape, name, passes)[0] for name in names)
         return option / default
 
+    short = [shape for shape in shapes if int(shape.split()[1][1:]) <= 2048]
+    short_cudnn = sum(ratios["forward_cudnn"][shape] < 1 for shape in short)
     documents = lambda mean: next(shape for shape in shapes if shape.endswith(f"documents:{mean}"))
     costs = [(shape.split()[4], cost(shape, "both")) for shape in shapes]
     return {
@@ -380,6 +382,7 @@ def beside_peers() -> dict[str, str]:
         "peers": table(("TFLOP/s of GPU time", *(f"forward: {OF_FORWARD[x]}" for x in forwards),
                          *(f"backward: {OF_BESIDE[x]}" for x in backwards)), speeds),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
+        "short_cudnn": f"{short_cudnn} of {len(short)}",
         "auto_behind": f"{behind - 1:.0%}",
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),

@@ -103,10 +103,13 @@ def schedules() -> dict[str, str]:
     }
 
 
-def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
-    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4."""
+def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float | None]]]:
+    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4.
+
+    The ms are None where the profiler's were impossible.
+    """
     groups = (("packs_eight_h200", "packs_later_eight_h200", "packs_magi_eight_h200"), ("packs_four_h200",))
-    found: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    found: dict[tuple[str, int], list[tuple[float, float, float | None]]] = {}
     for i, records in enumerate(groups):
         seen = set()
         for row in (row for record in records for row in load(record)["results"]):
@@ -116,7 +119,7 @@ def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float]]]:
             seen.add((key, row["shape"]))
             one, both = median(row["forward_ms"]), median(row["both_ms"])
             alone = 2.5 * row["forward_tflops"] * one / (both - one)
-            found.setdefault(key, []).append((row["forward_tflops"], alone, row["exposed_ms"]))
+            found.setdefault(key, []).append((row["forward_tflops"], alone, row.get("exposed_ms")))
     return found
 
 
@@ -296,12 +299,18 @@ def two_gpus() -> dict[str, str]:
     header = ("wall / GPU ms, both passes", *(f"{tokens(n)} tokens" for n in lengths))
     rows = [[label, *(times(schedule, n) for n in lengths)] for schedule, label in TWO_H100]
     found = {"two_h100": table(header, rows)}
-    wall = lambda name, n: median(schedule("schedules_two_h100", name, n)["both_wall_ms"])
+    ms = lambda name, n, clock: median(schedule("schedules_two_h100", name, n)[clock])
+    over = lambda n, clock: f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
+    beside = "ring zigzag", "strided zigzag, no options"
+    pair = {clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")}
     rows = load("communicators_two_h100")["results"]
     steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
     return found | {
-        "ring_over_peer_short": f"{wall('ring-flash-attn zigzag', 8192) / wall('ring zigzag', 8192):.2f}",
-        "ring_over_peer_long": f"{wall('ring-flash-attn zigzag', 32768) / wall('ring zigzag', 32768):.2f}",
+        "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
+        "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
+        "ring_over_peer_short": over(8192, "both_wall_ms"),
+        "ring_over_peer_long": over(32768, "both_wall_ms"),
+        "ring_over_peer_gpu": over(32768, "both_ms"),
         "communicator_mb": f"{rows[0]['communicator_mb']:.0f}",
         "own_steps": span([own / usual for usual, own in zip(*steps.values(), strict=False)]),
         "slowest_step": f"{max(max(row['step_wall_ms']) for row in rows):.1f}",

@@ -1,34 +1,45 @@
-"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and receive few keys.
+"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and move few keys.
 
 The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its own
-tokens and the keys that its queries see. A rank computes the sum of its areas, and receives the union of its needs without its
-own tokens:
+tokens and the keys that its queries see. A rank computes the sum of its areas, receives the union of its needs without its
+own tokens, and sends its own tokens to each other rank that needs them:
 
     22 causal tokens    aaaaaaaaaaaaaabbccdddd     chunk    area                   need
     their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
                                                    3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
 
-A batch with a mask for each sequence has one layout: areas, needs and received tokens are sums over its sequences.
+A batch with a mask for each sequence has one layout: areas, needs and moved tokens are sums over its sequences.
+
+An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). In the backward pass dk and dv
+return on the same paths, so both directions change places, and moved is the same. A token has one time for all exchanges of a
+call, 1 / tokens_per_us: K and V twice, and dk and dv in float32.
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
-    1. minimise the peak, max over ranks of max(area / cells_per_us, received / tokens_per_us). A peak up to `allowed`
+    1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak up to `allowed`
        counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
-    2. minimise the traffic, the sum of received tokens
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens: all ranks wait for the busiest
+       one, and share the links. The weight is chosen on packs: with less, the sum grows by more than 3 per cent
 
-Three steps (worked by hand in notebooks/04_magi.md):
+Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
     starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
               limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
               balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document
     choice    the start with the least (peak, real peak x traffic): the factor keeps balance among peaks that are allowed
-    swaps     two ranks exchange one chunk each: the two with the least (peak, traffic) of these two ranks. Batches of `BATCH`
-              swaps a rank go on while they improve the score of the choice, pairs still gain, and swaps are left
+    swaps     two ranks exchange one chunk each: the two with the least (peak, received tokens) of these two ranks, without sent
+              tokens. Batches of `BATCH` swaps a rank go on while they improve the score of the choice, pairs gain, and swaps
+              are left
+    relief    the rank that moves most exchanges a chunk with one of the `PARTNERS` ranks that move least, while the best
+              exchange improves the score, at most `swaps_per_chunk` times for each rank
+
+No step makes the score worse, so a plan is never worse than zigzag or contiguous chunks.
 
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank holds
 at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them. `canon.fast` makes the same plans faster.
+Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
+`canon.fast` makes the same plans faster.
 
 Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
@@ -54,6 +65,8 @@ __all__ = ["dispatch"]
 # keeps room for the chunks that must fill its slots.
 RESERVE = 8
 BATCH = 2
+WEIGHT = 5
+PARTNERS = 8
 
 
 @cached_plan
@@ -70,6 +83,11 @@ def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per
         if aim.score(better) >= aim.score(best):
             break
         best, swaps = better, swaps - made
+    for _ in range(swaps_per_chunk * ranks):
+        better = _relieved(best, aim)
+        if better is None:
+            break
+        best = better
     return Layout([tokens_of(held) for held in best], mask.queries // sequences)
 
 
@@ -78,12 +96,13 @@ def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per
 class Chunk:
     """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token.
 
-    ``size``: the number of tokens in all sequences.
+    ``size``: the number of tokens in all sequences. ``own``: the set of these.
     """
 
     number: int
     tokens: range
     size: int
+    own: int
     area: int
     need: int
     small: bool  # empty, or the short last chunk
@@ -105,12 +124,13 @@ def chunk_of(mask: Mask, sequences: int, number: int, tokens: range, chunk: int)
     """Return the chunk of ``tokens`` in all sequences, small if they are fewer than ``chunk``."""
     n = mask.queries // sequences
     rows = [range(tokens.start + i * n, tokens.stop + i * n) for i in range(sequences if tokens else 0)]
-    area, need = sum(mask.crop(queries=each).area for each in rows), [*rows, *mask.needed_keys(rows)]
-    return Chunk(number, tokens, sum(map(len, rows)), area, reduce(or_, map(_bits, need), 0), len(tokens) < chunk)
+    area, own = sum(mask.crop(queries=each).area for each in rows), _bits(rows)
+    need = own | _bits(mask.needed_keys(rows))
+    return Chunk(number, tokens, sum(map(len, rows)), own, area, need, len(tokens) < chunk)
 
 
-def _bits(tokens: range) -> int:
-    return (1 << tokens.stop) - (1 << tokens.start) if tokens else 0
+def _bits(ranges: Iterable[range]) -> int:
+    return reduce(or_, ((1 << tokens.stop) - (1 << tokens.start) for tokens in ranges if tokens), 0)
 
 
 def is_real(chunk: Chunk) -> bool:
@@ -138,6 +158,13 @@ def received_by(held: Held) -> int:
     return need_of(held).bit_count() - size_of(held)
 
 
+def moved_by(assignment: Assignment) -> list[int]:
+    """Return for each rank the tokens that it receives or those that it sends, whichever are more."""
+    needs, owns = [need_of(held) for held in assignment], [reduce(or_, (x.own for x in held), 0) for held in assignment]
+    sent = [sum((need & own).bit_count() for need in needs) - own.bit_count() for own in owns]  # not to itself
+    return [max(received_by(held), each) for held, each in zip(assignment, sent, strict=True)]
+
+
 class Aim:
     """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
 
@@ -150,16 +177,16 @@ class Aim:
         self.bound = max(-(-area_of(chunks) // ranks), largest)
         self.allowed = int(self.bound * imbalance) * tokens_per_us
 
-    def cost(self, area: int, received: int) -> int:
-        """Return the time of a rank, max(computing, receiving)."""
+    def cost(self, area: int, tokens: int) -> int:
+        """Return the time of a rank, max(computing, moving tokens)."""
         cells_per_us, tokens_per_us = self.rates
-        return max(area * tokens_per_us, received * cells_per_us)
+        return max(area * tokens_per_us, tokens * cells_per_us)
 
     def score(self, assignment: Assignment) -> tuple[int, int]:
         """Return (peak, at least ``allowed``; peak x traffic). Smaller is better."""
-        received = [received_by(held) for held in assignment]
-        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, received, strict=True))
-        return max(peak, self.allowed), peak * sum(received)
+        moved, received = moved_by(assignment), sum(map(received_by, assignment))
+        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, moved, strict=True))
+        return max(peak, self.allowed), peak * (len(assignment) * max(moved) + WEIGHT * received)
 
 
 def tokens_of(held: Held) -> list[range]:
@@ -287,6 +314,25 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
         new = worth(aim.cost(areas[0] + area, here), aim.cost(areas[1] - area, there), here + there)
         if new < best:
             best, result = new, (_exchanged(mine, give, take), _exchanged(theirs, take, give))
+    return result
+
+
+def _relieved(assignment: Assignment, aim: Aim) -> Assignment | None:
+    """Return the assignment after the best swap of the rank that moves most, or None. Ties: the partner that moves least."""
+    moved, areas = moved_by(assignment), [area_of(held) for held in assignment]
+    busiest, *others = sorted(range(len(assignment)), key=lambda rank: (-moved[rank], rank))
+    best, result = aim.score(assignment), None
+    for other in sorted(others, key=lambda rank: (moved[rank], rank))[:PARTNERS]:
+        for give, take in product(mine := assignment[busiest], theirs := assignment[other]):
+            if _has_two_small(mine, give, take) or _has_two_small(theirs, take, give):
+                continue
+            more = take.area - give.area
+            if aim.cost(max(areas[busiest] + more, areas[other] - more), 0) > best[0]:
+                continue
+            after = assignment[:]
+            after[busiest], after[other] = _exchanged(mine, give, take), _exchanged(theirs, take, give)
+            if (score := aim.score(after)) < best:
+                best, result = score, after
     return result
 
 

@@ -161,8 +161,10 @@ def test_a_wrong_answer_fails_the_cell_below_it_with_its_reason(name, run, monke
 
 
 def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_path):
-    folder = tmp_path / "build" / "course"
-    course.write(folder)
+    (tmp_path / "paper").mkdir()  # another project's, beside the folder of the course
+    folder = course.write(tmp_path / "build")
+    assert folder == tmp_path / "build" / "course"
+    assert {path.name for path in tmp_path.iterdir()} == {"paper", "build"}
     assert course.SOLVED in TWINS["00_softmax_in_pieces"].cells[0].source
     for notebook in {notebook for notebook, _ in CELLS.values()}:
         text = (folder / f"{notebook}.ipynb").read_text()
@@ -175,6 +177,7 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert {"05_backward.ipynb", "../paper/records.md"} <= links
     assert not [link for link in links if not (folder / link).exists()]
+    assert course.write(tmp_path / "build") == folder  # links that are there stay
     program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
     kept = folder / "my_functions" / "merged.py"
     empty = course.with_hole(CELLS["zigzag"][1])
@@ -188,3 +191,12 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     program = "import my_attention; my_attention.check('--only merge/')"
     with pytest.raises(AssertionError, match="0 of 3 cases agree"):
         printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
+
+
+def test_a_folder_that_has_the_name_of_a_link_is_named_before_anything_is_written(tmp_path):
+    (tmp_path / "paper").mkdir()
+    with pytest.raises(
+        FileExistsError, match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another"
+    ):
+        course.write(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["paper"]

@@ -129,6 +129,43 @@ def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, 
     assert starts[:3] == starts[3:]
 
 
+def score(mask, layout, chunk, rates=(4400, 18)):
+    """Return (peak, peak x traffic) of a layout from its report: an exchange takes a rank as long as its busier direction."""
+    report = reference.plan_report(mask, layout, chunk=chunk)
+    moved = [max(pair) for pair in zip(report.received, report.sent, strict=True)]
+    peak = max(max(area * rates[1], tokens * rates[0]) for area, tokens in zip(report.areas, moved, strict=True))
+    lower = max(-(-sum(report.areas) // layout.ranks), report.largest_chunk)
+    return max(peak, int(lower * 1.05) * rates[1]), peak * (layout.ranks * max(moved) + 5 * sum(report.received))
+
+
+@given(
+    st.sampled_from([17, 64, 96]).flatmap(square_masks),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from([(4400, 18), (10, 1)]),
+)
+def test_no_plan_is_worse_than_zigzag_or_contiguous_chunks(mask, ranks, rates):
+    """Sent tokens count as received ones do."""
+    options, n = dict(chunk=8, cells_per_us=rates[0], tokens_per_us=rates[1]), mask.queries
+    with expected_warning(n, ranks, 8):
+        planned = score(mask, fast.dispatch(mask, ranks, **options), 8, rates)
+    chunks = planner.chunks_of(mask, 1, ranks, 8)
+    for start in (planner.zigzag, planner.contiguous):
+        layout = Layout([planner.tokens_of(held) for held in start(chunks, ranks)], n)
+        assert planned <= score(mask, layout, 8, rates)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_busiest_rank_of_a_pack_moves_less_than_in_zigzag(ranks):
+    """On the packs of notebook 04, in both directions together: dk and dv return to the sender in float32."""
+    busiest = {"zigzag": 0, "dispatch": 0}
+    for cu_seqlens in sampled_packs(8192 * ranks, 8):
+        mask = Mask.documents(cu_seqlens)
+        for name, layout in (("zigzag", Layout.zigzag(mask.queries, ranks)), ("dispatch", fast.dispatch(mask, ranks))):
+            report = fast.plan_report(mask, layout)
+            busiest[name] += max(*report.received, *report.sent)
+    assert busiest["dispatch"] < busiest["zigzag"]
+
+
 def test_one_causal_document_becomes_zigzag(half):
     mask = Mask.causal(4096)
     for imbalance in (1.0, 1.05):

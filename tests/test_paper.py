@@ -1,5 +1,7 @@
 """Claims about `paper/canon.pdf`: it is the build of its text, its numbers follow from records, its figures are readable."""
 
+import itertools
+import json
 import re
 from pathlib import Path
 
@@ -41,6 +43,34 @@ def test_another_record_gives_another_pdf(paper_pdf, monkeypatch):
 
 def test_the_paper_has_8_to_12_pages(paper_pdf):
     assert 8 <= len(paper_pdf.built(kind="png", ppi=20.0)) <= 12
+
+
+def covered(paper_pdf, text: Path) -> list[tuple[dict, dict]]:
+    """Return the pairs of figures, tables and listings that share a place of a page, each from its caption to its last row."""
+    typst = pytest.importorskip("typst")
+    inputs = paper_pdf.inputs(text.read_text())
+    found = typst.query(
+        str(text), "<edge>", field="value", root=str(text.parent), ignore_system_fonts=True, sys_inputs=inputs
+    )
+    edges = [edge | {key: float(edge[key].removesuffix("pt")) for key in "xy"} for edge in json.loads(found)]
+    boxes = list(zip(edges[::2], edges[1::2], strict=True))
+    assert len(boxes) == len(re.findall(r"^#(drawn|records|listing)\(", TEXT, re.MULTILINE))
+    for top, bottom in boxes:
+        assert (top["edge"], bottom["edge"]) == ("top", "bottom")
+        assert top["page"] == bottom["page"]
+        assert top["y"] < bottom["y"] < 842 - 50, "below the last line of an A4 page"
+    one_column = lambda one, two: one["wide"] or two["wide"] or (one["x"] < 297) == (two["x"] < 297)
+    return [
+        (one, two)
+        for (one, end), (two, last) in itertools.combinations(boxes, 2)
+        if one["page"] == two["page"] and one_column(one, two) and one["y"] < last["y"] and two["y"] < end["y"]
+    ]
+
+
+def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path):
+    """Floats of a column and of the page do, if both are on one page. Figure 6 covered Figure 5 so."""
+    assert covered(paper_pdf, paper_pdf.TEXT) == []
+    assert covered(paper_pdf, changed(tmp_path, 'drawn("paper_lengths", placement: none', 'drawn("paper_lengths"'))
 
 
 def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):

@@ -140,9 +140,32 @@ def test_the_numbers_of_speed_follow_from_records(scripts):
         "`zigzag_attention` {zigzag share 131072} and {zigzag share 32768}.",
     )
     assert [text for text in sentences if text.format_map(found) not in speed] == []
-    packs = scripts("schedule_tables").packs()["packs_over_ring"]
+    tables = scripts("schedule_tables")
+    two = tables.two_gpus()
+    wall, gpu = two["two_wall"].replace("%", " %"), two["two_gpu"]
+    assert f"[within {wall} of strided's wall time, {gpu} times its GPU time]" in section("Which function\\?")
+    packs = tables.packs()["packs_over_ring"]
     for ratio in (packs, found["strided over zigzag"]):
         assert f"[{ratio} times the speed of the zigzag ring]" in section("Which function\\?")
+
+
+def test_the_sentence_of_one_gpu_holds_in_every_shape_of_its_record(scripts):
+    """It names the shapes where Canon leads with both passes, cuDNN in the forward, and flash-attn-4 in the backward."""
+    figures = scripts("readme_figures")
+    record = figures.kernel_tables
+    faster = []
+    for shape in {row["shape"] for row in record.load(figures.ONE)["results"]}:
+        tokens, width, mask = int(shape.split()[1][1:]), shape.split()[4], shape.split()[5]
+        leads = mask in ("documents:256", "documents:1024") or width == "D256" or tokens <= 2048
+        ratios = figures._fastest_over_canon(shape, "both", figures.PEERS)
+        assert (min(ratios) > 1) is leads, f"{shape}: {ratios}"
+        speed = lambda name, kind, shape=shape: record.speed(figures.ONE, shape, name, kind)
+        assert leads or speed("flash-attn-4", "backward") > speed("canon auto", "backward"), shape
+        if (ratio := speed("SDPA cudnn", "forward") / speed("canon auto", "forward")) > 1:
+            faster.append((ratio, tokens))
+    assert all(tokens < 2048 for _, tokens in faster)
+    text = " ".join(section("Is it faster than mine\\?").split())
+    assert f"cuDNN's forward alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens" in text
 
 
 def test_the_readme_is_short():

@@ -56,6 +56,18 @@ def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, page
     assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text(), *notebooks) == []
 
 
+def test_no_exposed_time_of_a_record_is_longer_than_the_passes_that_it_is_a_part_of(scripts):
+    records, longer, timed = scripts("records"), [], 0
+    for path in (PAPER / "data").glob("*.json"):
+        for row in records.load(path.stem).get("results", []):
+            if isinstance(row, dict) and "exposed_ms" in row:
+                timed += 1
+                if row["exposed_ms"] > records.median(row["both_ms"]):
+                    longer.append((path.name, row["schedule"], row["shape"]))
+    assert timed > 300
+    assert longer == []
+
+
 def test_no_agreement_of_several_gpus_is_older_than_the_fix_of_the_merge(scripts):
     race_fixed = "409cdf4"
     records = scripts("records")

@@ -18,6 +18,7 @@ from canon.testing import process_groups
 
 CPU = torch.device("cpu")
 SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+EXPOSED = schedules._exposed
 SHORT = shapes.shape_of("1,8,2,2,16,causal")
 
 
@@ -81,6 +82,25 @@ def test_exposed_is_what_no_kernel_covers():
     assert schedules.uncovered([message, waiting, copied, *kernels, meeting]) == 10 + 20 + 5
     assert schedules.uncovered(kernels) == 20
     assert schedules.uncovered([]) == 0
+
+
+def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes(monkeypatch):
+    """A profiler that delays the host once changes nothing. One that always does leaves a reason instead of a time."""
+    delays = iter([300.0, 1.0, 0.5, 400.0, 0.25])
+
+    def profiled(run, device):
+        run()
+        return [(0.0, 1e3 * next(delays), "ncclDevKernel_SendRecv"), (0.0, 0.0, "forward_kernel")]
+
+    monkeypatch.setattr(schedules, "_profiled", profiled)
+    runs = []
+    assert process_groups.threads(lambda: EXPOSED(lambda: runs.append(0), CPU), 1) == [1.0]
+    assert len(runs) == 1 + schedules.PROFILED
+    for exposed, kept in ((0.75, True), (237.76, False)):
+        monkeypatch.setattr(schedules, "_exposed", lambda run, device, exposed=exposed: exposed)
+        (row,) = process_groups.threads(schedules.Bench((SHORT,), torch.float32, "ring zigzag", 1, "cpu"), 1)[0]
+        assert (row.get("exposed_ms") == exposed) is kept
+        assert ("237.76 ms, longer than both passes" in row.get("exposed_failed", "")) is not kept
 
 
 def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():

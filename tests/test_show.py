@@ -45,6 +45,13 @@ def test_a_picture_of_a_mask_has_its_cells_in_the_colours_of_their_bands(mask):
     assert ax.get_title() == f"{len(mask.bands)} band{'s' * (len(mask.bands) != 1)}, {mask.area} cells"
 
 
+@pytest.mark.parametrize("tokens", [3, 13, 17, 20])
+def test_a_picture_has_ticks_at_whole_tokens_only(tokens):
+    for axes in ([Mask.causal(tokens).plot()], Layout.zigzag(tokens, 2).plot(Mask.causal(tokens)).axes[:1]):
+        ticks = [tick for axis in (axes[0].xaxis, axes[0].yaxis) for tick in axis.get_majorticklocs()]
+        assert all(tick == round(tick) for tick in ticks), ticks
+
+
 def test_a_picture_of_a_long_mask_has_every_nth_query_and_key_and_counts_tokens():
     mask = Mask.documents([0, 700, 1500], window=(300, 0))
     given = plt.subplots()[1]

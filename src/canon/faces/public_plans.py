@@ -31,10 +31,10 @@ def dispatch(planned: Callable[..., Layout]):
         swaps_per_chunk: int = 1,
         rank_invariant: bool = False,
     ) -> Layout:
-        """Return a layout in which ranks compute equally and receive few keys. Deterministic, equal on all ranks; cached.
+        """Return a layout in which ranks compute equally and move few keys. Deterministic, equal on all ranks; cached.
 
-        The plan minimises the time of the slowest rank, max(computing, receiving), down to ``imbalance`` times the lower
-        bound of computing. Among plans below that, it minimises time x traffic.
+        The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to ``imbalance`` times the
+        lower bound of computing. Among plans below that, it minimises time x traffic. It is never worse than zigzag chunks.
 
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a mask for each sequence:

@@ -94,6 +94,7 @@ def cells(ax, values: Tensor, colours: Sequence[str], mask: "Mask", step: int) -
     ax.imshow(values.numpy(), cmap=ListedColormap(["white", *colours]), **look)
     ax.set(xlim=(0, mask.keys), ylim=(mask.queries, 0), xlabel="keys", ylabel="queries")
     ax.ticklabel_format(style="plain")
+    ax.locator_params(integer=True)  # no tick between two tokens
     for side in ax.spines.values():
         side.set_visible(True)
 

@@ -1,0 +1,53 @@
+"""Areas and needed keys of pieces of the queries, over NumPy arrays: for plans of layouts and for cast plans."""
+
+import numpy as np
+
+from canon.fast.kernels.work_tables import band_array
+from canon.masks.mask import Mask
+
+
+def areas_and_needs(
+    mask: Mask, start: np.ndarray, stop: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last) intervals, which may
+    overlap.
+
+    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one interval.
+    """
+    bands = band_array(mask)
+    first = np.searchsorted(stop, bands[:, 0], "right")
+    count = np.maximum(np.searchsorted(start, bands[:, 1], "left") - first, 0)
+    band = np.repeat(np.arange(len(bands)), count)
+    piece = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+    row, row_stop, column, column_stop, lo, hi = bands[band].T
+    row, row_stop = np.maximum(row, start[piece]), np.minimum(row_stop, stop[piece])
+    area = np.zeros(len(start), np.int64)
+    np.add.at(area, piece, _sum_min(row, row_stop, hi + 1, column_stop) - _sum_max(row, row_stop, lo, column))
+    return area, piece, np.maximum(column, row + lo), np.minimum(column_stop, row_stop + hi)
+
+
+def _sum_min(start, stop, offset, most):
+    """Return the sum of min(i + offset, most) over start <= i < stop."""
+    bend = np.clip(most - offset, start, stop)
+    return _sum(start, bend) + (bend - start) * offset + (stop - bend) * most
+
+
+def _sum_max(start, stop, offset, least):
+    """Return the sum of max(i + offset, least) over start <= i < stop."""
+    bend = np.clip(least - offset, start, stop)
+    return _sum(bend, stop) + (stop - bend) * offset + (bend - start) * least
+
+
+def _sum(start, stop):
+    return (stop * (stop - 1) - start * (start - 1)) // 2
+
+
+def union_of_intervals(owner: np.ndarray, first: np.ndarray, last: np.ndarray, tokens: int):
+    """Return the union of each owner's intervals as (owner, first, last): ascending, with gaps."""
+    shift = owner * (tokens + 1)  # all owners on one axis
+    order = np.argsort(first + shift, kind="stable")
+    owner, first, shift = owner[order], first[order], shift[order]
+    reached = np.maximum.accumulate(last[order] + shift)
+    new = np.append(True, (first + shift)[1:] > reached[:-1])[: len(first)]
+    end = np.append(new[1:], True)[: len(first)]
+    return owner[new], first[new], (reached - shift)[end]
