@@ -85,14 +85,14 @@ class Recorder(TorchDispatchMode):
                 if name in _MAKES_ZEROS:
                     self.zeroed.add(len(self.temporaries) - 1)
                 if sum(x.untyped_storage().nbytes() for x in self.temporaries) > MOST_BYTES:
-                    self._give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
+                    self.give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
         elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
             self._zero(args[0])
         elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
-            self._give_up(f"the pass calls {name}")
+            self.give_up(f"the pass calls {name}")
         return result
 
-    def _give_up(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Note the first reason, and release the temporaries."""
         self.reason = self.reason or reason
         self.temporaries.clear()
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         try:
             places = {id(x): self._place(x) for x in tensors_of(arguments)}
         except NotReplayable as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return
         self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
@@ -118,16 +118,16 @@ class Recorder(TorchDispatchMode):
         try:
             place = self._place(x)
         except NotReplayable as error:
-            self._give_up(str(error))
+            self.give_up(str(error))
             return
         if place.slot == -1:
-            self._give_up("the pass sets a plan to zero")
+            self.give_up("the pass sets a plan to zero")
         elif not x.is_contiguous():
-            self._give_up("the pass sets a tensor with gaps to zero")
+            self.give_up("the pass sets a tensor with gaps to zero")
         elif place.slot >= 0:
             self.operations.append(Zero(place, x.numel() * x.element_size()))
         elif place.offset or x.numel() != self.temporaries[-2 - place.slot].numel() or -2 - place.slot in self.used:
-            self._give_up("the pass sets a temporary to zero late, or a part of it")
+            self.give_up("the pass sets a temporary to zero late, or a part of it")
         else:
             self.zeroed.add(-2 - place.slot)
 
