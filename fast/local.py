@@ -147,7 +147,7 @@ def forward_for(
     Raises ValueError if the chosen backend does not take ``max_logits``.
     """
     if whole and has_parts(mask) and "parts" in (found := backend_for(q, v, extra="parts")).extras:
-        return found.module.forward_in_parts
+        return found.forward_in_parts
     if not with_max_logits:
         return kernels_for(q, v).forward
     found = backend_for(q, v, extra="max_logits")

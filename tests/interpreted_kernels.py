@@ -8,10 +8,10 @@ import os
 before = os.environ.get("TRITON_INTERPRET")
 os.environ["TRITON_INTERPRET"] = "1"
 
-import canon.fast  # noqa: E402, F401
-import canon.fast.kernels.cuda.launch  # noqa: E402, F401
-import canon.fast.kernels.gluon.launch  # noqa: E402, F401
-import canon.fast.kernels.triton.parts  # noqa: E402, F401
+import canon.fast  # noqa: E402
+import canon.fast.kernels.cuda.launch  # noqa: E402
+import canon.fast.kernels.gluon.launch  # noqa: E402
+import canon.fast.kernels.triton.parts  # noqa: E402
 import canon.fast.kernels.triton.row_operations  # noqa: E402, F401
 
 if before is None:

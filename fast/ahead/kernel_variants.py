@@ -178,7 +178,7 @@ def few_queries(x: Inputs) -> None:
     if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes):
             results = x.out.to(dtype), x.statistic()
-            found.module.forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
+            found.forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
 
 
 def few_queries_in_order(x: Inputs) -> None:

@@ -88,7 +88,8 @@ class Backend:
     ``serves(device, dtype, d, dv, method)``: whether the automatic choice may take it; ``method`` is that of the backward
     pass, "split" for the forward pass. ``check_device(x)`` raises RuntimeError or ValueError if its row operations do not run
     on the device of x, and ``check(q)`` if its kernels do not support q.
-    ``extras``: "max_logits" if `Kernels.forward` takes them, "parts" if few queries over many keys are summed in parts.
+    ``extras``: "max_logits" if `Kernels.forward` takes them, "parts" if few queries over many keys are summed in parts, by
+    ``parts_module``.
     ``automatic``: whether it is taken without being asked for. ``compiles``: whether its kernels are compiled, so that
     `canon.fast.ahead` compiles them before they run.
     ``replayable``: whether all it does is seen by `launcher.launch` or is an operator of PyTorch. A pass of another backend
@@ -102,6 +103,7 @@ class Backend:
     check_device: Callable[[Tensor], None]
     check: Callable[[Tensor], None]
     extras: frozenset[str] = frozenset()
+    parts_module: str = ""
     automatic: bool = True
     compiles: bool = True
     replayable: bool = True
@@ -115,6 +117,11 @@ class Backend:
     def kernels(self) -> Kernels:
         """Return the attention kernels."""
         return cast(Kernels, self.module)
+
+    @property
+    def forward_in_parts(self) -> Callable[..., None]:
+        """Import the forward pass of few queries over many keys, with the arguments of `Kernels.forward`."""
+        return import_module(self.parts_module).forward_in_parts
 
     @cached_property
     def rows(self) -> Rows:

@@ -55,4 +55,5 @@ TRITON = Backend(
     check_device=check_device,
     check=check_device,
     extras=frozenset({"max_logits", "parts"}),
+    parts_module="canon.fast.kernels.triton.parts",
 )
