@@ -1,7 +1,7 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults and docstrings.
 
-Without Triton's interpreter, a function that launches a kernel raises RuntimeError for CPU tensors. The docstring of
-`attention` gives the range of scores and the reach of a NaN, for all functions.
+On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the range of
+scores and the reach of a NaN, for all functions.
 """
 
 from canon.fast.ahead.warm import warm_up

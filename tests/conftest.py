@@ -80,7 +80,8 @@ def pytest_runtest_setup(item):
     if item.config.getoption("gpu"):
         return
     importlib.import_module("interpreted_kernels")
-    if item.path.stem in INTERPRETED or item.get_closest_marker("interpreted"):
+    records = "replays" in item.fixturenames  # only launches of kernels are recorded
+    if records or item.path.stem in INTERPRETED or item.get_closest_marker("interpreted"):
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)
