@@ -167,7 +167,7 @@ def test_the_variable_may_be_set_after_triton_is_imported():
 
 
 def test_a_variable_set_too_late_is_an_error():
-    ended = fresh(f"import canon.fast, os\nos.environ['TRITON_INTERPRET'] = '1'\n{ATTEND}")
+    ended = fresh(f"import canon.fast.kernels.triton.launch, os\nos.environ['TRITON_INTERPRET'] = '1'\n{ATTEND}")
     assert "canon.fast was imported before TRITON_INTERPRET=1 was set" in ended.stderr
     ended = fresh(ATTEND)  # without the variable, PyTorch's tiles compute
     assert ended.returncode == 0, ended.stderr
