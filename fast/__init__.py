@@ -1,13 +1,13 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults and docstrings.
 
-Without Triton's interpreter, a function that launches a kernel raises RuntimeError for CPU tensors. The docstring of
-`attention` gives the range of scores and the reach of a NaN, for all functions.
+On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the range of
+scores and the reach of a NaN, for all functions.
 """
 
 from canon.fast.ahead.warm import warm_up
 from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
-from canon.fast.device import backend
+from canon.fast.device import backend, compiles
 from canon.fast.half import FAST
 from canon.fast.latent import latent_attention
 from canon.fast.local import attention, attention_backward, attention_forward, merge
@@ -23,7 +23,8 @@ from canon.route.call import Call
 
 def _compile_for(call: Call) -> None:
     """Compile the kernels of a call on a GPU: imported only there."""
-    if call.device.type == "cuda":
+    widths = call.shapes[0][-1], call.value_width
+    if call.device.type == "cuda" and compiles(call.device, call.dtype, *widths):
         from canon.fast.ahead.first_call import compile_for
 
         compile_for(call)

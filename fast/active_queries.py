@@ -12,8 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs
+from canon.fast.device import rows_for
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.triton.rows import add_to_rows, copy_rows, copy_statistics, copy_tokens, pick_rows
 from canon.fast.local import merge_into
 from canon.masks.band import Band
 from canon.masks.mask import Mask
@@ -46,10 +46,10 @@ class ActiveQueries:
 
     def copy_inputs(self, inputs: QueryInputs, copies: QueryInputs) -> None:
         """Write the inputs of a backward pass at these queries into ``copies``."""
-        rows = query_indices(self, inputs.q.device)
-        copy_rows(inputs.dout, copies.dout, rows)
-        copy_rows(inputs.q, copies.q, rows)
-        copy_statistics(inputs.lse, inputs.delta, (copies.lse, copies.delta), rows)
+        rows, operations = query_indices(self, inputs.q.device), rows_for(inputs.q)
+        operations.copy_rows(inputs.dout, copies.dout, rows)
+        operations.copy_rows(inputs.q, copies.q, rows)
+        operations.copy_statistics(inputs.lse, inputs.delta, (copies.lse, copies.delta), rows)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
@@ -69,11 +69,18 @@ class ActiveQueries:
             others = (slice(None),)
         if result is not None:
             for rows in others:
-                copy_tokens(running[0][:, rows], result[:, rows])
+                rows_for(result).copy_tokens(running[0][:, rows], result[:, rows])
 
     def add(self, total: Tensor, part: Tensor) -> None:
         """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
-        add_to_rows(total, query_indices(self, part.device), part)
+        rows_for(part).add_to_rows(total, query_indices(self, part.device), part)
+
+
+def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Return x[:, rows] (b, n, h, d) of x (b, t, h, d). ``rows`` is int64."""
+    part = x.new_empty(x.shape[0], len(rows), *x.shape[2:])
+    rows_for(x).copy_rows(x, part, rows)
+    return part
 
 
 @device_plan

@@ -32,17 +32,16 @@ TensorAuto/OpenTau pull request 376.
 """
 
 from collections.abc import Hashable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from canon.faces import public_parts
-from canon.fast.device import check_device, kernels_for
+from canon.fast.device import check_device, kernels_for, rows_for
+from canon.fast.kernels.backend import Kernels
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
-from canon.fast.kernels.triton import launch as portable
 from canon.fast.replay.recordings import replayed
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, accumulate_dtype
@@ -86,7 +85,7 @@ def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: 
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
         delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        portable.delta(dout, out, lse, dlse, delta)
+        rows_for(q).delta(dout, out, lse, dlse, delta)
         statistics = kernels.row_statistics(lse, delta)
     else:
         statistics = kernels.make_row_statistics(dout, out, lse, dlse)
@@ -154,7 +153,7 @@ def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Sca
 
 def _choose(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, method: str, dq: Tensor | None, dk: Tensor | None
-) -> tuple[ModuleType, str]:
+) -> tuple[Kernels, str]:
     """Return the kernel backend and the method."""
     chosen = automatic(q, k, v, mask) if method == "auto" else method
     if chosen == "fused" and (dq is None or dk is None):
@@ -162,7 +161,7 @@ def _choose(
     return kernels_for(q, v, chosen), chosen
 
 
-def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple, dq, dk, dv) -> None:
+def _launch_dkdv(kernels: Kernels, chosen: str, method: str, arguments: tuple, dq, dk, dv) -> None:
     """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
         ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
@@ -178,8 +177,12 @@ def _launch_dkdv(kernels: ModuleType, chosen: str, method: str, arguments: tuple
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds NaN there."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
-    replayed(portable.delta, (dout, out, lse, dlse, delta))
+    replayed(_delta, (dout, out, lse, dlse, delta))
     return delta
+
+
+def _delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor) -> None:
+    rows_for(out).delta(dout, out, lse, dlse, delta)
 
 
 def rank_invariant_method(method: str) -> str:
@@ -190,13 +193,14 @@ def rank_invariant_method(method: str) -> str:
 def automatic(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
-        multiprocessors = 1 if is_cpu(q.device) else multiprocessor_count(q.device)
+        is_gpu = q.device.type in ("cuda", "meta") and not is_cpu(q.device)
+        multiprocessors = multiprocessor_count(q.device) if is_gpu else 1
     if multiprocessors == 1 or not q.shape[0]:
         return "split"
     return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)
 
 
-def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
+def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
     q, k, v, dout, softmax_stats, mask, scale = arguments
     accumulate, b = accumulate_dtype(q.dtype), q.shape[0]
     bytes_each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
@@ -204,7 +208,7 @@ def _head_parallel(kernels: ModuleType, arguments: tuple, dk: Tensor, dv: Tensor
         chunk = slice(keys.start, keys.stop)
         parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
         kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part_mask, scale, *parts)
-        kernels.sum_heads(*parts, dk[:, chunk], dv[:, chunk])
+        rows_for(q).sum_heads(*parts, dk[:, chunk], dv[:, chunk])
         del parts  # frees their memory before the next chunk allocates
 
 
@@ -218,12 +222,12 @@ def _key_chunks(mask: AnyMask, most: int) -> tuple[tuple[range, AnyMask], ...]:
     return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 
 
-def _fused(kernels: ModuleType, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
+def _fused(kernels: Kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
     accumulate = accumulate_dtype(arguments[0].dtype)
     sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
-        kernels.sum_heads(sums, None, dq, None)  # one head a group: a cast
+        rows_for(arguments[0]).sum_heads(sums, None, dq, None)  # one head a group: a cast
 
 
 def _attention_backward(
@@ -245,7 +249,7 @@ NOTES = """
 
     Raises:
         ValueError: the widths need more shared memory than the device has.
-        RuntimeError: CPU tensors without Triton's interpreter; "fused" under `torch.use_deterministic_algorithms(True)`
+        RuntimeError: the device is not one of the chosen backend; "fused" under `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
     """
 attention_backward = public_parts.attention_backward(_attention_backward, NOTES)

@@ -1,50 +1,53 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that supports the inputs.
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
-    "triton"    portable: any GPU that Triton supports, any dtype, heads up to 512 wide; return_max_logits=True
+    "triton"    any GPU that Triton supports, any dtype, heads up to 512 wide; return_max_logits=True; a CPU with
+                TRITON_INTERPRET=1
+    "torch"     plain PyTorch: any device, any dtype, any width
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused", no soft-cap.
                 Needs the extra cuda
 
-Without `backend`, "gluon" is used where it supports the inputs, and "triton" elsewhere, and for few queries over many keys
-without rank_invariant (`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is never
-replaced.
+Without `backend`, the first of the first three that serves the inputs is used. "triton" is also used for few queries over many
+keys without rank_invariant (`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is
+never replaced. `canon.fast.kernels.backend` has what a backend declares.
 """
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.gluon import config
-from canon.fast.kernels.interpreter import is_requested
-from canon.fast.kernels.launcher import capability, is_cpu, refuse_replay
-from canon.fast.kernels.triton import launch
+from canon.fast.kernels import launcher
+from canon.fast.kernels.backend import Backend, Kernels, Rows
+from canon.fast.kernels.cuda.backend import CUDA
+from canon.fast.kernels.gluon.backend import GLUON
+from canon.fast.kernels.torch.backend import TORCH
+from canon.fast.kernels.triton.backend import TRITON, is_requested_too_late
 from canon.masks.plan_cache import are_noted
 
 __all__ = ["backend"]
 
-AVAILABLE = ("triton", "gluon", "cuda")
+BACKENDS = {x.name: x for x in (GLUON, TRITON, CUDA, TORCH)}  # the automatic choice is the first one that serves a call
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Use this kernel backend inside the block: "triton", "gluon" or "cuda".
+    """Use this kernel backend inside the block: "triton", "gluon", "cuda" or "torch".
 
     A backward pass uses the backend of its call. A function that `torch.utils.checkpoint` recomputes must contain the block:
     if the block has ended before a call is recomputed, the call raises RuntimeError. Without `backend`, calls use "gluon" on
-    Hopper where its kernels support the dtype and width, and "triton" elsewhere. A dtype, width or device that the backend
-    does not support raises ValueError when a call needs it. A compiled function keeps the backend of its compilation, so
-    `backend` surrounds its calls. A call with another choice raises RuntimeError.
+    Hopper where its kernels support the dtype and width, "triton" on other GPUs, and "torch" where there is no Triton. What the
+    backend does not support raises ValueError or RuntimeError when a call needs it. A compiled function keeps the backend of
+    its compilation, so `backend` surrounds its calls. A call with another choice raises RuntimeError.
     Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
-    if name not in AVAILABLE:
-        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, AVAILABLE))}")
+    if name not in BACKENDS:
+        raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
     _used[0] = True
     with computing_with(name):
         yield
@@ -104,65 +107,57 @@ def restored(settings: str | None) -> AbstractContextManager:
     return nullcontext() if settings == _chosen.get() else computing_with(settings)
 
 
-def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> ModuleType:
-    """Return the launch module of the backend for q and v. ``method``: of the backward pass; "split" also for the forward.
+def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") -> Backend:
+    """Return the backend for q and v: the chosen one, or the first automatic one that serves them and has the ``extra``.
 
-    A pass is replayed only if the module has a true ``REPLAYABLE``: then all its kernels are launched by
-    `canon.fast.kernels.launcher` or `canon.fast.kernels.cuda`, which record them.
+    ``method``: of the backward pass; "split" also for the forward.
     """
-    kernels = _chosen_kernels(q, v, method)
-    if not getattr(kernels, "REPLAYABLE", False):
-        refuse_replay(f"the kernel backend {kernels.__name__} is not replayable")
-    return kernels
+    found = _backend_for(q.device, q.dtype, q.shape[-1], v.shape[-1], method, extra)
+    if not found.replayable:
+        launcher.give_up_recording(f"launches of the {found.name} backend are not recorded")
+    return found
 
 
-def _chosen_kernels(q: Tensor, v: Tensor, method: str) -> ModuleType:
-    chosen = _chosen.get()
-    if chosen == "gluon" or (chosen is None and _gluon_supports(q, v, method)):
-        from canon.fast.kernels.gluon import launch as hopper  # imported only here: other GPUs do not need it
-
-        return hopper
-    if chosen == "cuda":
-        from canon.fast.kernels.cuda import launch as cuda
-
-        return cuda
-    return launch
+def _backend_for(
+    device: torch.device, dtype: torch.dtype, d: int, dv: int, method: str = "split", extra: str = ""
+) -> Backend:
+    if (chosen := _chosen.get()) is not None:
+        return BACKENDS[chosen]
+    able = (x for x in BACKENDS.values() if x.automatic and (not extra or extra in x.extras))
+    return next((x for x in able if x.serves(device, dtype, d, dv, method)), TORCH)
 
 
-def _gluon_supports(q: Tensor, v: Tensor, method: str) -> bool:
-    if (
-        is_cpu(q.device)
-        or (launch.INTERPRETED and q.device.type == "cuda")
-        or capability(q.device) != config.CAPABILITY
-    ):
-        return False
-    kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
-    return q.dtype in config.DTYPES and bool(config.padded_to(kernel, q.shape[-1], v.shape[-1]))
+def kernels_for(q: Tensor, v: Tensor, method: str = "split") -> Kernels:
+    """Return the attention kernels of `backend_for`."""
+    return backend_for(q, v, method).kernels
+
+
+def rows_for(x: Tensor) -> Rows:
+    """Return the row operations for x (b, t, h, d)."""
+    return backend_for(x, x).rows
+
+
+def compiles(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> bool:
+    """Return whether calls with such tensors need kernels that are compiled."""
+    return _backend_for(device, dtype, d, dv).compiles
 
 
 def check_inputs(q: Tensor) -> None:
     """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports q."""
     check_device(q)
-    if (chosen := _chosen.get()) in ("gluon", "cuda"):
-        kernels = kernels_for(q, q)
-        kernels.check(q)
-        if chosen == "gluon":
-            kernels.check_runs(q)
+    if (chosen := _chosen.get()) is not None:
+        BACKENDS[chosen].check(q)
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError if no kernel can run on the device of x. Nothing runs while plans are made ahead."""
-    if x.device.type == "meta" and are_noted():
-        return
-    if x.device.type not in ("cpu", "cuda"):
-        raise RuntimeError(f"canon.fast runs on CUDA devices, got a tensor on {x.device}: use canon.reference")
-    if x.device.type == "cpu" and not launch.INTERPRETED:
-        if is_requested():
-            raise RuntimeError(
-                "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU tensors: set the variable "
-                "before the import, or use canon.reference"
-            )
+    """Raise RuntimeError if nothing can run on the device of x. Nothing runs while plans are made ahead."""
+    if x.device.type == "meta":
+        if not are_noted():
+            raise RuntimeError("canon.fast cannot compute with tensors on the meta device: use canon.reference")
+    elif (chosen := _chosen.get()) is not None:
+        BACKENDS[chosen].check_device(x)
+    elif x.device.type == "cpu" and is_requested_too_late():
         raise RuntimeError(
-            "canon.fast needs tensors on a CUDA device, got CPU tensors: use canon.reference, or set TRITON_INTERPRET=1 "
-            "before canon.fast is imported (slow: it runs the kernels in Python)"
+            "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU tensors: set the variable "
+            "before the import, or use canon.reference"
         )

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.faces import public_group_collectives, public_plans
-from canon.fast.device import check_device
+from canon.fast.device import check_device, rows_for
 from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.triton.rows import add_rows, take_rows
 from canon.fast.messages import transport_for
 from canon.fast.needed_keys import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
@@ -168,7 +167,7 @@ def begin_cast(
 
 
 def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
-    take_rows(k, v, transfer.rows_sent(k.device), sent.transpose(0, 1))
+    rows_for(k).take_rows(k, v, transfer.rows_sent(k.device), sent.transpose(0, 1))
 
 
 class GroupReduce:
@@ -196,7 +195,7 @@ class GroupReduce:
 def _add(into: Tensor, received: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
     total = as_heads(into)
     if len(received):
-        add_rows(total, as_heads(received), *rows_returned(plan, cast, rank, into.device), total)
+        rows_for(total).add_rows(total, as_heads(received), *rows_returned(plan, cast, rank, into.device), total)
 
 
 @device_plan

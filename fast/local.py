@@ -26,12 +26,10 @@ from torch import Tensor
 
 from canon.faces import public_attention, public_parts
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
-from canon.fast.device import check_device, chosen_backend, kernels_for
+from canon.fast.device import backend_for, check_device, kernels_for, rows_for
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.key_parts import has_parts
 from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
-from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.parts import forward_in_parts
 from canon.fast.replay.recordings import replayed
 from canon.masks.mask import Mask
 from canon.route.algorithm import Algorithm
@@ -147,16 +145,16 @@ def forward_for(
 ) -> Callable[..., None]:
     """Return the launch function. In ``whole`` calls, few queries over many keys are computed in parts (`key_parts`).
 
-    Only the Triton kernels take ``max_logits``. Raises ValueError if another backend is chosen.
+    Raises ValueError if the chosen backend does not take ``max_logits``.
     """
-    chosen = chosen_backend()
-    if whole and has_parts(mask) and chosen in (None, "triton"):
-        return forward_in_parts
-    if with_max_logits:
-        if chosen not in (None, "triton"):
-            raise ValueError(f'the {chosen} kernels do not support return_max_logits=True: use backend("triton")')
-        return launch.forward
-    return kernels_for(q, v).forward
+    if whole and has_parts(mask) and "parts" in (found := backend_for(q, v, extra="parts")).extras:
+        return found.forward_in_parts
+    if not with_max_logits:
+        return kernels_for(q, v).forward
+    found = backend_for(q, v, extra="max_logits")
+    if "max_logits" not in found.extras:
+        raise ValueError(f'the {found.name} kernels do not support return_max_logits=True: use backend("triton")')
+    return found.kernels.forward
 
 
 def _attention_forward(
@@ -170,7 +168,7 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     check_device(out)
     new_out, new_lse = torch.empty_like(out), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
-    launch.merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
+    rows_for(out).merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
     return new_out, new_lse
 
 
@@ -193,14 +191,15 @@ def merge_into(
 def _merge_in_place(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None, result: Tensor | None
 ) -> None:
-    launch.merge(out, lse, other_out, other_lse, out if result is None else result, lse, rows)
+    rows_for(out).merge(out, lse, other_out, other_lse, out if result is None else result, lse, rows)
 
 
 NOTES = """
     1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.kernels.key_parts`). The option
     ``rank_invariant`` and a forced backend other than "triton" exclude parts.
 
-    With ``return_max_logits`` the forward pass runs on the Triton kernels; with another chosen backend it raises ValueError.
+    With ``return_max_logits`` the forward pass runs on the Triton or PyTorch kernels; "gluon" and "cuda", if chosen, raise
+    ValueError.
 
     Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21. In float16 also limit
     P (dout v^T - delta), the gradient of the scores, to 65504: beyond, dq of the query and dk of the key are infinite or NaN.
@@ -211,7 +210,7 @@ NOTES = """
 
     Raises:
         ValueError: the widths need more shared memory than the device has.
-        RuntimeError: CPU tensors without Triton's interpreter.
+        RuntimeError: the device is not one of the chosen backend.
     """
 VARIANTS = "whole_forward", "whole_backward", "masked_rows", "few_queries", "few_queries_in_order", "sinks"
 

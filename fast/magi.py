@@ -38,7 +38,7 @@ from torch import Tensor
 from canon.faces import public_magi
 from canon.fast.active_queries import active_queries_of, query_indices, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
-from canon.fast.device import chosen_backend
+from canon.fast.device import chosen_backend, rows_for
 from canon.fast.group_collectives import (
     GroupReduce,
     Transfer,
@@ -52,7 +52,6 @@ from canon.fast.group_collectives import (
 )
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.device_plans import META
-from canon.fast.kernels.triton.rows import take_rows
 from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.planner import dispatch
@@ -145,7 +144,7 @@ class _StepKeys:
 def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:
     """Write K and V of the own tokens into the first rows."""
     own = k.shape[1]
-    take_rows(k, v, row_indices(0, own, k.device), rows[:own].transpose(0, 1))
+    rows_for(k).take_rows(k, v, row_indices(0, own, k.device), rows[:own].transpose(0, 1))
 
 
 def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.kernels.triton.sum_ranks import sum_ranks
+from canon.fast.device import rows_for
 from canon.fast.replay.recordings import replayed
 from canon.masks.band import joined
 from canon.masks.layout import Layout
@@ -264,7 +264,7 @@ class PendingReduction:
 def _sum_parts(received: Tensor, dk: Tensor, dv: Tensor, group: HeadGroup) -> None:
     """Write the sums over the ranks, in rank order, into the heads of dk and dv."""
     for grad, part in zip((dk, dv), group.by_rank(received, dk.shape[1]), strict=True):
-        sum_ranks(part, grad[:, :, group.heads.start : group.heads.stop])
+        rows_for(part).sum_ranks(part, grad[:, :, group.heads.start : group.heads.stop])
 
 
 @cached_plan

@@ -57,10 +57,9 @@ from torch import Tensor
 from canon.faces import public_ring
 from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, row_indices, visible_keys
 from canon.fast.backward import QueryInputs, gradients, make_delta
-from canon.fast.device import chosen_backend
+from canon.fast.device import chosen_backend, rows_for
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.device_plans import META
-from canon.fast.kernels.triton.rows import add_to_rows
 from canon.fast.local import forward_part
 from canon.fast.messages import BlockRing, Blocks, Pending
 from canon.fast.replay.recordings import replayed
@@ -233,7 +232,7 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
     step = part.step
     rows = row_indices(step.visible.start, step.visible.stop, sums.device)
     for total, mine in zip(step.ring.blocks.views(sums, step.owner), part.parts(room), strict=True):
-        add_to_rows(total, rows, mine)
+        rows_for(total).add_to_rows(total, rows, mine)
 
 
 class KeyRing:

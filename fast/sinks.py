@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
+from canon.fast.device import rows_for
 from canon.fast.replay.recordings import replayed
 
 
@@ -31,7 +31,7 @@ class _Sink(torch.autograd.Function):
     def forward(ctx, out, lse, sink):
         ctx.save_for_backward(out, lse, sink)
         result = torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        replayed(apply_sink, (out, lse, sink, result))
+        replayed(_apply, (out, lse, sink, result))
         return result
 
     @staticmethod
@@ -40,6 +40,14 @@ class _Sink(torch.autograd.Function):
         out, lse, sink = ctx.saved_tensors
         dlse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         dout_keys = torch.empty(out.shape, dtype=out.dtype, device=out.device) if ctx.needs_input_grad[0] else None
-        replayed(differentiate_sink, (dout, out, lse, sink, dout_keys, dlse))
+        replayed(_differentiate, (dout, out, lse, sink, dout_keys, dlse))
         dsink = -dlse.sum((0, 2)).to(sink.dtype) if ctx.needs_input_grad[2] else None
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink
+
+
+def _apply(out: Tensor, *tensors: Tensor) -> None:
+    rows_for(out).apply_sink(out, *tensors)
+
+
+def _differentiate(dout: Tensor, *tensors: Tensor | None) -> None:
+    rows_for(dout).differentiate_sink(dout, *tensors)

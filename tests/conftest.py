@@ -1,4 +1,8 @@
-"""Set up all tests. On the CPU, Triton's interpreter runs the kernels. With --gpu, only the tests marked gpu or gpus run."""
+"""Set up all tests. With --gpu, only the tests marked gpu or gpus run.
+
+On the CPU `canon.fast` computes with its PyTorch tiles. Tests of kernels (`INTERPRETED`, or the mark interpreted) run them in
+Triton's interpreter.
+"""
 
 import importlib
 import json
@@ -13,6 +17,19 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.utils._pytree import tree_leaves
 
+# Tests of the kernels, and of all that records, counts, compiles or simulates them.
+INTERPRETED = {
+    "test_aggregates", "test_bench", "test_bits", "test_check", "test_check_bits", "test_check_contract", "test_check_warming",
+    "test_compile", "test_containment", "test_cuda", "test_cuda_config", "test_cuda_kernels", "test_cuda_launch",
+    "test_cuda_program", "test_cuda_resources", "test_decode_in_order", "test_device", "test_few_queries_in_order",
+    "test_first_call", "test_gluon", "test_gluon_launch", "test_gluon_maxima", "test_gluon_order", "test_gluon_protocol",
+    "test_gluon_random", "test_gluon_semaphore", "test_held_sms", "test_interpreter", "test_kernel_choice",
+    "test_kernel_variants", "test_kernels", "test_key_order", "test_key_parts", "test_launch_counts", "test_launcher",
+    "test_lesson_tools", "test_memory", "test_merge_race", "test_placed_mask", "test_plan_lifetime", "test_planted_notebooks",
+    "test_prepared", "test_ptx", "test_range", "test_repeated_calls", "test_replayed_schedules", "test_simulator",
+    "test_simulator_programs", "test_simulator_values", "test_swap_it_in", "test_tile_scheduler", "test_wide_heads",
+}  # fmt: skip
+
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
 settings.load_profile("canon")
@@ -24,11 +41,12 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Choose where kernels run. Triton reads the variable when a test imports it, which is later."""
+    config.addinivalue_line("markers", "interpreted: Triton's interpreter runs the kernels, on the CPU")
     config.addinivalue_line("markers", "gpu: runs on the CPU, and with --gpu on a GPU")
     config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
         os.environ["TRITON_INTERPRET"] = "1"
-        import_before_forks("canon.fast", "canon.testing.process_groups", "torch._inductor.compile_fx")
+        import_before_forks("interpreted_kernels", "canon.testing.process_groups", "torch._inductor.compile_fx")
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
         os.environ["CANON_COMPILE_AHEAD"] = "0"  # most tests call a model once
@@ -54,6 +72,19 @@ def pytest_collection_modifyitems(config, items):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """On the CPU, choose the kernels of a test before its fixtures run."""
+    if item.config.getoption("gpu"):
+        return
+    importlib.import_module("interpreted_kernels")
+    records = "replays" in item.fixturenames  # only launches of kernels are recorded
+    if records or item.path.stem in INTERPRETED or item.get_closest_marker("interpreted"):
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -39,6 +39,7 @@ def used(monkeypatch):
     return names
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_recomputation_uses_the_backend_inside_the_checkpointed_function(used, reentrant):
     q, k, v = (x.requires_grad_() for x in inputs())
@@ -54,6 +55,7 @@ def test_a_recomputation_uses_the_backend_inside_the_checkpointed_function(used,
         assert used[:4] == ["triton", None, "triton", None]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_recomputation_after_the_end_of_its_backend_raises(used, reentrant, nested):
@@ -67,6 +69,7 @@ def test_a_recomputation_after_the_end_of_its_backend_raises(used, reentrant, ne
     device._first_runs.clear()
 
 
+@pytest.mark.interpreted
 def test_an_evaluation_with_a_backend_does_not_stop_a_training_without_one(used):
     q, k, v = (x.requires_grad_() for x in inputs())
     with fast.backend("triton"), torch.no_grad():

@@ -203,6 +203,7 @@ def options():
         compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])  # these tensors are float32 and on the CPU
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("program", [local, lengths, accumulation, options])
 def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
     process_groups.processes(program, 1, timeout=200)
@@ -233,6 +234,7 @@ def refusals():
         compiled_once(lambda q, mask: q * mask.queries, "eager")(q, MASKS[0])
 
 
+@pytest.mark.interpreted
 def test_wrong_arguments_of_a_compiled_call_are_named():
     process_groups.processes(refusals, 1, timeout=200)
 

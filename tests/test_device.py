@@ -1,4 +1,4 @@
-"""Hopper GPUs use the Gluon backend where it supports the inputs; others use Triton; a chosen backend is always used."""
+"""Hopper GPUs use Gluon where it supports the inputs; other GPUs Triton; all else PyTorch; a chosen backend is always used."""
 
 import os
 import subprocess
@@ -14,7 +14,10 @@ import canon
 from canon.fast import backend, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.cuda import launch as cuda
+from canon.fast.kernels.gluon import backend as gluon_backend
 from canon.fast.kernels.gluon import launch as hopper
+from canon.fast.kernels.torch import launch as plain
+from canon.fast.kernels.triton import backend as triton_backend
 from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton import launch as portable
 
@@ -29,7 +32,7 @@ def heads(d, dtype, where="cuda"):
 def machine(monkeypatch):
     """A machine with one GPU, of compute capability 9.0 unless the test sets another."""
     found = {"capability": (9, 0)}
-    monkeypatch.setattr(device, "capability", lambda _: found["capability"])
+    monkeypatch.setattr(gluon_backend, "capability", lambda _: found["capability"])
     monkeypatch.setattr(portable, "INTERPRETED", False)
     return found
 
@@ -78,10 +81,29 @@ def test_cuda_is_never_chosen_without_being_asked_for(machine, capability, metho
         assert device.kernels_for(heads(64, BF16), heads(64, BF16), method) is cuda
 
 
-def test_cpus_and_the_interpreter_use_triton(machine, monkeypatch):
-    assert device.kernels_for(heads(128, BF16, "cpu"), heads(128, BF16, "cpu")) is portable
+def test_the_interpreter_uses_triton(machine, monkeypatch):
     monkeypatch.setattr(portable, "INTERPRETED", True)
-    assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
+    for where in ("cpu", "cuda"):
+        assert device.kernels_for(heads(128, BF16, where), heads(128, BF16, where)) is portable
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "mps"])
+def test_tensors_that_no_other_backend_serves_use_torch(machine, where, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if where == "cuda":
+        monkeypatch.setattr(triton_backend, "INSTALLED", False)
+    x = heads(128, BF16, where)
+    assert device.kernels_for(x, x) is plain
+    with backend("triton"):
+        assert device.kernels_for(x, x) is portable
+        with pytest.raises(RuntimeError, match=r'use backend\("torch"\)'):
+            device.check_inputs(x)
+
+
+def test_torch_can_be_chosen_everywhere(machine):
+    with backend("torch"):
+        for where in ("cpu", "cuda"):
+            assert device.kernels_for(heads(128, BF16, where), heads(128, BF16, where)) is plain
 
 
 @pytest.mark.parametrize(
@@ -108,23 +130,30 @@ from canon import Layout, Mask, fast, reference
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 x = torch.ones(1, 8, 2, 8)
-q, plan = x.to("meta") if rank else x, fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
-for function in (
-    lambda: fast.ring_attention(x, x, x), lambda: fast.strided_attention(x, x, x), lambda: fast.magi_attention(x, x, x),
-    lambda: fast.decode_attention(x, x, x), lambda: fast.group_cast(x[0], plan, 0),
-    lambda: fast.group_reduce(x[0, : 8 * rank], plan, 0, x[0].clone()),
-    lambda: fast.ring_attention(q, q, q),  # only rank 0 has CPU tensors
-):
+plan = fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
+functions = (
+    lambda q: fast.ring_attention(q, q, q), lambda q: fast.strided_attention(q, q, q), lambda q: fast.magi_attention(q, q, q),
+    lambda q: fast.decode_attention(q, q, q), lambda q: fast.group_cast(q[0], plan, 0),
+    lambda q: fast.group_reduce(q[0, : 8 * rank], plan, 0, q[0].clone()),
+)
+for function in functions:
+    function(x)
     try:
-        function()
+        with fast.backend("triton"):
+            function(x)
     except (RuntimeError, ValueError) as error:
         print(error)
     reference.ring_attention(x, x, x)
+q = x.to("meta") if rank else x
+try:
+    fast.ring_attention(q, q, q)  # only rank 0 has CPU tensors
+except (RuntimeError, ValueError) as error:
+    print("PARTED", error)
 """
 
 
-def test_cpu_tensors_raise_one_sentence_on_every_rank_before_a_message(tmp_path):
-    """In fresh processes: the suite sets TRITON_INTERPRET."""
+def test_cpu_tensors_compute_and_a_chosen_backend_raises_one_sentence_on_every_rank_before_a_message(tmp_path):
+    """In fresh processes, without TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -138,8 +167,6 @@ def test_cpu_tensors_raise_one_sentence_on_every_rank_before_a_message(tmp_path)
     )
     ranks = [run(rank) for rank in range(2)]
     for printed, errors in [rank.communicate(timeout=100) for rank in ranks]:
-        *same, one_rank = printed.split(
-            "canon.fast needs tensors on a CUDA device, got CPU tensors: use canon.reference"
-        )[1:]
-        assert len(same) == 6, errors
-        assert "rank 1: q is on the meta device" in one_rank, errors
+        same, _, one_rank = printed.partition("PARTED")
+        assert same.count("the Triton kernels need tensors on a CUDA device, got CPU tensors") == 6, printed + errors
+        assert "rank 1: q is on the meta device" in one_rank, printed + errors

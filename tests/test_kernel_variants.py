@@ -194,7 +194,7 @@ def outcome(monkeypatch):
         ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
         ((), {"functions": ()}, "functions must be some of attention"),
         ((), {"functions": "latent_attention"}, "a key head for each query head, so heads must be (32, 32)"),
-        ((), {"backend": "cpu"}, "backend must be one of 'triton', 'gluon', 'cuda' or None"),
+        ((), {"backend": "cpu"}, "backend must be one of 'gluon', 'triton', 'cuda', 'torch' or None"),
         ((), {"backward": "none"}, "backward='none': expected one of"),
         ((), {"softcap": 0.0}, "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
         ((), {"ranks": 0}, "ranks must be a positive number"),

@@ -95,6 +95,7 @@ def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case,
     assert not planned
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch, planned):
     """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in `prepare`."""

@@ -69,6 +69,7 @@ def test_triton_returns_the_bits_of_one_rank(ranks, mask, layout, heads, dtype, 
         pytest.param(3, "documents", "dispatch", marks=HOPPER_ONLY),
     ],
 )
+@pytest.mark.interpreted
 def test_gluon_returns_the_bits_of_one_rank(ranks, mask, layout):
     mask = MASKS[mask]
     tensors = inputs(mask, "grouped", torch.bfloat16)

@@ -123,6 +123,7 @@ def test_a_replayed_pass_belongs_to_one_softcap():
     assert not torch.allclose(runs[1.0][0][0], runs[2.0][0][0])
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("d", "method", "invariant"), [(64, "fused", False), (64, "head_parallel", True), (256, "split", False)]
 )

@@ -29,25 +29,11 @@ import torch
 from torch import Tensor
 
 from canon.fast import backward
-from canon.fast.device import computing_with, kernels_for
+from canon.fast.active_queries import pick_rows
+from canon.fast.device import backend_for, computing_with, rows_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.kernels.placed_mask import in_place
-from canon.fast.kernels.triton.launch import signed
-from canon.fast.kernels.triton.parts import forward_in_parts
-from canon.fast.kernels.triton.rows import (
-    add_rows,
-    add_to_rows,
-    copy_statistic,
-    copy_statistics,
-    copy_tokens,
-    mask_statistic,
-    pick_rows,
-    take_rows,
-    zero_rows,
-)
-from canon.fast.kernels.triton.sink import apply_sink, differentiate_sink
-from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.local import forward_into, merge, merge_into
 from canon.fast.ring import VARIANTS
 from canon.masks.band import Band
@@ -185,9 +171,11 @@ def forward_parts(inputs: Inputs) -> None:
 
 
 def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
+    from canon.fast.kernels.triton import launch  # only with Triton
+
     for x in inputs.of_all_sizes():
         if x.model.backend != "cuda":
-            signed(x.q, -1.0)
+            launch.signed(x.q, -1.0)
         for _ in tiles_forced(x, "forward"):
             results = x.out.to(dtype), x.statistic()
             forward_into(x.q, x.k, x.v, x.mask, x.model.scale, *results, max_logits=x.max_logits())
@@ -195,15 +183,15 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
 
 def few_queries(x: Inputs) -> None:
     """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
-    if x.model.backend in (None, "triton"):
+    if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
         for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes):
             results = x.out.to(dtype), x.statistic()
-            forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
+            found.forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
 
 
 def few_queries_in_order(x: Inputs) -> None:
     """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward that may repeat the call."""
-    kernels = kernels_for(x.q, x.v)
+    kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
         return
     few = kernels.few_queries_launch
@@ -218,7 +206,7 @@ def few_queries_in_order(x: Inputs) -> None:
 
 def few_queries_on_ranks(x: Inputs) -> None:
     """Launch the Hopper kernels of `decode_in_order`."""
-    kernels = kernels_for(x.q, x.v)
+    kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
         return
     few = kernels.few_queries_launch
@@ -265,8 +253,10 @@ def backward_parts(inputs: Inputs) -> None:
 
 def masked_rows(x: Inputs) -> None:
     """Launch the copies and fills that Gluon kernels need where a mask hides rows."""
-    if not packs_heads(kernels_for(x.q, x.v)):
+    if not packs_heads(backend_for(x.q, x.v).module):
         return
+    from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
+
     lse = x.statistic()
     mask_statistic(lse)
     copy_statistic(lse, lse)
@@ -282,7 +272,7 @@ def merges(x: Inputs) -> None:
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
     merge_into(out, lse, out, lse, result=x.out)
-    copy_tokens(out, x.out)
+    rows_for(out).copy_tokens(out, x.out)
 
 
 def whole_merges(x: Inputs) -> None:
@@ -295,41 +285,42 @@ def active_rows(x: Inputs) -> None:
     """Launch the kernels that take active queries, add their dq, and add dk and dv to received sums."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
-    copy_statistics(x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices)
+    operations = rows_for(x.q)
+    operations.copy_statistics(x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices)
     dq = x.q.to(x.model.accumulate)
-    add_to_rows(dq, x.indices, dq)
+    operations.add_to_rows(dq, x.indices, dq)
     for y, dtype in product((x.k, x.v), x.model.key_grad_dtypes):
-        add_to_rows(y.to(dtype), x.indices, y.to(x.model.accumulate))
+        operations.add_to_rows(y.to(dtype), x.indices, y.to(x.model.accumulate))
 
 
 def sinks(x: Inputs) -> None:
     """Launch the kernels of a sink, in both dtypes."""
-    lse = x.statistic()
+    lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.model.heads[0], dtype=dtype, device=lse.device)
-        apply_sink(x.out, lse, sink, torch.empty_like(x.out))
+        operations.apply_sink(x.out, lse, sink, torch.empty_like(x.out))
         for dout_keys in (None, torch.empty_like(x.out)):
-            differentiate_sink(x.out, x.out, lse, sink, dout_keys, torch.empty_like(lse))
+            operations.differentiate_sink(x.out, x.out, lse, sink, dout_keys, torch.empty_like(lse))
 
 
 def rank_sums(x: Inputs) -> None:
     """Launch the sums over ranks of `strided_attention`."""
     for ranks, dtype, total in product(x.model.ranks, x.model.key_grad_dtypes, (x.k, x.v)):
-        sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
+        rows_for(x.q).sum_ranks(torch.stack([total.to(dtype)] * ranks, 1), total)
 
 
 def cast_rows(x: Inputs) -> None:
     """Launch the kernels of group casts and group reduces."""
-    (h, g), accumulate = x.model.heads, x.model.accumulate
-    take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
+    (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
+    operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     for batch, dtype in product(range(1, 9), x.model.key_grad_dtypes):  # it can change the widths of `as_heads`
         rows = x.k.new_empty(TOKENS, batch, g, x.model.d + x.model.dv, dtype=dtype)
         total = as_heads(rows.to(accumulate))
-        add_rows(total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total)
+        operations.add_rows(total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total)
     for batch, tokens in product(range(1, 9), (TOKENS, TOKENS + 1)):  # strides of lse depend on the tokens
         statistic = x.q.new_zeros(batch, h, tokens, dtype=accumulate)
         sent = statistic.new_empty(TOKENS, batch, h, 2).transpose(0, 1)
-        take_rows(*[statistic.transpose(1, 2)[..., None]] * 2, x.indices, sent)
+        operations.take_rows(*[statistic.transpose(1, 2)[..., None]] * 2, x.indices, sent)
 
 
 def packs_heads(kernels: ModuleType) -> bool:
@@ -339,7 +330,7 @@ def packs_heads(kernels: ModuleType) -> bool:
 
 def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
     """Yield once for each number of query heads in a Gluon tile, and each configuration of the forward, while it is forced."""
-    kernels, configs = kernels_for(x.q, x.v), [{}]
+    kernels, configs = backend_for(x.q, x.v).module, [{}]
     if not packs_heads(kernels):
         yield
         return
@@ -356,7 +347,9 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
 def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
     """Yield the needed gradients, while each method that "auto" may choose and each tile of dq is forced."""
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
-    if packs_heads(kernels_for(x.q, x.v, "fused")) and gluon_config.padded_to("fused", x.q.shape[3], x.v.shape[3]):
+    if packs_heads(backend_for(x.q, x.v, "fused").module) and gluon_config.padded_to(
+        "fused", x.q.shape[3], x.v.shape[3]
+    ):
         names.append("fused")
     for name in names if x.model.method == "auto" else ("another method stays",):
         with _replaced(backward, "automatic", name):

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from canon.fast.ahead.kernel_variants import Model, collect, identities, precision_of, steps
 from canon.fast.ahead.kernel_variants import functions as all_functions
-from canon.fast.device import AVAILABLE, chosen_backend
+from canon.fast.device import BACKENDS, chosen_backend
 from canon.route.checks import DTYPES, check_method, checked_softcap
 
 DEFAULT = "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention"
@@ -84,7 +84,7 @@ def _checked_model(
     sizes: tuple[int, ...] = tuple(heads) if isinstance(heads, Sequence) else ()
     paired = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes) and sizes[0] % sizes[1] == 0
     known = all_functions()
-    dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, AVAILABLE))
+    dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, BACKENDS))
     width, remedy, reduced = "a positive multiple of 16", ": others compile when used", options.get("reduce_dtype")
     for name, value, fits, expected, advice in (
         ("dtype", dtype, dtype in DTYPES, f"one of {dtypes}", ""),
@@ -92,7 +92,7 @@ def _checked_model(
         ("dv", dv, _is_width(dv), width, remedy),
         ("heads", heads, paired, "(query heads, key heads), the first a multiple of the second", ""),
         ("functions", functions, functions and {*known} >= {*functions}, f"some of {', '.join(known)}", ""),
-        ("backend", backend, backend in (None, *AVAILABLE), f"one of {backends} or None", ""),
+        ("backend", backend, backend in (None, *BACKENDS), f"one of {backends} or None", ""),
         ("ranks", ranks, ranks is None or (type(ranks) is int and ranks > 0), "a positive number of ranks or None", ""),
         ("reduce_dtype", reduced, reduced in (None, *DTYPES), f"None or one of {dtypes}", ""),
     ):

@@ -1,8 +1,9 @@
-"""Kernel backends, with the same functions in their modules ``launch``.
+"""Kernel backends, with the same functions in their modules ``launch`` and their declarations in ``backend``.
 
     triton      any CUDA GPU, and in Triton's interpreter on a CPU
     gluon       Hopper
     cuda        CUDA C++ for sm_80 and later, compiled at run time
+    torch       plain PyTorch, for every tensor that the others do not serve
 
 Words of the kernels, and of FlashAttention 3 (FA), FlexAttention or MagiAttention for the same thing:
 
@@ -22,13 +23,3 @@ Words of the kernels, and of FlashAttention 3 (FA), FlexAttention or MagiAttenti
     dq semaphore      dq_semaphore (FA)          the number (ticket) of the last span added to a tile of dq
     fused, split      -                          one kernel for dq, dk and dv, or one for dq and one for dk and dv
 """
-
-try:
-    import triton  # noqa: F401
-except ModuleNotFoundError as error:
-    if error.name != "triton":
-        raise
-    raise ModuleNotFoundError(
-        "canon.fast needs Triton: pip install 'triton>=3.6' (on Linux), or use canon.reference, which needs torch alone",
-        name="triton",
-    ) from None

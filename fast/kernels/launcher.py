@@ -10,20 +10,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import data
 from torch.utils._python_dispatch import _disable_current_modes
-from triton.compiler import CompiledKernel
-from triton.runtime.errors import OutOfResources
 
-from canon.fast.kernels.interpreter import repair
+if TYPE_CHECKING:  # without Triton, plans are made and "torch" computes
+    from triton.compiler import CompiledKernel
 
 CACHE_LIMIT = 4096  # compiled kernels; a full cache is cleared
 
-_compiled: dict[tuple, CompiledKernel] = {}
+_compiled: dict[tuple, "CompiledKernel"] = {}
 _compiling = threading.Lock()
 _recorders = threading.local()
 
@@ -37,7 +36,7 @@ def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **con
             return
         with _disable_current_modes():  # record the launch, not the operators inside Triton's launcher
             compiled = _launch(kernel, ctas, device, arguments, constants)
-    except OutOfResources as error:
+    except _out_of_resources() as error:
         raise ValueError(
             f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this device has {error.limit}: "
             'use backend("triton"), a narrower dtype or canon.reference'
@@ -45,12 +44,25 @@ def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **con
     recorder.launched(kernel, compiled, ctas, arguments, constants)
 
 
-def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict) -> CompiledKernel | None:
+def _out_of_resources() -> Any:
+    """Return the class of Triton's error, which is imported only if a launch raises."""
+    from triton.runtime.errors import OutOfResources
+
+    return OutOfResources
+
+
+def _repair(kernel: Any) -> None:
+    from canon.fast.kernels.interpreter import repair  # only with Triton
+
+    repair(kernel)
+
+
+def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict) -> "CompiledKernel | None":
     """Launch a kernel. Return the compiled kernel, or None on a CPU."""
     if device.type == "meta":
         return None
     if device.type == "cpu":  # interpreted or simulated
-        repair(kernel)
+        _repair(kernel)
         kernel[(ctas,)](*arguments, **constants)
         return None
     key = kernel, device.index, *map(specialization, arguments), *constants.items()
@@ -59,7 +71,7 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
             compiled[ctas, 1, 1](*arguments, *map(constants.get, kernel.arg_names[len(arguments) :]))
             return compiled
         with _compiling:  # another thread may compile the same variant
-            repair(kernel)
+            _repair(kernel)
             compiled = kernel[(ctas,)](*arguments, **constants)
     if len(_compiled) >= CACHE_LIMIT:
         _compiled.clear()
@@ -89,8 +101,8 @@ def is_recording() -> bool:
     return getattr(_recorders, "current", None) is not None
 
 
-def refuse_replay(reason: str) -> None:
-    """Let the pass that this thread records, if any, run as written in each call."""
+def give_up_recording(reason: str) -> None:
+    """Let the pass that this thread records run as written in each call."""
     if (recorder := getattr(_recorders, "current", None)) is not None:
         recorder.give_up(reason)
 

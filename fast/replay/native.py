@@ -7,7 +7,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canon.fast.kernels.cuda.kernel import LoadedKernel
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
@@ -34,6 +33,8 @@ def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
     if isinstance(operation, Zero):
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes
+    from canon.fast.kernels.cuda.kernel import LoadedKernel  # only with Triton
+
     compiled = operation.compiled
     if isinstance(compiled, LoadedKernel):
         tensors = operation.arguments[: compiled.kernel.pointers]

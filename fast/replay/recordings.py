@@ -10,7 +10,7 @@ dtypes, alignment, device) and on the other arguments. The first call of a kind 
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass runs as written in each
 call (`PreparedPass.reason`) if it does anything else with tensors, uses one of unknown origin, launches no kernel, or takes a
-kernel backend that is not ``REPLAYABLE``. So a replay never reads memory that it was not given, nor leaves out a kernel that
+kernel backend that is not ``replayable``. So a replay never reads memory that it was not given, nor leaves out a kernel that
 was launched past the launcher.
 """
 
@@ -23,9 +23,8 @@ from torch import Tensor
 
 from canon.fast.device import chosen_backend
 from canon.fast.kernels import launcher
+from canon.fast.kernels.backend import FORCED
 from canon.fast.kernels.device_plans import keep_for_stream, observed
-from canon.fast.kernels.gluon import config as gluon_config
-from canon.fast.kernels.triton import config as triton_config
 from canon.fast.replay.native import native_module, packed
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
 from canon.masks import plan_cache
@@ -132,10 +131,7 @@ def replayed(
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (
-        prepared is None
-        or gluon_config.FORCED
-        or triton_config.FORCED
-        or launcher.is_recording()  # they belong to the pass that is being recorded
+        prepared is None or any(FORCED) or launcher.is_recording()  # they belong to the pass that is being recorded
     ):
         body(*tensors, *options)
         return

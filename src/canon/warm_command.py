@@ -14,7 +14,7 @@ import torch
 
 from canon.fast.ahead.kernel_variants import functions
 from canon.fast.ahead.warm import DEFAULT, warm_up
-from canon.fast.device import AVAILABLE
+from canon.fast.device import BACKENDS
 from canon.route.checks import METHODS
 
 FAILED, MISUSED = 1, 2
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--widths", type=_pair, default=(128, 128), metavar="D[/DV]", help="head widths of K and V (default: 128)")
     add("--heads", type=_pair, default=(32, 8), metavar="H[/G]", help="query heads and key heads (default: 32/8)")
     add("--functions", nargs="+", default=DEFAULT, choices=functions(), metavar="NAME", help=", ".join(functions()))
-    add("--backend", choices=AVAILABLE, help="default: the automatic choice")
+    add("--backend", choices=BACKENDS, help="default: the automatic choice")
     add("--backward", default="auto", choices=METHODS, help="the option of the functions (default: auto)")
     add("--softcap", type=float, help="the option of the functions (default: none)")
     add("--ranks", type=int, help="ranks of strided_attention (default: 2, 4 and 8)")

@@ -25,7 +25,6 @@ from canon.fast.kernels.triton.launch import (
 from canon.fast.kernels.work_tables import WorkTable, work_table
 from canon.route.checks import Scale, split_scale
 
-REPLAYABLE = True  # see `canon.fast.device.kernels_for`
 DTYPES = torch.bfloat16, torch.float16
 CAPABILITY = 8, 0  # for `cp.async` and MMAs of bfloat16
 FORWARD = Kernel("forward", pointers=7, strides=14, numbers="fiiiii")

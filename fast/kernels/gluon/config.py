@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from canon.fast.kernels import backend
 from canon.fast.kernels.triton.config import forcing, tile_bytes
 
 
@@ -67,6 +68,7 @@ ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "d
 LIMIT = 232448  # bytes of shared memory of a CTA on sm_90: CUDA Programming Guide, 16.2
 
 FORCED: dict[str, Config] = {}
+backend.FORCED.append(FORCED)
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:

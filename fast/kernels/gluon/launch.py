@@ -54,7 +54,6 @@ from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, split_scale
 from canon.route.rank_invariance import TILE
 
-REPLAYABLE = True  # see `canon.fast.device.kernels_for`
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
 MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ

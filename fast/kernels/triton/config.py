@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from canon.fast.kernels import backend
 from canon.fast.kernels.launcher import capability, gpu_of, is_cpu
 
 
@@ -90,6 +91,7 @@ INTERPRETED = Config(128, 128)  # NumPy likes large tiles
 INTERPRETED_PARTS = Config(64, 64)
 
 FORCED: dict[str, Config] = {}
+backend.FORCED.append(FORCED)
 
 
 def tile_bytes(kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2) -> int:

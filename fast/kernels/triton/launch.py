@@ -49,7 +49,6 @@ from canon.fast.kernels.work_tables import WorkTable, work_table
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value
-REPLAYABLE = True  # see `canon.fast.device.kernels_for`
 ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 LARGEST_TILE = 256  # tokens, and columns

@@ -234,13 +234,6 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
-def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[:, rows] (b, n, h, d) of x (b, t, h, d). ``rows`` is int64."""
-    part = x.new_empty(x.shape[0], len(rows), *x.shape[2:])
-    copy_rows(x, part, rows)
-    return part
-
-
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
     """Write part (b, n, h, d) = x[:, rows]. ``rows`` is int64."""
     _run_row_kernel(x, part, rows, add=False)

@@ -35,10 +35,10 @@ def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int,
 
 def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
     """Return the peers with dense masks, "canon auto", and every backend."""
-    from canon.fast.device import AVAILABLE
+    from canon.fast.device import BACKENDS
 
     found = [one for one in contenders(shape, device, PEERS) if WITHOUT not in one.name]
-    for backend in AVAILABLE:
+    for backend in (name for name, x in BACKENDS.items() if x.compiles):
         name, make = f"canon {backend}", partial(attention, shape, "auto")
         found.append(Contender(name, make, name, declines=True, around=partial(forced, backend)))
     return [contender for contender in found if asked_for(contender.name, only)]

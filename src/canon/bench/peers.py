@@ -144,7 +144,7 @@ def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
     methods = ["split", "fused", "head_parallel"]
     if shape.h == shape.g:
         methods.remove("head_parallel")  # is split where every head has keys of its own
-    for backend in [chosen] if chosen else device.AVAILABLE:
+    for backend in [chosen] if chosen else [x.name for x in device.BACKENDS.values() if x.compiles]:
         for method in methods:
             if (backend, method) == ("cuda", "fused"):
                 continue  # this backend has no fused kernel

@@ -61,9 +61,9 @@ def _add_ranks(parser: argparse.ArgumentParser) -> None:
     add("--world", choices=["auto", "threads", "processes", "gpus"], default="auto",
         help="run each rank as a thread, as a process on the CPU (gloo), or as a process with a GPU (NCCL) "
              "(default: auto, see below)")  # fmt: skip
-    add("--backend", choices=["triton", "gluon", "cuda"], metavar="BACKEND",
-        help="force the kernels of canon.fast: triton, gluon or cuda; gluon needs a Hopper GPU or a simulator; cuda needs a "
-             "GPU, and declines other dtypes than bfloat16 and float16 and the fused method")  # fmt: skip
+    add("--backend", choices=["triton", "gluon", "cuda", "torch"], metavar="BACKEND",
+        help="force the kernels of canon.fast: triton, gluon, cuda or torch; gluon needs a Hopper GPU or a simulator; cuda "
+             "needs a GPU, and declines other dtypes than bfloat16 and float16 and the fused method")  # fmt: skip
     add("--runs", type=int, default=2, metavar="N",
         help="run each case N times; all runs must give the same bits (default: %(default)s)")  # fmt: skip
 

@@ -1,0 +1,118 @@
+"""The tiles of a pass in PyTorch: which rows visit which columns, and their tensors as operands of matrix products.
+
+    mask                 rows 128:256 of a causal mask visit
+    x x .                columns   0:128    all cells: no band
+    x x /                columns 128:256    the cells of a band
+
+Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles. Tables are those of the
+kernels (`work_tables`). A step joins neighbouring tiles, at most 1,024 columns wide, because each operator costs the host
+microseconds. For a `PlacedMask` each step is one tile of 128 x 128, filled up with zeros: then the bits of a product do not
+depend on the number of rows, nor those of a sum on the columns of other tiles.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
+from canon.fast.kernels.work_tables import host_table
+from canon.masks.plan_cache import cached_plan
+from canon.route.checks import accumulate_dtype
+from canon.route.rank_invariance import TILE
+
+WIDEST = 1024  # columns of a step
+Band = tuple[int, ...]  # row start, stop, column start, stop, lo, hi
+
+
+class Step(NamedTuple):
+    """Columns ``begin:end``, and the ``bands`` of the visible cells. Without a band, all cells are visible."""
+
+    begin: int
+    end: int
+    bands: tuple[Band, ...]
+
+
+class RowTile(NamedTuple):
+    """Rows ``start:stop``, and the steps that they visit, in order."""
+
+    start: int
+    stop: int
+    steps: tuple[Step, ...]
+
+
+@cached_plan
+def row_tiles(mask: AnyMask, transposed: bool) -> tuple[RowTile, ...]:
+    """Return the tiles of all rows, fully masked ones included; of a `PlacedMask` those of the buffer."""
+    tiles, spans, _ = host_table(mask, TILE, TILE, TILE, transposed)
+    whole, spans = isinstance(mask, PlacedMask), spans.tolist()
+    return tuple(
+        RowTile(start, stop, tuple(x for span in spans[first:end] for x in _steps(start, stop, span, spans, whole)))
+        for start, stop, first, _, end in tiles.tolist()
+    )
+
+
+def _steps(start: int, stop: int, span: list[int], spans: list[list[int]], whole: bool) -> Iterator[Step]:
+    """Yield the steps of a span of the work table (`WorkTable`; chained spans: `key_order`)."""
+    begin, number, first, last = span[:4]
+    bands = (tuple(span[2:]),) if last > 0 else tuple(tuple(x[2:]) for x in spans[first : first - last])
+    end = begin + number * TILE
+    if bands and not whole:  # columns outside the band may hold anything
+        _, _, column, column_stop, lo, hi = bands[0]
+        begin, end = max(begin, column, start + lo), min(end, column_stop, stop + hi)
+    width = TILE if whole else WIDEST
+    for at in range(begin, end, width):
+        yield Step(at, at + width if whole else min(end, at + width), bands)
+
+
+def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tensor | None:
+    """Return the visible cells of ``size`` rows, (size, columns), bool; None if all are visible."""
+    row = torch.arange(rows.start, rows.start + size, device=device)
+    if not step.bands:
+        return None if size == rows.stop - rows.start else (row < rows.stop)[:, None]
+    column = torch.arange(step.begin, step.end, device=device)
+    cells = torch.zeros(size, len(column), dtype=torch.bool, device=device)
+    for start, stop, begin, end, lo, hi in step.bands:
+        left, right = (row + lo).clamp(min=begin), (row + hi + 1).clamp(max=end)
+        right = torch.where((row >= start) & (row < stop), right, left)
+        cells |= (column >= left[:, None]) & (column < right[:, None])
+    return cells
+
+
+class Operands:
+    """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens, width) and (b, g, ...).
+
+    ``owners`` is the number of key heads g: a tensor with fewer heads is repeated. Query heads that share a key head are
+    ``share`` more rows of one product. ``whole``: tiles have 128 rows and 128 columns, and each query head has its own product.
+    """
+
+    def __init__(self, mask: AnyMask, q: Tensor, k: Tensor, owners: int):
+        self.whole, self.owners = isinstance(mask, PlacedMask), q.shape[2] if isinstance(mask, PlacedMask) else owners
+        self.dtype = accumulate_dtype(q.dtype)
+
+    def heads_first(self, x: Tensor) -> Tensor:
+        """Return x (b, t, heads, width) as (b, g, share, t, width), contiguous."""
+        x = x.transpose(1, 2).to(self.dtype)
+        if x.shape[1] < self.owners:
+            x = x.repeat_interleave(self.owners // x.shape[1], 1)
+        return x.contiguous().unflatten(1, (self.owners, x.shape[1] // self.owners))
+
+    def rows(self, x: Tensor, tile: RowTile, value: float = 0.0) -> Tensor:
+        """Return these rows of x (b, g, share, t, width) as (b, g, share * rows, width), filled up with ``value``."""
+        x = x[..., tile.start : tile.stop, :]
+        if self.whole and x.shape[3] < TILE:
+            x = pad(x, (0, 0, 0, TILE - x.shape[3]), value=value)
+        return x.flatten(2, 3).contiguous()
+
+    def columns(self, x: Tensor, step: Step) -> Tensor:
+        """Return the columns of a step as (b, g, share * columns, width): zeros where no band has a column."""
+        if not (self.whole and step.bands):
+            return x[..., step.begin : step.end, :].flatten(2, 3).contiguous()
+        tile = x.new_zeros(*x.shape[:3], TILE, x.shape[4])
+        for _, _, begin, end, _, _ in step.bands:
+            begin, end = max(begin, step.begin), min(end, step.end)
+            if begin < end:
+                tile[..., begin - step.begin : end - step.begin, :] = x[..., begin:end, :]
+        return tile.flatten(2, 3)
