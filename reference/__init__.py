@@ -1,4 +1,20 @@
-"""Masks, layouts and every algorithm in plain PyTorch: the definition of the results, written to be read."""
+"""Every algorithm in plain PyTorch: the definition of the results, written to be read. Read the files in this order:
+
+    tiles, local, backward               attention on one rank, tile by tile, and its gradients
+    ring, strided                        several ranks: keys travel, or are gathered
+    group_collectives, magi, planner     each rank receives only the keys that its queries see
+    owner_computes                       equal bits on any number of ranks
+    latent, decode, preparation          latents that travel; few queries; plans made ahead
+
+A call of `zigzag_attention` takes six steps to the product of queries and keys, because both halves share its route:
+
+    zigzag_attention    canon.faces.public_ring    the signature, its docstring and its defaults
+    attend              canon.route.attend         look up or check the call, and compare it between ranks
+    Attention.forward   canon.route.autograd       an autograd Function
+    ring_forward        ring                       the loop over steps
+    tiled_forward       local                      the online softmax
+    scores_of           tiles                      q k^T
+"""
 
 from canon.masks.band import Band
 from canon.masks.layout import Layout

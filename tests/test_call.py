@@ -210,6 +210,8 @@ def test_a_call_without_agreement_refuses_an_unknown_option():
 def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
     apart = {"mask", "layout", "sink", "group", "return_lse"}
     for (name, function), algorithm in ALGORITHMS.items():
+        if not hasattr(reference, function):  # of another test
+            continue
         signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
         public = {x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart}
         assert algorithm.side.name == name

@@ -54,7 +54,7 @@ def tensors_of(function):
 @pytest.mark.parametrize("function", OPTIONS)
 def test_opcheck_accepts_every_operator(half, function):
     operator = getattr(torch.ops.canon, function).default
-    assert DECLARATIONS.keys() == OPTIONS.keys()
+    assert {name for name in DECLARATIONS if hasattr(reference, name)} == OPTIONS.keys()
     for given in OPTIONS[function]:
         layout, has_layout = Layout.contiguous(24, 1), function != "attention"
         tensors = tensors_of(function)

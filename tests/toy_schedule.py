@@ -1,0 +1,119 @@
+"""A schedule of its own in one file: all keys are gathered, and each rank attends with some of its queries at a time."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor
+
+from canon.fast import backward as fast_backward
+from canon.fast import local as fast_local
+from canon.fast.half import FAST, Part
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.ranks.group import Group
+from canon.reference.backward import gradients
+from canon.reference.local import REFERENCE, tiled_forward
+from canon.route.algorithm import Algorithm
+from canon.route.attend import attend
+from canon.route.operators import declared
+
+
+def toy_attention(algorithm: Algorithm):
+    """Return `toy_attention` of a half."""
+
+    def toy_attention(
+        q: Float[Tensor, "*b t h d"],
+        k: Float[Tensor, "*b t g d"],
+        v: Float[Tensor, "*b t g dv"],
+        mask: Mask | Sequence[Mask] | None = None,
+        layout: Layout | None = None,
+        *,
+        cuts: int = 1,
+        scale: float | None = None,
+        softcap: float | None = None,
+        group: Group = None,
+        return_lse: bool = False,
+        return_max_logits: bool = False,
+        backward: str = "auto",
+    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+        """Return attention of this rank's queries over the keys of all ranks, in ``cuts`` pieces of queries."""
+        options = {
+            "cuts": cuts,
+            "scale": scale,
+            "softcap": softcap,
+            "return_max_logits": return_max_logits,
+            "backward": backward,
+        }
+        return attend(algorithm, (q, k, v), mask, layout, None, return_lse, options, group)
+
+    return algorithm.bind(toy_attention)
+
+
+def gathered(x, call):
+    if call.ranks == 1:
+        return x
+    parts = [x.new_empty(x.shape[0], call.layout.size(rank), *x.shape[2:]) for rank in range(call.ranks)]
+    dist.all_gather(parts, x.contiguous(), group=call.group)
+    return torch.cat(parts, 1)
+
+
+def pieces(call):
+    """Return (queries, mask) of each cut."""
+    whole = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
+    edges = [place * whole.queries // call.options["cuts"] for place in range(call.options["cuts"] + 1)]
+    return [(slice(a, b), whole.crop(queries=range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def passes(forward, differentiate):
+    """Return both passes, from those of one rank."""
+
+    def toy_forward(call, q, k, v, max_logits=None):
+        keys = gathered(k, call), gathered(v, call)
+        parts = [forward(q[:, rows], *keys, mask, call, max_logits) for rows, mask in pieces(call)]
+        return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
+
+    def toy_backward(call, needs_grad, dout, dlse, q, k, v, out, lse):
+        keys, total = (gathered(k, call), gathered(v, call)), None
+        dqs = []
+        for rows, mask in pieces(call):
+            of_rows = [None if x is None else x[:, :, rows].contiguous() for x in (lse, dlse)]
+            dq, *own = differentiate(dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call)
+            dqs.append(dq)
+            total = own if total is None else [x + y for x, y in zip(total, own, strict=True)]
+        start = sum(call.layout.size(rank) for rank in range(call.rank))
+        mine = slice(start, start + call.layout.size(call.rank))
+        if call.ranks > 1:
+            [dist.all_reduce(x, group=call.group) for x in total]
+        return torch.cat(dqs, 1), *(x[:, mine] for x in total)
+
+    return toy_forward, toy_backward
+
+
+ALL = (True, True, True)
+TOY = declared(toy_attention)
+READ = passes(
+    lambda q, k, v, mask, call, max_logits: tiled_forward(
+        q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
+    ),
+    lambda dout, q, k, v, out, lse, dlse, mask, call: gradients(
+        dout, q, k, v, out, lse, dlse, None, mask,
+        scale=call.scale, method=call.backward, grad_dtype=q.dtype, needs_grad=ALL,
+    ),
+)  # fmt: skip
+QUICK = passes(
+    lambda q, k, v, mask, call, max_logits: fast_local.forward_part(
+        q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
+    ),
+    lambda dout, q, k, v, out, lse, dlse, mask, call: fast_backward.gradients(
+        dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, ALL
+    ),
+)
+SIDES = {
+    "reference": Algorithm(REFERENCE, TOY, *READ, parts=lambda call, backward: [mask for _, mask in pieces(call)]),
+    "fast": Algorithm(
+        FAST, TOY, *QUICK, parts=lambda call, backward: [Part(mask, call.shapes[1][2]) for _, mask in pieces(call)]
+    ),
+}
+TOYS = {name: toy_attention(algorithm) for name, algorithm in SIDES.items()}
