@@ -78,7 +78,9 @@ def magi_plan(call: Call) -> CastPlan:
     return cast_plan(call.mask, call.layout, stages=call.options["stages"])
 
 
-def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
+def magi_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys received in each step."""
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape

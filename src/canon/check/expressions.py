@@ -6,12 +6,14 @@ from random import Random
 
 
 def size(draw: Random, most: int) -> int:
+    """Return a number of tokens, of any order of magnitude up to ``most``."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
 
 
 def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = frozenset()) -> str:
+    """Return a mask of n queries and n keys, of one of the kinds ``only``, or of any kind."""
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
         "full": lambda: f"Mask.full({n})",
@@ -29,6 +31,7 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
+    """Return a mask of n queries and any number of keys."""
     kind = draw.choice(["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"])
     keys = size(draw, max(3, 2 * n))
     if kind == "causal":
@@ -129,6 +132,7 @@ def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> 
 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
+    """Return a layout of n tokens, of the kind ``fixed`` or of any kind: uneven shards and empty ones too."""
     kind = fixed or draw.choice(["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"])
     if kind in {"contiguous", "zigzag", "striped"}:
         return f"Layout.{kind}({n}, {ranks})"
