@@ -16,7 +16,7 @@ from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.latent import _Projection
 from canon.ranks.movement import _sum_in_order
 from canon.reference.group_collectives import GroupReduce
-from canon.reference.latent import ProjectedKeys
+from canon.reference.latent import Projection
 from canon.reference.ring import _plus_received
 from canon.reference.strided import ReduceScatter
 from canon.route.call import Call
@@ -165,7 +165,7 @@ def up_weight(half):
     object.__setattr__(call, "shapes", tuple(map(torch.Size, shapes)))
     for steps, tokens in ((N, 1), (1, N)):
         latent, dk, dv = ones(1, tokens, 1, 16), ones(1, tokens, 1, 32).float(), ones(1, tokens, 1, 16).float()
-        projection = _Projection(call, weight, True) if half is fast else ProjectedKeys(call, weight)
+        projection = _Projection(call, weight, True) if half is fast else Projection(call, weight)
         projection.latent = latent.flatten(0, 2) if half is fast else latent
         for _ in range(steps):
             projection.gradients(dk, dv)
