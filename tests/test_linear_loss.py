@@ -204,6 +204,22 @@ def test_16_bits_have_float32_logits_and_round_gradients_once(dtype):
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**20])
+def test_small_and_large_weights_fit_in_float16(size):
+    """Gradients of a chunk's logits are float16, and have their digits whatever the size of the weights."""
+    leaves, labels, weights = inputs(dtype=torch.float16)
+    leaves, labels, weights = [x.detach().to(DEVICE) for x in leaves], labels.to(DEVICE), weights.to(DEVICE)
+
+    def gradients(weights, items):
+        mine = [x.clone().requires_grad_() for x in leaves]
+        loss = partial(linear_sequence_loss, *mine[:2], labels, linear_bias=mine[2], chunk=7)
+        return torch.autograd.grad(loss(weights=weights, num_items_in_batch=items), mine)
+
+    expected = gradients(weights, 5.0)
+    close(gradients(size * weights, 5 * size), expected, rtol=0, atol=0)
+
+
 def test_its_gradients_serve_one_backward_pass():
     (hidden, weight, bias), labels, _ = inputs()
     loss = linear_sequence_loss(hidden, weight, labels)

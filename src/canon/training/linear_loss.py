@@ -140,6 +140,11 @@ class _Terms:
         valid = self.labels[part] != self.ignore_index
         return valid.to(dtype) if self.weights is None else torch.where(valid, self.weights[part].to(dtype), 0)
 
+    def unit(self, dtype: torch.dtype) -> Tensor:
+        """Return the power of two above the largest factor: gradients of logits are divided by it, to fit in float16."""
+        largest = self.factors(slice(None), dtype).abs().amax() if self.labels.numel() else self.labels.new_ones(())
+        return torch.ldexp(torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent)
+
     def statistics(self, logits: Tensor, blocks: list[slice], labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return lse, the label's logit and the mean logit of each token, over the whole vocabulary."""
         maximum = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)  # finite, if a slice has only -inf
@@ -176,6 +181,7 @@ class _LinearSum(torch.autograd.Function):
             for x, needed in zip((weight, bias), needs[1:], strict=True)
         )
         buffer, own = hidden.new_empty(kept, columns, dtype=accumulate), hidden.new_zeros((), dtype=torch.float64)
+        unit = None if terms.weights is None else terms.unit(accumulate)
         for start in range(0, tokens, terms.chunk):
             part = slice(start, start + terms.chunk)
             x, labels = rows[part], terms.labels[part] - terms.first
@@ -185,6 +191,7 @@ class _LinearSum(torch.autograd.Function):
             lse, target, mean = terms.statistics(logits, blocks, labels)
             loss = lse - (1 - terms.smoothing) * target - terms.smoothing * mean + terms.z_loss * lse.square()
             own += torch.where(factor != 0, factor * loss, 0).double().sum()
+            factor = factor if unit is None else factor / unit
             dx = x.new_zeros(x.shape, dtype=accumulate) if needs[0] else None
             for block in blocks if True in needs else ():
                 dlogits = _gradient(logits[:, block], lse, factor, labels - block.start, terms)
@@ -199,7 +206,8 @@ class _LinearSum(torch.autograd.Function):
                 if terms.slices > 1:
                     dist.all_reduce(dx, group=terms.vocab_group)
                 dhidden[part] = dx
-        ctx.gradients, ctx.shape, ctx.dtype = (dhidden, dweight, dbias), hidden.shape, hidden.dtype
+        ctx.gradients, ctx.unit = (dhidden, dweight, dbias), unit
+        ctx.shape, ctx.dtype = hidden.shape, hidden.dtype
         return own.to(accumulate)
 
     @staticmethod
@@ -207,7 +215,8 @@ class _LinearSum(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError(USED)
         (hidden, *head), ctx.gradients = ctx.gradients, None
-        factor = grads[0].detach().reshape(1)  # with an axis, so that bfloat16 is multiplied in float32
+        factor = grads[0].detach() if ctx.unit is None else grads[0].detach() * ctx.unit
+        factor = factor.reshape(1)  # with an axis, so that bfloat16 is multiplied in float32
         for x in (hidden, *head):
             for part in () if x is None else x.chunk(BLOCKS):
                 part.mul_(factor)
