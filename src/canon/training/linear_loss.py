@@ -141,9 +141,9 @@ class _Terms:
         return valid.to(dtype) if self.weights is None else torch.where(valid, self.weights[part].to(dtype), 0)
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two above the largest factor: gradients of logits are divided by it, to fit in float16."""
+        """Return the power of two at or below the largest factor: gradients of logits are divided by it, to fit in float16."""
         largest = self.factors(slice(None), dtype).abs().amax() if self.labels.numel() else self.labels.new_ones(())
-        return torch.ldexp(torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent)
+        return torch.ldexp(torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent - 1)
 
     def statistics(self, logits: Tensor, blocks: list[slice], labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return lse, the label's logit and the mean logit of each token, over the whole vocabulary."""
