@@ -35,6 +35,17 @@ def test_the_other_schedules_warn_too(half, name):
         getattr(half, name)(*tensors(1, 3, 29, 8, seed=1))
 
 
+def test_a_warning_that_is_an_error_on_one_rank_raises_on_both(half):
+    def program():
+        with pytest.raises(ValueError, match=rf"arguments: rank 0: fine; rank 1: magi_attention .*{HEADS_FIRST}"):
+            half.magi_attention(*tensors(1, 9 - dist.get_rank(), 9, 8, seed=6))
+        half.ring_attention(*tensors(1, 4, 1, 8, seed=7))  # the group stays usable
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        process_groups.threads(program, 2)
+
+
 def test_few_tokens_are_not_warned_of_if_they_cannot_be_heads(half):
     few = tensors(1, 3, 31, 8, seed=2)
     half.attention(*few, Mask.causal(3))

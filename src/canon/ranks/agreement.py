@@ -333,10 +333,13 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`."""
+    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`.
+
+    So does a warning that Python's filters turn into an error.
+    """
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, Warning) as error:
         if ranks > 1:
             group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
         raise
