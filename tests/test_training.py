@@ -264,3 +264,17 @@ def test_labels_of_later_tokens_stay_inside_their_documents():
         later = batch()["labels"][:, (positions + k).clamp(max=18)]
         assert part["shift_labels"].equal(torch.where(positions + k < ends, later, -100))
         labels = Layout.contiguous(19, 1).shard_batch({"labels": labels}, 0, ENDS)["shift_labels"]
+
+
+def test_a_token_of_weight_0_counts_as_one_without_a_label():
+    """Also if its loss is infinite, as that of a word that a sampler must not choose."""
+    logits, labels, grads = torch.randn(3, 5), torch.tensor([1, 2, 3]), []
+    logits[1, 2] = -float("inf")
+    losses = []
+    for given in ({"weights": torch.tensor([1.0, 0.0, 1.0])}, {}):
+        mine = logits.clone().requires_grad_()
+        losses.append(sequence_loss(mine, labels if given else labels.masked_fill(labels == 2, -100), **given))
+        grads += torch.autograd.grad(losses[-1], mine)
+    assert losses[0].isfinite()
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)

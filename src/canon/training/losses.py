@@ -61,9 +61,10 @@ def sequence_loss(
     )
     agree(name, group, ranks, logits, fields)
     scores, labels = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)), shift_labels.flatten()
-    losses = cross_entropy(scores, labels, ignore_index=ignore_index, reduction="none")
+    counted = labels if weights is None else labels.masked_fill(weights.flatten() == 0, ignore_index)
+    losses = cross_entropy(scores, counted, ignore_index=ignore_index, reduction="none")
     if weights is not None:
-        losses = torch.where(labels != ignore_index, losses * weights.flatten().to(losses.dtype), 0)
+        losses = torch.where(counted != ignore_index, losses * weights.flatten().to(losses.dtype), 0)
     own = losses.sum(dtype=torch.float64).to(losses.dtype)
     return mean_of_ranks(name, own, count_of(labels, weights, ignore_index), items, group, ranks)
 
