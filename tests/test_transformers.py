@@ -106,6 +106,12 @@ def test_sharded_without_a_mask_warns_once_if_positions_restart():
         tiny("Llama", "canon")(input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False)
 
 
+def test_sharded_without_a_mask_names_sizes_that_do_not_fit_the_layout():
+    for n in (N - 1, N + 1):
+        with sharded(None, Layout.zigzag(n, 1), half="reference"), pytest.raises(ValueError, match=f"rank 0 {n} tokens"):
+            tiny("Llama", "canon")(input_ids=tokens(N), use_cache=False)
+
+
 def test_a_model_warns_outside_of_sharded_if_its_positions_are_those_of_a_shard():
     model, layout = tiny("Llama", "canon"), Layout.zigzag(N, 2)
 
