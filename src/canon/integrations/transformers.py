@@ -329,8 +329,8 @@ def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
         return
     _, rank, ranks = place_in("sharded", sharding.group)
-    if ranks != sharding.layout.ranks or positions.shape[1] != sharding.layout.size(rank):  # attention raises on all ranks
-        return
+    if ranks != sharding.layout.ranks or positions.shape[1] != sharding.layout.size(rank):
+        return  # attention raises on all ranks
     _looked.add(sharding.layout)
     neighbours = sharding.layout.positions(rank).diff() == 1
     if bool(((positions.cpu().diff() < 1) & neighbours).any()):
