@@ -108,7 +108,10 @@ def test_sharded_without_a_mask_warns_once_if_positions_restart():
 
 def test_sharded_without_a_mask_names_sizes_that_do_not_fit_the_layout():
     for n in (N - 1, N + 1):
-        with sharded(None, Layout.zigzag(n, 1), half="reference"), pytest.raises(ValueError, match=f"rank 0 {n} tokens"):
+        with (
+            sharded(None, Layout.zigzag(n, 1), half="reference"),
+            pytest.raises(ValueError, match=f"rank 0 {n} tokens"),
+        ):
             tiny("Llama", "canon")(input_ids=tokens(N), use_cache=False)
 
 
