@@ -59,6 +59,7 @@ class CaseRunner:
         module = import_module(self.module)
         with self._kernels():
             for case in self.cases:
+                dist.barrier()  # it ends threads after an interrupt; cases on one rank have no other wait
                 try:
                     result = self._result(module, case)
                 except (Exception, SystemExit) as error:
