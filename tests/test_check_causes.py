@@ -3,9 +3,14 @@
 import io
 
 import pytest
+import torch
 from rich.console import Console
 
 from canon.check import check_report
+from canon.check.causes import explained
+from canon.check.inputs import Inputs
+from canon.reference import Mask
+from canon.testing.judge import Attended
 
 DENSE = """
 import math
@@ -65,7 +70,7 @@ FAULTS = {  # fault: (case, beginning of the first fault, all causes that may be
                                 {"visible": "visible[:, -1] = False"}),
     "documents are ignored": ("documents", "of them are hidden", ["as if query"],
                               {"visible": "visible = torch.ones(n, n, dtype=torch.bool).tril()"}),
-    "heads of k in another order": ("documents", ", read head 0 of k and v, not 1", ["as if query"],
+    "heads of k in another order": ("documents", " read head 0 of k and v, not 1", ["as if query"],
                                     {"heads": "torch.arange(q.shape[2]) % k.shape[2]"}),
     "the soft-cap is ignored": ("documents/float32/softcap", "had no soft-cap", ["as if query"], {"scores": "pass"}),
     "the soft-cap is another": ("documents/float32/softcap", WORST, [],
@@ -113,3 +118,24 @@ def test_a_case_with_a_cause_is_printed_in_full_before_one_with_a_place():
     printed = console.file.getvalue()
     assert "cause: out is worst at token 3" in printed, "in full"
     assert "other place: lse is worst at token 5, head 1: off by 1 (and 1 more)" in printed
+
+
+def test_a_factor_is_only_named_if_it_explains_the_result():
+    """A result much smaller than the expected one is near 0 times it, whatever it holds."""
+    exact, other = torch.randn(2, 100, 4, 16, generator=torch.Generator().manual_seed(0)).double()
+    for out, expected in ((exact / 40, ["out is 0.0250 times the expected"]), (exact / 40 + other / 30, [])):
+        assert explained(["out is off"], Attended(out), Attended(exact), [Attended(exact)], None) == expected
+
+
+def test_the_lse_of_a_query_tells_which_keys_it_saw():
+    """Keys 3 to 5 have so little weight that rounding of out in 16 bits hides them."""
+    k = torch.tensor([0.0, 0.0, 0.0, -9.0, -9.0, -9.0])[:, None, None].double()
+    q, v = torch.ones_like(k), torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double()
+    x = Inputs(q, k, v, v, v, Mask.causal(6), 1.0, torch.zeros(1))
+    exact = Attended(v, torch.zeros(1, 6).double())
+    rounded = exact._replace(out=exact.out + 4e-3)
+    weights = k[:5, 0, 0].exp()
+    got = Attended(v.clone(), exact.lse.clone())
+    got.out[0], got.lse[0, 0] = (weights @ v[:5, 0, 0]) / weights.sum(), weights.sum().log()
+    stated = explained(["out is off", "lse is off"], got, exact, [rounded], x)
+    assert stated == ["as if query 0 saw the keys 0 to 4; 4 of them are hidden"]

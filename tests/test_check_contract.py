@@ -78,7 +78,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     words = ("plain_attention", "--tokens", 200)
     status, printed, _ = run(*words)
     assert status == 1
-    assert "a module without this argument is checked with --features no-lse" in " ".join(printed.out.split())
+    assert "if attention has no such argument, check the module with --features no-lse" in " ".join(printed.out.split())
     limits = "no-mask,equal-heads,equal-widths,batched"
     status, printed, record = run(*words, "--features", limits)
     assert status == 0, printed.out

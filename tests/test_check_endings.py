@@ -1,11 +1,15 @@
 """Claims about how `canon check` ends: never with 0 unless it judged a case, whatever the module does; and in plain words."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
+import torch.distributed as dist
 
 from canon.check.module_import import uses_kernels
+from canon.testing import process_groups
 
 BODY = "\n    return reference.attention(q, k, v, mask, **options)\n"
 FUNCTION = "from canon import reference\nimport os, sys\n\ndef attention(q, k, v, mask=None, **options):\n    "
@@ -47,6 +51,53 @@ def test_a_rank_process_that_ends_with_0_fails(run, write_module):
     status, printed, _ = run("ending", *words)
     assert status == 1
     assert "ended with exit code 0" in printed.out
+
+
+def leave_first():
+    if dist.get_rank() == 0:
+        os._exit(0)
+
+
+def test_a_rank_process_that_ends_with_0_does_not_keep_the_others_until_the_timeout():
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 ended with exit code 0"):
+        process_groups.processes(leave_first, 2, timeout=90)
+    assert time.monotonic() - start < 80
+
+
+@pytest.mark.parametrize(
+    ("returned", "sentence"),
+    [
+        ("3", "attention returned int, expected the tensors (out, lse), because return_lse=True"),
+        ("(q.numpy(), q.numpy())", "attention returned (ndarray, ndarray), expected the tensors (out, lse)"),
+        ("reference.attention(q, k, v, mask)", "attention returned Tensor, expected the tensors (out, lse)"),
+    ],
+)
+def test_results_of_another_type_are_named(returned, sentence, run, write_module):
+    write_module("other", FUNCTION + f"q = q.detach()\n    return {returned}\n")
+    status, printed, _ = run("other", *ONLY)
+    assert status == 1
+    assert sentence in " ".join(printed.out.split())
+
+
+@pytest.mark.parametrize("name", ["./own.py", "own.py", "own.ipynb", "folder/own", "", ".."])
+def test_a_path_instead_of_a_name_is_refused_with_a_remedy(name, run):
+    status, printed, _ = run(name)
+    assert status == 2
+    assert printed.err.startswith(f"canon check: cannot import {name!r}: expected the name of a module, not a path; ")
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_tokens_below_1_are_refused(run):
+    status, printed, _ = run("canon.reference", "--tokens", 0)
+    assert (status, printed.err) == (2, "canon check: --tokens must be at least 1, got 0\n")
+
+
+def test_a_part_with_other_arguments_gets_no_remedy_of_attention(run, write_module):
+    write_module("own", "def merge(outs, lses):\n    return outs\n")
+    _, printed, _ = run("own", "--tokens", 60, "--only", "merge/documents", "--runs", 1)
+    assert "--features" not in printed.out
+    assert "merge must take the arguments of canon.reference" in " ".join(printed.out.split())
 
 
 def test_the_status_of_the_program_is_that_of_the_check(tmp_path):

@@ -32,8 +32,8 @@ def attention(q, k, v, mask, *, return_lse=False):
 def of_heads(run, write_module, monkeypatch):
     """Check a module that adds -inf on one case with a NaN in k, with (query heads, key heads)."""
 
-    def check(*heads):
-        write_module("adding", ADDING)
+    def check(*heads, fault="pass"):
+        write_module("adding", ADDING.replace("return (", f"{fault}\n    return ("))
         case = Case("attention", "causal", "float32", Shape(heads, (16, 16)), planted="nan in k")
         monkeypatch.setattr(check_command, "all_cases", lambda *_: [case])
         status, printed, record = run("adding", "--tokens", 100)
@@ -57,6 +57,13 @@ def test_a_row_counts_the_values_that_a_planted_nan_may_reach(of_heads):
     assert result["exempt"]["out"] == 2 * 16 * (tokens - seen)
     assert result["exempt"]["lse"] == 2 * (tokens - seen)
     assert f"agrees, {sum(result['exempt'].values())} exempt" in printed
+
+
+def test_the_worst_place_is_not_one_that_a_planted_nan_may_reach(of_heads):
+    _, _, result, _ = of_heads(4, 2, fault="out = out + torch.nn.functional.one_hot(torch.tensor(5), 16)")
+    assert result["exempt"]["out"]
+    (place,) = [text for text in result["faults"] if text.startswith("out is worst")]
+    assert "off by 1.00e+00" in place
 
 
 def test_a_row_in_which_all_values_of_a_tensor_are_exempt_is_not_judged(of_heads):

@@ -1,5 +1,6 @@
 """Claims about the records of `canon check`: they are continued with the same code only, and each module has its own."""
 
+import signal
 import sys
 
 import pytest
@@ -216,3 +217,19 @@ def test_each_module_has_its_own_record_of_random_cases(run, write_module, tmp_p
         "is a record of canon.reference, not of canon check --random with one; name a new file with --record"
         in printed.err
     )
+
+
+@pytest.mark.parametrize("words", [("--tokens", 60, "--only", "attention/"), ("--random", 8, "--ranks", 1)])
+def test_ctrl_c_ends_a_check_of_functions_on_one_rank(words, run, write_module):
+    """Such cases have no collective. The module presses Ctrl-C in its third call, the second case."""
+    text = "import os, signal, time\nfrom canon import reference\n\ncalls = []\n\n"
+    text += "def attention(q, k, v, mask=None, **options):\n"
+    text += "    calls.append(1)\n    if len(calls) == 3:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(1)\n"
+    write_module("pressing", text + "    return reference.attention(q, k, v, mask, **options)\n")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status, _, record = run("pressing", *words)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status == 130
+    assert len(record["runs"][0]["cases"] if "runs" in record else record["results"]) == 2

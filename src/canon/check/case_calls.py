@@ -49,6 +49,7 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     leaves = [t.detach().requires_grad_(not forward) for t in tensors]
     if case.variant == "plain":  # the mask is causal: None means the same
         out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        _check_returned(case, out)
         return _results(case, x, out, None, () if forward else torch.autograd.grad(out, leaves, dout))
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
     options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
@@ -57,6 +58,7 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
         leaves.append(x.sink.detach().requires_grad_(not forward))
         options["sink"] = leaves[-1]
     results = getattr(module, case.function)(*arguments, **options)
+    _check_returned(case, results)
     out, lse = results if case.returns_lse else (results, None)
     if forward:
         return _results(case, x, out, lse)
@@ -64,6 +66,17 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     unused = case.used == "lse"  # lse depends on neither v nor the sink: their gradients are 0
     grads = torch.autograd.grad(outputs, leaves, grads, allow_unused=unused, materialize_grads=unused)
     return _results(case, x, out, lse, grads)
+
+
+def _check_returned(case: Case, results: Any) -> None:
+    """Raise RuntimeError unless a function returned out, or out and lse, as tensors."""
+    both = case.returns_lse and case.variant != "plain"
+    given = results if both and isinstance(results, (tuple, list)) else (results,)
+    if not (len(given) == 1 + both and all(isinstance(one, Tensor) for one in given)):
+        kinds = ", ".join(type(one).__name__ for one in given)
+        kinds = f"({kinds})" if given is results else kinds
+        expected = "the tensors (out, lse), because return_lse=True" if both else "the tensor out"
+        raise RuntimeError(f"{case.function} returned {kinds}, expected {expected}")
 
 
 def _results(case: Case, x: Inputs, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor] = ()) -> Any:
@@ -104,10 +117,13 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     mine = layout.ranges_per_rank[dist.get_rank()]
     of_rank = lambda mask: mask_between(mask, (range(mask.queries),), mine)
     if case.variant == "plain":  # every query sees every key: None means the same
-        return Attended(module.decode_attention(q, k, v))
+        out = module.decode_attention(q, k, v)
+        _check_returned(case, out)
+        return Attended(out)
     mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
     options = _softcap(x) | ({"sink": x.sink} if case.has_sink else {})
     results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **options)
+    _check_returned(case, results)
     out, lse = results if case.returns_lse else (results, None)
     return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
 

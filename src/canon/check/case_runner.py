@@ -59,6 +59,7 @@ class CaseRunner:
         module = import_module(self.module)
         with self._kernels():
             for case in self.cases:
+                dist.barrier()  # it ends threads after an interrupt; cases on one rank have no other wait
                 try:
                     result = self._result(module, case)
                 except (Exception, SystemExit) as error:
@@ -142,14 +143,13 @@ class CaseRunner:
         spread = expected.spread if module.__name__.startswith("canon.") else expected.reach
         spread = None if case.function == "merge" else spread  # it has no sum over tokens
         verdict = agreement(first, *judged_by, spread)
-        exempt = {} if spread is None else exempted(first, exact, spread)
+        judged, exempt = (first, {}) if spread is None else exempted(first, exact, spread)
         reference_verdict = agreement(of_reference, *judged_by)
         x = with_projected_keys(x) if case.has_latents else x
         layout = layout if case.distributed and case.function not in REPLICATED else None
-        causes = explained(verdict.faults, first, exact, expected.honest, x)
-        norms = [fault for fault in verdict.faults if " is off by " in fault]
-        faults = _wrong_dtypes(case, first, exact) + causes + [x for x in verdict.faults if x not in norms]
-        faults += worst_places(verdict.faults, first, exact, layout) + norms
+        causes = explained(verdict.faults, judged, exact, expected.honest, x)
+        faults = _wrong_dtypes(case, first, exact) + causes
+        faults += [*worst_places(verdict.faults, judged, exact, layout), *verdict.faults]
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
         if not (case.method == "fused" and self.device == "cuda"):  # its atomics add dq in no fixed order

@@ -48,7 +48,8 @@ def _distance(a: Tensor, exact: Tensor) -> float:
 def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
     got, exact = (t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (got, exact))
     factor, error = float((got * exact).sum() / exact.square().sum()), float((got - exact).norm())
-    explains = float((got - factor * exact).norm()) <= CLOSE * error + rounding and rounding <= CLEAR * error
+    small = CLOSE * min(error, abs(factor) * float(exact.norm())) + rounding
+    explains = float((got - factor * exact).norm()) <= small and rounding <= CLEAR * error
     return factor if explains and factor != 0 else None  # False for NaN
 
 
@@ -75,8 +76,8 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
         far_lse = torch.where(lses == lse[b, head, query], 0.0, (lses - lse[b, head, query]).abs())
         fits = (far <= near) & (far_lse.nan_to_num(torch.inf) <= near_lse)
         if fits.any():
-            least = far.masked_fill(~fits, torch.inf)
-            place = int((least <= 1.001 * least.min() + rounding / 8).nonzero()[0])
+            fits &= far <= 1.001 * far[fits].min() + rounding / 8
+            place = int((fits & (far_lse <= far_lse[fits].min() + exactly)).nonzero()[0])
             return [*sees, f"as if {of_query} {text[place] if isinstance(text, list) else text}"]
     return sees
 
@@ -104,8 +105,8 @@ def _mistakes(exact: Any, x: Inputs, b: int, query: int, head: int) -> Iterator[
         if has_sink:
             yield "had no sink", *attended(x.scaling, own, None)
         for other in (i for i in range(k.shape[1]) if i != own):
-            text = f", in head {head}, read head {other} of k and v, not {own}"
-            yield text.removeprefix(", "), *attended(x.scaling, other, sink)
+            text = f"in head {head} read head {other} of k and v, not {own}"
+            yield text, *attended(x.scaling, other, sink)
     weighted, top = _weighted(q[query, head], k[:, own], v[:, own], x.scaling, torch.ones_like(visible))
     sign = torch.where(visible, -1.0, 1.0).double()[:, None]
     changed = visible.double() @ weighted + sign * weighted

@@ -172,6 +172,8 @@ def _fixed(arguments: argparse.Namespace, console: Console, placement: _Placemen
         raise _Misuse("--seed and --first need --random N")
     if arguments.fresh:
         raise _Misuse("--fresh needs --random N: other checks start afresh unless --resume is given")
+    if arguments.tokens is not None and arguments.tokens < 1:
+        raise _Misuse(f"--tokens must be at least 1, got {arguments.tokens}")
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
     documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)

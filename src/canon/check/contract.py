@@ -8,7 +8,7 @@ from canon.check.cases import ATTEND, MASKS, REPLICATED, Case, parameters_of
 
 CONVENTIONS = """\
 How to write MODULE. It is a Python module with one or more of the functions below. Functions that it lacks, or
-imports from canon, are skipped. NotImplementedError declines a case.
+imports from canon, are skipped. NotImplementedError declines a case, and in float64 ValueError and TypeError do, too.
 
   attention(q, k, v, mask)                  on one rank: the whole sequence
   ring_attention(q, k, v, mask, layout)     on all ranks; also strided_attention and magi_attention

@@ -45,6 +45,11 @@ def without_ends() -> Iterator[None]:
 
 def load(name: str) -> Any:
     """Return the module, which may be in the current folder. Raises ValueError that says why it cannot be imported."""
+    path = Path(name)
+    if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
+        remedy = f"in the folder of the file, write `canon check {path.stem.strip('.') or 'my_attention'}`"
+        remedy = "export the notebook as a .py file first" if path.suffix == ".ipynb" else remedy
+        raise ValueError(f"cannot import {name!r}: expected the name of a module, not a path; {remedy}")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder
     try:

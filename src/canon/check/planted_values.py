@@ -98,10 +98,17 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
     return places
 
 
-def exempted(got: Results, exact: Results, places: Any) -> dict[str, tuple[int, int]]:
-    """Return for each tensor how many finite values of the oracle are not compared, because of ``places``, and of how many."""
-    found = {}
+def exempted(got: Results, exact: Results, places: Any) -> tuple[Results, dict[str, tuple[int, int]]]:
+    """Leave out the finite values of the oracle that are not compared, because of ``places``.
+
+    Return ``got`` with the oracle's values there, and for each tensor how many they are, and of how many.
+    """
+    judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):
-        if mine is not None and (count := int((~mine.to(true.device).isfinite() & true.isfinite() & place).sum())):
-            found[name] = count, int(true.isfinite().sum())
-    return found
+        if mine is not None:
+            out = ~mine.to(true.device).isfinite() & true.isfinite() & place
+            if count := int(out.sum()):
+                found[name] = count, int(true.isfinite().sum())
+                mine = torch.where(out, true, mine.to(true))
+        judged.append(mine)
+    return type(got)(*judged), found

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon.check.case_runner import CaseFailed, CaseRunner
-from canon.check.cases import Case, declined_by
+from canon.check.cases import ATTEND, REPLICATED, Case, declined_by
 from canon.testing import process_groups
 
 _RESTARTS = 5  # new process groups after failures; there is no limit for threads
@@ -84,7 +84,11 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
     kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
     word = next((word for part, word in LIMITS.items() if part in text), None)
-    hint = [f"a module without this argument is checked with --features {word}"] if word else []
+    if case.function in {*ATTEND, *REPLICATED, "prepare"}:
+        remedy = f"if {case.function} has no such argument, check the module with --features {word}"
+    else:
+        remedy = f"{case.function} must take the arguments of canon.reference; another function needs another name"
+    hint = [remedy] if word else []
     return _without_run(case.name, "declined" if str(cause).startswith(kinds) else "failed", text, *hint)
 
 

@@ -48,7 +48,7 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
             for child in children:
                 child.start()
             _until_started(children, where)
-            _watch(children, time.monotonic() + timeout)
+            _watch(children, where, time.monotonic() + timeout)
             paths = [where / f"rank{rank}" for rank in range(ranks)]
             reports = [torch.load(x, map_location="cpu", weights_only=False) if x.exists() else None for x in paths]
             unfinished = [r for r, child in enumerate(children) if reports[r] is None and child.is_alive()]
@@ -94,13 +94,13 @@ def _until_started(children: list, where: Path) -> None:
         time.sleep(0.01)
 
 
-def _watch(children: list, deadline: float) -> None:
-    alive = {child.sentinel: child for child in children}
+def _watch(children: list, where: Path, deadline: float) -> None:
+    alive = {child.sentinel: (rank, child) for rank, child in enumerate(children)}
     while alive and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait_for_any(list(alive), left):
-            child = alive.pop(sentinel)
+            rank, child = alive.pop(sentinel)
             child.join()
-            if child.exitcode != 0:
+            if child.exitcode != 0 or not (where / f"rank{rank}").exists():  # a module may call os._exit(0)
                 deadline = min(deadline, time.monotonic() + GRACE)
 
 

@@ -20,12 +20,15 @@ class Rendezvous:
         self.running = set(range(ranks))
         self.waiting: dict[int, tuple[Callable[[], bool], Callable[[], str]]] = {}
         self.ended: str | None = None
+        self.interrupted = False  # by the caller: then no rank continues
         self.calls: dict[tuple, Any] = {}
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can continue."""
         with self.changed:
+            if self.interrupted:
+                raise Ended(self.ended)
             if ready():
                 return
             self.waiting[rank] = (ready, describe)
@@ -41,6 +44,7 @@ class Rendezvous:
     def leave(self, rank: int, failure: str | None = None) -> None:
         with self.changed:
             self.running.discard(rank)
+            self.interrupted |= rank == self.ranks
             self.ended = self.ended or failure
             self._end_if_stuck()
             self.changed.notify_all()
