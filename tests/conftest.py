@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 # Tests of the kernels, and of all that records, counts, compiles or simulates them.
 INTERPRETED = {
-    "test_aggregates", "test_bench", "test_bits", "test_check", "test_check_bits", "test_check_contract", "test_check_warming",
+    "test_aggregates", "test_bench", "test_bench_speeds", "test_bits", "test_check", "test_check_bits", "test_check_contract",
+    "test_check_warming",
     "test_compile", "test_containment", "test_cuda", "test_cuda_config", "test_cuda_kernels", "test_cuda_launch",
     "test_cuda_program", "test_cuda_resources", "test_decode_in_order", "test_device", "test_few_queries_in_order",
     "test_first_call", "test_gluon", "test_gluon_launch", "test_gluon_maxima", "test_gluon_order", "test_gluon_protocol",

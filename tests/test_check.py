@@ -129,6 +129,7 @@ def test_a_faulty_module_disagrees(run, write_module):
     first, *others = [line for line in printed.out.splitlines() if line.startswith("zigzag_attention") and ": " in line]
     assert "out is 1.01 times the expected" in first
     assert len(others) > 2
+    others = [line for line in others if "cancelling" not in line]  # no factor explains its rounding
     assert not [line for line in others if "times the expected (and" not in line and first.split(": ")[0] not in line]
     assert "a_new_one" in record["untried"]
 

@@ -173,6 +173,7 @@ from canon.ranks import agreement
 
 class State:
     store = dist.TCPStore("localhost", 0, is_master=True)
+    raised = broken = False
 
     def look(self):
         for _ in range(20000):

@@ -21,7 +21,7 @@ from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
 from canon.fast.kernels.placed_mask import PlacedMask, in_place
-from canon.fast.kernels.triton import launch
+from canon.fast.kernels.triton import row_operations
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.tile_exchanges import TileCast, TileGather
 from canon.route.rank_invariance import pieces_of
@@ -212,8 +212,8 @@ def test_a_configuration_by_rank_changes_bits(_, monkeypatch):
 def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
     """An odd address or stride compiles another order of summation. The interpreter cannot show it: the tensors can."""
     seen = []
-    delta = launch.delta
-    monkeypatch.setattr(launch, "delta", lambda *tensors: seen.append(tensors[:2]) or delta(*tensors))
+    delta = row_operations.delta
+    monkeypatch.setattr(row_operations, "delta", lambda *tensors: seen.append(tensors[:2]) or delta(*tensors))
     if planted:
         monkeypatch.setattr(owner_computes, "canonical", lambda x: x)
         monkeypatch.setattr(local, "canonical", lambda x: x)

@@ -12,6 +12,7 @@ import torch
 from canon import Mask, fast, reference
 from canon.bench.shapes import documents
 from canon.fast import preparation
+from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
 from canon.fast.kernels.work_tables import work_table
 from canon.masks import plan_cache
@@ -77,14 +78,14 @@ def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
     plans = fast.prepare("attention", masks[0], heads=heads, widths=widths, device=gpu)
     assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
     cache.clear()
-    given = Preparation(
-        "attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, "auto", True, {"return_max_logits": False}
-    )
+    given = Preparation("attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, True, {})
+    with plan_cache.noted_plans():  # tensors without memory
+        call = given.call(FAST)
     for _ in range(2):
         made = cache.made
         for mask in masks:
             with meta_stands_for(gpu):
-                preparation._launch(preparation._Part(mask, 8), given)
+                preparation._launch(call, Part(mask, 8, whole=True), True)
     assert cache.made == made
 
 
