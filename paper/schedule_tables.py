@@ -289,7 +289,7 @@ TWO_H100 = (  # schedule in the record, name on the page
 
 
 def two_gpus() -> dict[str, str]:
-    """Return tables of wall and GPU time on two H100, and of steps with own communicators."""
+    """Return tables of wall and GPU time on two H100."""
 
     def times(name: str, n: int) -> str:
         row = schedule("schedules_two_h100", name, n)
@@ -303,17 +303,12 @@ def two_gpus() -> dict[str, str]:
     over = lambda n, clock: f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
     beside = "ring zigzag", "strided zigzag, no options"
     pair = {clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")}
-    rows = load("communicators_two_h100")["results"]
-    steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
     return found | {
         "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
         "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
         "ring_over_peer_short": over(8192, "both_wall_ms"),
         "ring_over_peer_long": over(32768, "both_wall_ms"),
         "ring_over_peer_gpu": over(32768, "both_ms"),
-        "communicator_mb": f"{rows[0]['communicator_mb']:.0f}",
-        "own_steps": span([own / usual for usual, own in zip(*steps.values(), strict=False)]),
-        "slowest_step": f"{max(max(row['step_wall_ms']) for row in rows):.1f}",
     }
 
 

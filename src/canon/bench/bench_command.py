@@ -10,7 +10,6 @@
     canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
-    canon bench communicators    several GPUs: steps under DDP, with and without own communicators
     canon bench plans        no GPU: dispatch plans
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
@@ -34,13 +33,13 @@ from canon.bench.peers import installed
 from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
-SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding", "communicators": "communicator_time"}  # modules
-SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "communicators", "host", "masks", "beside"
+SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding"}  # modules
+SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host", "masks", "beside"
 # The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": SHAPED,
     "mask": SHAPED,
-    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "communicators", "host"),
+    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host"),
     "dtype": SHAPED,
     "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks", "beside"),
     "config": ("tune", "few"),
@@ -85,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
     text = "kernels: a causal mask and a full one of equal area; --shape without masks"
     sets.add_argument("--partial", action="store_true", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode, communicators: GPUs (all)"
+    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all)"
     add("--ranks", type=int, action="append", metavar="N", help=text)
     add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")

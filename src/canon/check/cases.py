@@ -102,7 +102,7 @@ CAST_PLANS = {  # mask: layout, casts, own_keys_first
 }  # fmt: skip
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
 OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
