@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="canon", description="Exact attention over a sequence that several GPUs hold together."
     )
     parser.add_argument("--version", action="version", version=f"canon {canon.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     found = {
         "check": (check_command, "compare the functions of a module with the reference"),
         "bench": (bench_command, "measure the speed of kernels and schedules, after checking their results"),
@@ -65,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         return found[arguments.command][0].run(arguments)
     except KeyboardInterrupt:
