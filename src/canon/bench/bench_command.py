@@ -6,7 +6,6 @@
     canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
-    canon bench beside       one GPU: kernels while messages hold SMs
     canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
@@ -34,14 +33,14 @@ from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
 SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding"}  # modules
-SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host", "masks", "beside"
+SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host", "masks"
 # The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": SHAPED,
     "mask": SHAPED,
     "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host"),
     "dtype": SHAPED,
-    "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks", "beside"),
+    "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks"),
     "config": ("tune", "few"),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", *SEVERAL_GPUS),
@@ -59,7 +58,6 @@ BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], 
     "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
     "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
-    "beside": ("held_sms", lambda m, x, o: m.beside(*x, o.rounds)),
     "tune": ("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend)),
 }
 Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]  # rows, what is printed, fields of the record

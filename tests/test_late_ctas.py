@@ -1,0 +1,69 @@
+"""The order of work tiles for which SMs that others hold cost little."""
+
+import heapq
+
+import numpy as np
+import pytest
+import torch
+
+from canon import Mask
+from canon.fast.kernels.gluon import tile_scheduler
+from canon.fast.kernels.gluon.tile_scheduler import LATE_CTAS, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
+
+CPU, SMS = torch.device("cpu"), 132
+MASKS = {
+    "causal": Mask.causal(4096),
+    "window": Mask.window(8192, 700),
+    "documents": Mask.documents([0, 300, 2000, 2300, 7000, 8192]),
+}
+
+
+def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.ndarray]:
+    """Return the work tiles of the forward kernel, (n, 8), and the number of tiles that each one visits."""
+    traversal = Traversal(128, 128, False, Heads(1, heads, 4), 1, 1, mask.keys * 512, ctas=ctas)
+    work = tile_schedule(mask, traversal, CPU).work.numpy()
+    work_tiles, spans = work[WORK_TILE : work[0]].reshape(-1, WORK_TILE), work[work[0] :].reshape(-1, WORK_TILE)
+    visited = np.append(0, np.cumsum(spans[:, 1]))
+    begin, end = (work_tiles[:, 4:6].T - work[0]) // WORK_TILE
+    return work_tiles, 1 + visited[end] - visited[begin]
+
+
+def end_of(cost: np.ndarray, held: int) -> float:
+    """Return when the kernel ends if the last ``held`` CTAs start when others end. A CTA begins with its own work tile."""
+    free = [int(x) for x in cost[: SMS - held]]
+    heapq.heapify(free)
+    for work_tile in [*cost[SMS:], *cost[SMS - held : SMS]]:
+        heapq.heappush(free, heapq.heappop(free) + int(work_tile))
+    return max(free)
+
+
+@pytest.mark.parametrize("held", [0, 8, 24, LATE_CTAS])
+@pytest.mark.parametrize("mask", MASKS)
+def test_late_ctas_delay_the_end_little(mask, held):
+    _, cost = schedule(MASKS[mask], SMS)
+    assert end_of(cost, held) < 1.04 * cost.sum() / (SMS - held)
+    _, longest_first = schedule(MASKS[mask], 0)
+    assert end_of(cost, 0) <= 1.02 * end_of(longest_first, 0)
+    if held and mask == "causal":  # without the short ones, the last work tile of a late CTA is a long one
+        assert end_of(longest_first, held) > 1.1 * cost.sum() / (SMS - held)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_work_tiles_change_their_places_only(mask):
+    (moved, cost), (longest_first, _) = schedule(MASKS[mask], SMS), schedule(MASKS[mask], 0)
+    assert sorted(map(tuple, moved)) == sorted(map(tuple, longest_first))
+    assert cost[SMS - LATE_CTAS : SMS].max() <= np.sort(cost)[2 * LATE_CTAS]
+
+
+def test_few_work_tiles_keep_their_order():
+    """Then the short ones are all needed at the end."""
+    heads = 4 * (SEVERAL * SMS // 128 - 1)
+    (some, _), (others, _) = (schedule(MASKS["causal"], ctas, heads) for ctas in (SMS, 0))
+    assert len(some) < SEVERAL * SMS
+    np.testing.assert_array_equal(some, others)
+
+
+def test_more_late_ctas_than_ctas(monkeypatch):
+    monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 1000)
+    work_tiles, cost = schedule(Mask.window(8200, 700), SMS)  # not in the cache
+    assert len(np.unique(work_tiles, axis=0)) == len(cost)
