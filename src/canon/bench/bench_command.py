@@ -41,7 +41,7 @@ OWNERS = {
     "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host"),
     "dtype": SHAPED,
     "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks"),
-    "config": ("tune", "few"),
+    "config": ("tune",),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", *SEVERAL_GPUS),
     "packs": ("plans",),
@@ -53,7 +53,7 @@ DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every co
 DISAGREES, MISUSED = 1, 2
 # Benches of one shape after another: the module, and its rows from (module, inputs, options).
 BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
-    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only, m.candidates(o))),
+    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "trees": ("packed_trees", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=DEFAULTS["rounds"], help="how often all are timed (default 10)")
     text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    add("--config", action="append", default=[], help="tune, few: a candidate (repeatable)", metavar="CONFIG")
+    add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     widths = "64,128,256"
     text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
     sets = parser.add_mutually_exclusive_group()
