@@ -5,7 +5,6 @@ scores and the reach of a NaN, for all functions.
 """
 
 from canon.fast.ahead.warm import warm_up
-from canon.fast.communicators import own_communicators
 from canon.fast.decode import decode_attention
 from canon.fast.device import backend, compiles
 from canon.fast.half import FAST
@@ -48,7 +47,6 @@ __all__ = [
     "latent_attention",
     "magi_attention",
     "merge",
-    "own_communicators",
     "plan_report",
     "prepare",
     "ring_attention",

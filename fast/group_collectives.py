@@ -39,12 +39,14 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def granular_plan(mask: Mask, layout: Layout, stages: int | None, granularity: int = 1) -> CastPlan:
+def granular_plan(
+    mask: Mask, layout: Layout, casts: int, own_keys_first: bool | None, granularity: int = 1
+) -> CastPlan:
     """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its multiples in the sequence."""
     rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
-    return planned_casts(mask, layout, stages, largest, int(moved.sum()), _casts_of, granularity)
+    return planned_casts(mask, layout, casts, own_keys_first, largest, int(moved.sum()), _casts_of, granularity)
 
 
 @cached_plan

@@ -69,8 +69,13 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 
 def magi_plan(call: Call) -> "_Schedule":
-    """Return the steps of both passes, without ``rank_invariant``. Raise if ``stages`` is not a whole number >= 0."""
-    return _Schedule(call, cast_plan(call.mask, call.layout, stages=call.options["stages"]))
+    """Return the steps of both passes, without ``rank_invariant``."""
+    return _Schedule(call, _casts_of(call))
+
+
+def _casts_of(call: Call) -> CastPlan:
+    options = {name: call.options[name] for name in ("casts", "own_keys_first")}
+    return cast_plan(call.mask, call.layout, **options)
 
 
 class _Schedule:
@@ -272,7 +277,7 @@ def invariant_backward(
 
 def magi_parts(call: Call, backward: bool) -> Iterator[Part]:
     """Yield the part of each step, and look up its plans."""
-    plan, rank = cast_plan(call.mask, call.layout, stages=call.options["stages"]), call.rank
+    plan, rank = _casts_of(call), call.rank
     plan.casts_of(plan, rank)
     for cast in range(plan.casts):
         rows_sent(plan, cast, rank, META)

@@ -13,8 +13,8 @@ blocks the host. Two buffers are enough. A message into a buffer starts after th
 content, and after the end of the message that sent it on. The stream of the messages waits for these kernels.
 
 On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. Gathers and hops use
-the group's own one, where they may queue behind other messages of the group, unless `own_communicators` was called. On the
-communication stream of a `Transport`, kernels copy and sum the data of messages while attention kernels run.
+the group's own one, in turn with other messages of the group, such as those of DDP. On the communication stream of a
+`Transport`, kernels copy and sum the data of messages while attention kernels run.
 paper/records.md has the reason why no message uses copy engines.
 """
 
@@ -100,11 +100,9 @@ class BlockRing:
     Traffic: one message of the block's size for each hop, none for an empty block.
     """
 
-    def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device, of_sums: bool = False):
+    def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
         self.blocks, self.device = blocks, device
-        self.group, self.transport = dist.group.WORLD if call.group is None else call.group, None
-        if (own := group_state(call.group).transports.get(device)) is not None and own.is_separate:
-            self.group, self.transport = (own.reductions, None) if of_sums else (own.gathers, own)
+        self.group = dist.group.WORLD if call.group is None else call.group
         self.next, self.previous = (call.rank + 1) % call.ranks, (call.rank - 1) % call.ranks
         self.buffers = [torch.empty(blocks.most, dtype=dtype, device=device) for _ in range(2)]
         self.coalesced = _coalesces(self.group, device)
@@ -112,18 +110,8 @@ class BlockRing:
     def hop(self, buffer: int, sent: int, received: int) -> Pending:
         """Start to send the block of rank ``sent`` to the next rank, and to receive that of ``received``.
 
-        ``buffer`` holds the sent block; the other buffer receives. With `own_communicators`, later kernels start after a hop of
-        keys has started: they fill all SMs.
+        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, in less time.
         """
-        if self.transport is None:
-            return self._hop(buffer, sent, received)
-        with self.transport.on_communication_stream():
-            pending = self._hop(buffer, sent, received)
-        self.transport.wait_until_started()
-        return pending
-
-    def _hop(self, buffer: int, sent: int, received: int) -> Pending:
-        """Do what `dist.batch_isend_irecv` does, in less time."""
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
         if self.coalesced and (outgoing or incoming):
@@ -286,13 +274,12 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
 class Transport:
     """The communicators and the communication stream of one group. Its methods that send are collective.
 
-    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group, too. After `separate` both
-    differ from the group.
+    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group, too.
     """
 
     def __init__(self, group, device: torch.device):
         self._group = ref(group)  # the group may be destroyed first
-        self._gathers, self._reductions = None, None
+        self._reductions = None
         if backend_of(group, device) == "nccl":
             self._reductions = _communicator(group, device, "reductions")
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -303,25 +290,12 @@ class Transport:
     @property
     def gathers(self):
         """Return the communicator of gathers."""
-        return self._gathers or self._group()
+        return self._group()
 
     @property
     def reductions(self):
         """Return the communicator of reductions."""
         return self._reductions or self._group()
-
-    @property
-    def is_separate(self) -> bool:
-        """Whether no message uses the group itself."""
-        return self._gathers is not None
-
-    def separate(self) -> None:
-        """Make both communicators, in one order on all ranks. A collective."""
-        group, device = self._group(), self._delay.device
-        self._gathers = _communicator(group, device, "gathers")
-        self._reductions = self._reductions or _communicator(group, device, "reductions")
-        for communicator in (self._gathers, self._reductions):  # NCCL makes them in their first message
-            dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device), group=communicator)
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
         """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own part."""

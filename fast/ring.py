@@ -160,7 +160,7 @@ class RingBackward:
         if any(needs_grad[1:]):
             self.own = torch.empty(ring.blocks.elements[call.rank], **new)
             if call.ranks > 1:
-                self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device, of_sums=True)
+                self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device)
             self.grads = self.written()
         key = type(self), ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
         make = lambda: tuple(self.part(step, inputs, v) for step in ring.steps)

@@ -4,7 +4,7 @@ Read `canon.reference.strided` first. The algorithm, the steps and the order of 
 `schedule.py` runs the steps:
 
     stream           step i
-    all-gather       K, V of step i + 1                                       the group's communicator, or one of its own
+    all-gather       K, V of step i + 1                                       the group's communicator
     compute          kernel on K, V of step i; backward dk and dv first, then dq, if in kernels of their own
     all to all       dk, dv of step i - 1, started before dq of i - 1         the same, or another one
     communication    copy K, V of step i + 1; sum dk, dv of step i - 1        one stream

@@ -148,7 +148,7 @@ class CastOfTiles(Transfer):
     """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
-        plan = granular_plan(mask, layout, 0, TILE)
+        plan = granular_plan(mask, layout, 1, False, TILE)
         self.travels, nothing = plan.casts > 0, [0] * layout.ranks
         tokens = plan.send_sizes(0, rank) if self.travels else nothing
         self.sends = list(map(whole_tiles, tokens))

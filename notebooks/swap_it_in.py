@@ -184,7 +184,7 @@ def canon_attention(run: Run, mask: Mask, ranks: int) -> tuple[Layout, Callable[
     if run.function == "strided":
         return zigzag, partial(attn.strided_attention, mask=mask, layout=zigzag, **invariant)
     planned = attn.dispatch(mask, ranks, **invariant)
-    return planned, partial(attn.magi_attention, mask=mask, layout=planned, stages=0, **invariant)
+    return planned, partial(attn.magi_attention, mask=mask, layout=planned, own_keys_first=False, **invariant)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

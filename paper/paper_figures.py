@@ -71,7 +71,7 @@ def steps_of_schedules():
     causal, packed = Mask.causal(TOKENS), Mask.documents(ENDS)
     ring = lambda layout: [layout.local_mask(causal, RANK, (RANK - step) % RANKS).dense() for step in range(RANKS)]
     zigzag, planned = Layout.zigzag(TOKENS, RANKS), dispatch(packed, RANKS, chunk=4)
-    plan = cast_plan(packed, planned, stages=1)
+    plan = cast_plan(packed, planned, own_keys_first=True)
     gathered = zigzag.local_mask(causal, RANK, range(RANKS)).dense()
     return (
         ("ring, contiguous", "one hop a step", ring(Layout.contiguous(TOKENS, RANKS))),

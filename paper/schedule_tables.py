@@ -143,9 +143,6 @@ def packs() -> dict[str, str]:
 
 
 NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
-BESIDE = ("B1 S2048 Hq32 Hk8 D128 causal", "B1 S16384 Hq32 Hk8 D128 causal")
-HELD = ("0", "8", "16", "32")  # SMs
-HOST_PARTS = ("arguments", "results", "look-up", "launches", "other")  # of a call on one GPU
 
 
 def host() -> dict[str, str]:
@@ -171,22 +168,11 @@ def host() -> dict[str, str]:
         "torch cudnn allgather",
         "one GPU",
     )
-    parts = [
-        [row["shape"], *(f"{1e3 * median(row['part_ms'][part]):.0f}" for part in HOST_PARTS)]
-        for row in results
-        if row["contender"] == "canon auto"
-    ]
     timed = {(row["shape"], row["contender"]): row for row in results}
     short = dict.fromkeys(shape for shape, _ in timed if "S8192" not in shape)
     wall = lambda shape, who, name: median(timed[shape, who][f"{name}_wall_ms"])
     to_cudnn = lambda name: span(wall(x, "canon auto", name) / wall(x, "SDPA cudnn", name) for x in short)
     share = [wall(x, "no kernels", "both") / wall(x, "canon auto", "both") for x in short]
-    launched = [int(row[4]) / sum(map(int, row[1:])) for row in parts]
-    beside = [
-        [row["shape"], row["kernel"], *(f"{median(row['held_ms'][x]):.3f}" for x in HELD)]
-        for row in load("beside_h200")["results"]
-        if row["shape"] in BESIDE
-    ]
     labels = dict(SCHEDULES)
     launching = []
     for name in names:
@@ -199,8 +185,6 @@ def host() -> dict[str, str]:
         "short_both": to_cudnn("both"),
         "short_chain": to_cudnn("chain"),
         "no_kernels": span([100 * x for x in share], 0),
-        "launched": span([100 * x for x in launched], 0),
-        "beside": table(("GPU ms, SMs held", "kernel", *(f"{x}" for x in HELD)), beside, left=2),
         "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
         "agreed_us": " and ".join(f"{us:.0f}" for us in load("agreement_two_h200")["agreed_call_us"]),
         "ring_with_first": _ring_wall(0, True),
@@ -289,7 +273,7 @@ TWO_H100 = (  # schedule in the record, name on the page
 
 
 def two_gpus() -> dict[str, str]:
-    """Return tables of wall and GPU time on two H100, and of steps with own communicators."""
+    """Return tables of wall and GPU time on two H100."""
 
     def times(name: str, n: int) -> str:
         row = schedule("schedules_two_h100", name, n)
@@ -303,17 +287,12 @@ def two_gpus() -> dict[str, str]:
     over = lambda n, clock: f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
     beside = "ring zigzag", "strided zigzag, no options"
     pair = {clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")}
-    rows = load("communicators_two_h100")["results"]
-    steps = {own: [median(row["step_wall_ms"]) for row in rows if row["own"] is own] for own in (False, True)}
     return found | {
         "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
         "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
         "ring_over_peer_short": over(8192, "both_wall_ms"),
         "ring_over_peer_long": over(32768, "both_wall_ms"),
         "ring_over_peer_gpu": over(32768, "both_ms"),
-        "communicator_mb": f"{rows[0]['communicator_mb']:.0f}",
-        "own_steps": span([own / usual for usual, own in zip(*steps.values(), strict=False)]),
-        "slowest_step": f"{max(max(row['step_wall_ms']) for row in rows):.1f}",
     }
 
 

@@ -49,9 +49,10 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 
 
 @cached_plan
-def _cast_plan(mask: Mask, layout: Layout, stages: int | None) -> CastPlan:
+def _cast_plan(mask: Mask, layout: Layout, casts: int, own_keys_first: bool | None) -> CastPlan:
     moved = _moved(mask, layout)
-    return planned_casts(mask, layout, stages, max(map(max, moved)), sum(map(sum, moved)), _casts_of)
+    most, total = max(map(max, moved)), sum(map(sum, moved))
+    return planned_casts(mask, layout, casts, own_keys_first, most, total, _casts_of)
 
 
 @cached_plan

@@ -74,8 +74,8 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 def magi_plan(call: Call) -> CastPlan:
     """Return the tokens of each cast."""
-    # "stages" holds ``casts`` and ``own_keys_first`` as one value (`plan_arguments.stages_of`)
-    return cast_plan(call.mask, call.layout, stages=call.options["stages"])
+    options = {name: call.options[name] for name in ("casts", "own_keys_first")}
+    return cast_plan(call.mask, call.layout, **options)
 
 
 def magi_forward(

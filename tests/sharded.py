@@ -20,9 +20,9 @@ CALLS = {  # of every distributed function: its name and options
     "strided": ("strided_attention", {"head_stride": 1}),
     "strided, split": ("strided_attention", {"head_stride": 2, "forward_first_stride": 1, "backward_last_stride": 1}),
     "strided, ring": ("strided_attention", {"head_stride": 2, "backward_schedule": "ring"}),
-    "magi": ("magi_attention", {"stages": 2}),
-    "magi keeps": ("magi_attention", {"stages": 2, "keep_kv": True}),
-    "magi, one step": ("magi_attention", {"stages": 0}),
+    "magi": ("magi_attention", {"casts": 2}),
+    "magi keeps": ("magi_attention", {"casts": 2, "keep_kv": True}),
+    "magi, one step": ("magi_attention", {"own_keys_first": False}),
 }
 
 

@@ -99,7 +99,7 @@ def test_equal_calls_are_one_object_and_each_is_compared():
         assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
         assert state.calls == 3
         shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
-        others = [dict(tensors=shifted), dict(scale=1.0), dict(stages=2), dict(keep_kv=1), dict(mask=Mask.full(8))]
+        others = [dict(tensors=shifted), dict(scale=1.0), dict(casts=2), dict(keep_kv=1), dict(mask=Mask.full(8))]
         others += [dict(tensors=inputs(dtype=torch.float64))]
         calls = [first, *(agreed(**other) for other in others)]
         assert len(set(calls)) == len(calls)

@@ -171,7 +171,7 @@ def group_reduce(y, plan, stage, into, *, group=None):
     return total
 """
     write_module("moved", text)
-    _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_stage")
+    _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_cast")
     cast, reduced = (result["faults"] for result in record["results"])
     assert cast[0].startswith("rank 2: cast 0: 1 of ")
     tokens = sum(record["documents"].values())

@@ -63,8 +63,8 @@ def test_all_kinds_are_drawn():
     assert {case.used for case in cases} == {"both", "out", "lse", "no lse", "sum", "forward", "forward, no lse"}
     assert {case.method for case in cases} == {"auto", "split", "fused", "head_parallel"}
     options = Counter(name for case in cases for name, _ in case.options)
-    assert options.keys() == {"sink", "softcap", "rank_invariant", "reduce_dtype", "stages", "keep_kv", "head_stride",
-                              "backward_schedule", "forward_first_stride", "backward_first_stride",
+    assert options.keys() == {"sink", "softcap", "rank_invariant", "reduce_dtype", "casts", "own_keys_first", "keep_kv",
+                              "head_stride", "backward_schedule", "forward_first_stride", "backward_first_stride",
                               "backward_last_stride"}  # fmt: skip
     planted = [case.planted.split(" in ") for case in cases if case.planted]
     assert [set(some) for some in zip(*planted, strict=True)] == [set(VALUES), set(TENSORS)]

@@ -29,9 +29,9 @@ CALLS = [
     ("striped_attention", {"backward": "head_parallel", "scale": 0.3, "softcap": 2.0}),
     ("strided_attention", {"head_stride": 2, "backward_first_stride": 1}),
     ("strided_attention", {"backward_schedule": "ring"}),
-    ("magi_attention", {"stages": 2}),
-    ("magi_attention", {"stages": 0, "keep_kv": True}),
-    ("magi_attention", {"stages": 2, "keep_kv": True}),
+    ("magi_attention", {"casts": 2}),
+    ("magi_attention", {"own_keys_first": False, "keep_kv": True}),
+    ("magi_attention", {"casts": 2, "keep_kv": True}),
 ]
 OPTIONS = [
     ("ring_attention", {"sink": True}),

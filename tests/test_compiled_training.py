@@ -30,7 +30,11 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)  # equal parameters on all ranks
-        functions = reference.ring_attention, reference.strided_attention, partial(reference.magi_attention, stages=0)
+        functions = (
+            reference.ring_attention,
+            reference.strided_attention,
+            partial(reference.magi_attention, own_keys_first=False),
+        )
         self.blocks = nn.ModuleList(map(Block, functions))
 
     def forward(self, x, mask, layout):

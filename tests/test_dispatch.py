@@ -216,12 +216,14 @@ def test_a_slow_network_moves_less(half):
 # --- cast plans
 
 
-@given(masks_and_layouts, st.sampled_from([0, 1, 2, 3]))
-def test_cast_plans_are_exact(drawn, stages):
+@given(masks_and_layouts, st.sampled_from([(1, False), (1, True), (2, True), (3, None)]))
+def test_cast_plans_are_exact(drawn, options):
     """A rank receives exactly the keys that its queries see and it does not hold. Its local masks have all its cells."""
     mask, layout = drawn
-    plan = reference.cast_plan(mask, layout, stages=stages)
-    same_plans(plan, fast.cast_plan(mask, layout, stages=stages))
+    casts, own_keys_first = options
+    plan = reference.cast_plan(mask, layout, casts=casts, own_keys_first=own_keys_first)
+    assert plan.own_keys_first == (own_keys_first is not False)
+    same_plans(plan, fast.cast_plan(mask, layout, casts=casts, own_keys_first=own_keys_first))
     dense = mask.dense()
     seen_cells = torch.zeros_like(dense)
     for rank in range(layout.ranks):
@@ -245,8 +247,8 @@ def test_senders_and_receivers_agree_on_sizes_and_rows():
         Mask.documents([0, 3, 3, 30, 61]),
         Layout([[range(50, 61), range(9)], [range(9, 30)], [], [range(30, 50)]], 61),
     )
-    for stages in (0, 3):
-        plan = reference.cast_plan(mask, layout, stages=stages)
+    for options in ({"own_keys_first": False}, {"casts": 3}):
+        plan = reference.cast_plan(mask, layout, **options)
         for cast in range(plan.casts):
             for rank in range(4):
                 assert plan.receive_sizes(cast, rank)[rank] == 0
@@ -257,12 +259,12 @@ def test_senders_and_receivers_agree_on_sizes_and_rows():
                     assert tokens.tolist() == [token for piece in pieces for token in piece]
 
 
-def test_stages_divide_the_tokens_of_each_pair_of_ranks():
-    plan = reference.cast_plan(Mask.causal(64), Layout.contiguous(64, 4), stages=3)
+def test_casts_divide_the_tokens_of_each_pair_of_ranks():
+    plan = reference.cast_plan(Mask.causal(64), Layout.contiguous(64, 4), casts=3)
     assert [plan.receive_sizes(cast, 3) for cast in range(3)] == [[6, 6, 6, 0], [5, 5, 5, 0], [5, 5, 5, 0]]
-    few = reference.cast_plan(Mask.window(8, 1, 0), Layout.contiguous(8, 4), stages=3)
+    few = reference.cast_plan(Mask.window(8, 1, 0), Layout.contiguous(8, 4), casts=3)
     assert few.casts == 1  # a single token for each rank
-    assert reference.cast_plan(Mask.documents([0, 4, 8]), Layout.contiguous(8, 2), stages=3).casts == 0
+    assert reference.cast_plan(Mask.documents([0, 4, 8]), Layout.contiguous(8, 2), casts=3).casts == 0
 
 
 def test_a_plan_keeps_the_pieces_of_used_ranks_only(half, monkeypatch):

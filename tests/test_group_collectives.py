@@ -35,13 +35,13 @@ def attending(half, mask, layout, **options):
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("stages", [0, 2])
-def test_sends_the_rows_of_the_plan(half, exchanged, stages, keep_kv):
+@pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 2}])
+def test_sends_the_rows_of_the_plan(half, exchanged, options, keep_kv):
     ranks, b, g, d, dv = 3, 2, 2, 8, 6
     mask = Mask.documents([0, 5, 24])
     layout = planned(half, mask, ranks, chunk=2)
-    plan = half.cast_plan(mask, layout, stages=stages)
-    attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)
+    plan = half.cast_plan(mask, layout, **options)
+    attend = attending(half, mask, layout, keep_kv=keep_kv, **options)
     results = process_groups.threads(
         lambda: _gradients(attend, layout, whole(mask, b=b, h=4, g=g, d=d, dtype=torch.bfloat16)), ranks
     )
@@ -122,7 +122,7 @@ def test_casts_and_reductions_are_in_flight_during_a_step(half, monkeypatch, kee
     for owner, name in of_fast if half is fast else ((half, "tiled_forward"), (half, "tiled_backward")):
         computing(owner, name)
     mask, layout = Mask.causal(24), Layout.zigzag(24, 2)
-    attend = attending(half, mask, layout, stages=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
+    attend = attending(half, mask, layout, casts=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
     process_groups.threads(lambda: _gradients(attend, layout, whole(mask, dtype=torch.float32)), 2)
     forward = ["send keys", "compute", "have keys", "send keys", "compute", "have keys", "compute"]
     backward = [*forward[:5], "send gradients", *forward[5:], "have gradients", "send gradients", "have gradients"]
@@ -156,10 +156,10 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("stages", [0, 3])
-def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late, stages, keep_kv):
+@pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 3}])
+def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late, options, keep_kv):
     mask = Mask.documents([0, 5, 24])
     layout, tensors = planned(half, mask, 3, chunk=2), whole(mask)
-    attend = attending(half, mask, layout, stages=stages, keep_kv=keep_kv)
+    attend = attending(half, mask, layout, keep_kv=keep_kv, **options)
     for got in process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 3):
         assert_agrees(got, mask, *tensors)

@@ -23,7 +23,7 @@ from canon.testing.roundings import roundings
 SHORT, LONG = (Documents(tuple("abc"), tuple(bytes(range(n)) * 4 for n in (30, 1, last))) for last in (100, 250))
 LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
 CASTS = "group_collectives"
-CAST, REDUCE = "group_cast/planned/documents/two_stages", "group_reduce/striped/documents/one_stage"
+CAST, REDUCE = "group_cast/planned/documents/two_casts", "group_reduce/striped/documents/one_cast"
 SHARED = dict.fromkeys(("checks", "call", "attend"), "canon.route")
 SHARED |= dict.fromkeys(("public_attention", "public_parts", "public_ring"), "canon.faces")
 FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports

@@ -93,24 +93,24 @@ def test_strided_attention_holds_two_groups_of_heads(head_stride, buffers):
         )
 
 
-def casts_of(rank, stages):
+def casts_of(rank, casts, own_keys_first):
     """Return the tokens received and sent at each step, with zeros for the first step and after the last one."""
-    plan = fast.cast_plan(Mask.full(UNEVEN.tokens), UNEVEN, stages=stages)
+    plan = fast.cast_plan(Mask.full(UNEVEN.tokens), UNEVEN, casts=casts, own_keys_first=own_keys_first)
     sizes = plan.receive_sizes, plan.send_sizes
     return ([0, *(sum(size(cast, rank)) for cast in range(plan.casts)), 0] for size in sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("keep_kv", [False, True])
-@pytest.mark.parametrize("stages", [1, 3, 4])
-def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
-    steps, item = range(stages + 1), dtype.itemsize
-    options = dict(stages=stages, keep_kv=keep_kv, reduce_dtype=dtype)
+@pytest.mark.parametrize("casts", [1, 3, 4])
+def test_magi_attention_holds_two_casts(casts, keep_kv, dtype):
+    steps, item = range(casts + 1), dtype.itemsize
+    options = dict(casts=casts, own_keys_first=True, keep_kv=keep_kv, reduce_dtype=dtype)
     for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, **options)):
-        t, (r, s), forward, backward, leaving = UNEVEN.size(rank), casts_of(rank, stages), [], [], 0
+        t, (r, s), forward, backward, leaving = UNEVEN.size(rank), casts_of(rank, casts, True), [], [], 0
         for i in steps:
             keys = s[i + 1] + (sum(r[: i + 2]) if keep_kv else r[i] + r[i + 1])
-            last = 2 * OUT * (i == stages)  # the result
+            last = 2 * OUT * (i == casts)  # the result
             forward.append(2 * KV * keys + t * ((1 + (i > 0)) * (4 * OUT + LSE) + last))
         for place, i in enumerate([*steps[1:], 0] if keep_kv else steps):
             keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept keys belong to the forward pass
@@ -124,8 +124,8 @@ def test_magi_attention_holds_two_casts(stages, keep_kv, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_magi_attention_in_one_step_holds_one_buffer_and_no_float32_result(dtype):
-    for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, stages=0, reduce_dtype=dtype)):
-        t, ((_, r, _), (_, s, _)) = UNEVEN.size(rank), casts_of(rank, 0)
+    for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, own_keys_first=False, reduce_dtype=dtype)):
+        t, ((_, r, _), (_, s, _)) = UNEVEN.size(rank), casts_of(rank, 1, False)
         keys = 2 * KV * (t + r)
         forward = keys + max(2 * KV * s, t * (2 * OUT + LSE))
         going_back = dtype.itemsize * KV * (s + r * (dtype != torch.float32))

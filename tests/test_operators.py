@@ -34,7 +34,7 @@ OPTIONS = {
     "magi_attention": [
         COMMON,
         dict(COMMON, casts=2, own_keys_first=True),
-        dict(COMMON, stages=0, keep_kv=True),
+        dict(COMMON, own_keys_first=False, keep_kv=True),
         dict(COMMON, rank_invariant=True),
         dict(COMMON, rank_invariant=True, casts=1, own_keys_first=False, keep_kv=True),
     ],

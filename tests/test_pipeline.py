@@ -80,7 +80,7 @@ def test_messages_start_one_step_ahead_and_gradients_are_sent_before_dq():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"stages": 0})])
+@pytest.mark.parametrize(("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"own_keys_first": False})])
 def test_delta_is_computed_during_the_first_message_of_the_backward_pass(name, options, monkeypatch):
     module, layout, tensors = getattr(fast, name), Layout.zigzag(12, 3), inputs(12)
     make = module.make_delta
@@ -122,7 +122,7 @@ def test_own_keys_are_not_computed_before_the_overlapping_cast_has_started(monke
 
     def program():
         q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
-        out = fast.magi_attention(q, k, v, Mask.causal(12), layout, stages=2)
+        out = fast.magi_attention(q, k, v, Mask.causal(12), layout, casts=2)
         out.backward(layout.shard(tensors[3], dist.get_rank()))
 
     with recording(fast.magi) as log:

@@ -164,7 +164,7 @@ def test_every_distributed_function_of_fast_is_in_a_section():
 
     not_distributed = {"attention", "attention_forward", "attention_backward", "merge", "decode_attention"}
     not_taught = {"latent_attention"}
-    sends_nothing = {"dispatch", "cast_plan", "plan_report", "prepare", "backend", "warm_up", "own_communicators"}
+    sends_nothing = {"dispatch", "cast_plan", "plan_report", "prepare", "backend", "warm_up"}
     others = {name for name in fast.__all__ if name[0].islower()} - not_distributed - not_taught - sends_nothing
     assert others == {function for _, function in CASES}
 

@@ -33,8 +33,8 @@ CASES = {
     "latent, one rank": ("latent_attention", Layout.contiguous(40, 1), {}),
     "strided": ("strided_attention", UNEVEN, {"head_stride": 2, "forward_first_stride": 1}),
     "strided, ring": ("strided_attention", UNEVEN, {"backward_schedule": "ring"}),
-    "magi, one step": ("magi_attention", UNEVEN, {"stages": 0}),
-    "magi": ("magi_attention", UNEVEN, {"stages": 2, "keep_kv": True}),
+    "magi, one step": ("magi_attention", UNEVEN, {"own_keys_first": False}),
+    "magi": ("magi_attention", UNEVEN, {"casts": 2, "keep_kv": True}),
     "one rank": ("magi_attention", Layout.contiguous(40, 1), {}),
 }
 UNPREPARED = {"row_indices", "_positions_on"}  # a range, or the layout itself

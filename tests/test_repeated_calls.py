@@ -45,7 +45,7 @@ def plans(half, tensors):
 
 
 def casts(half, tensors):
-    plan = half.cast_plan(mask(), Layout.zigzag(N, 2), stages=2)
+    plan = half.cast_plan(mask(), Layout.zigzag(N, 2), casts=2)
     x = Layout.zigzag(N, 2).shard(tensors[1][0], dist.get_rank(), 0)
     for stage in range(plan.casts):
         half.group_reduce(half.group_cast(x, plan, stage), plan, stage, torch.zeros_like(x))

@@ -19,9 +19,9 @@ MASK = Mask.documents([0, 3, 4, 11, 12, 20, N], window=(9, 0))  # scattered acti
 FUNCTIONS = {
     "ring": fast.ring_attention,
     "strided": functools.partial(fast.strided_attention, head_stride=1),
-    "magi": functools.partial(fast.magi_attention, stages=2),
-    "magi keeps": functools.partial(fast.magi_attention, stages=2, keep_kv=True),
-    "magi in one step": functools.partial(fast.magi_attention, stages=0),
+    "magi": functools.partial(fast.magi_attention, casts=2),
+    "magi keeps": functools.partial(fast.magi_attention, casts=2, keep_kv=True),
+    "magi in one step": functools.partial(fast.magi_attention, own_keys_first=False),
 }
 CASES = [
     ("ring", "zigzag", "qkv"), ("ring", "uneven", "q"), ("ring", "uneven", "k"), ("strided", "uneven", "qkv"),
@@ -41,7 +41,7 @@ GLUON_LAYOUTS = {
     "zigzag": Layout.zigzag(LONG, 2),
     "uneven": Layout([[range(100), range(700, LONG)], [range(100, 700)]], LONG),
 }
-GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, stages=1)}
+GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, own_keys_first=True)}
 
 
 def train(attend, mask, layout, wanted, tensors):

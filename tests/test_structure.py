@@ -16,7 +16,7 @@ import canon
 from canon import fast, reference
 
 ROOT = Path(__file__).parents[1]
-BY_DESIGN_ONLY_FAST = {"backend", "own_communicators", "warm_up"}
+BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 
 # The rooms of canon that the code of each room may import.
 ROOMS = {

@@ -208,7 +208,7 @@ def test_wrong_arguments_of_sharded_raise(arguments, error, message):
         pass
 
 
-@pytest.mark.parametrize("option", ["stages", "scale", "sink", "group_", "return_lse"])
+@pytest.mark.parametrize("option", ["casts", "scale", "sink", "group_", "return_lse"])
 def test_unknown_options_of_sharded_raise(option):
     with (
         pytest.raises(TypeError, match=f"ring_attention has no option '{option}'"),

@@ -1,4 +1,4 @@
-"""Run the command line: ``canon check``, ``diff``, ``bench``, ``show`` and ``warm``, or ``python -m canon``."""
+"""Run the command line: ``canon check``, ``bench``, ``show`` and ``warm``, or ``python -m canon``."""
 
 import argparse
 import os
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if not torch.cuda.is_available():  # Triton reads the variable when canon.fast defines its kernels
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from canon import diff_command, show_command, warm_command
+    from canon import show_command, warm_command
     from canon.bench import bench_command
     from canon.check import check_command
     from canon.check.contract import CONVENTIONS
@@ -50,10 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="canon", description="Exact attention over a sequence that several GPUs hold together."
     )
     parser.add_argument("--version", action="version", version=f"canon {canon.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     found = {
         "check": (check_command, "compare the functions of a module with the reference"),
-        "diff": (diff_command, "name the first call and tensor in which two recorded runs part"),
         "bench": (bench_command, "measure the speed of kernels and schedules, after checking their results"),
         "show": (show_command, "draw a mask, a layout, a plan or a recorded timeline into a file"),
         "warm": (warm_command, "compile every kernel variant that a model can need"),
@@ -66,6 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as ended:  # argparse has printed the help or the error
         return int(ended.code or 0)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         return found[arguments.command][0].run(arguments)
     except KeyboardInterrupt:

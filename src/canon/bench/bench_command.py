@@ -6,11 +6,9 @@
     canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
-    canon bench beside       one GPU: kernels while messages hold SMs
     canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
-    canon bench communicators    several GPUs: steps under DDP, with and without own communicators
     canon bench plans        no GPU: dispatch plans
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
@@ -34,16 +32,16 @@ from canon.bench.peers import installed
 from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
 from canon.testing import process_groups, record
 
-SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding", "communicators": "communicator_time"}  # modules
-SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "communicators", "host", "masks", "beside"
+SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding"}  # modules
+SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host", "masks"
 # The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": SHAPED,
     "mask": SHAPED,
-    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "communicators", "host"),
+    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host"),
     "dtype": SHAPED,
-    "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks", "beside"),
-    "config": ("tune", "few"),
+    "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks"),
+    "config": ("tune",),
     "backend": ("kernels", "tune"),
     "ranks": ("plans", *SEVERAL_GPUS),
     "packs": ("plans",),
@@ -55,12 +53,11 @@ DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every co
 DISAGREES, MISUSED = 1, 2
 # Benches of one shape after another: the module, and its rows from (module, inputs, options).
 BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
-    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only, m.candidates(o))),
+    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "trees": ("packed_trees", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
     "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
     "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
-    "beside": ("held_sms", lambda m, x, o: m.beside(*x, o.rounds)),
     "tune": ("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend)),
 }
 Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]  # rows, what is printed, fields of the record
@@ -77,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=DEFAULTS["rounds"], help="how often all are timed (default 10)")
     text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    add("--config", action="append", default=[], help="tune, few: a candidate (repeatable)", metavar="CONFIG")
+    add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
     widths = "64,128,256"
     text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
     sets = parser.add_mutually_exclusive_group()
@@ -85,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
     text = "kernels: a causal mask and a full one of equal area; --shape without masks"
     sets.add_argument("--partial", action="store_true", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode, communicators: GPUs (all)"
+    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all)"
     add("--ranks", type=int, action="append", metavar="N", help=text)
     add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")

@@ -4,7 +4,6 @@
     both           both passes, by `torch.autograd.grad`
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
-    parts          the host time of both passes by part: `canon.bench.host_parts`
 
 "no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall times of the loop.
 """
@@ -17,10 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench.host_parts import PARTS, host_parts
 from canon.bench.peers import Contender, attended, both_passes, contenders
 from canon.bench.shapes import Shape
-from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, synchronize, table
+from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, table
 from canon.fast.local import empty_result
 from canon.testing.judge import Attended, dense, oracle
 
@@ -30,7 +28,6 @@ LAYERS = 8
 MEASURES = ("forward", "both", "chain", "loop")
 CUDNN = "SDPA cudnn"
 NO_KERNELS = "no kernels"
-PART_CALLS = 20  # calls in one measurement of the parts
 
 
 class NoKernels(torch.autograd.Function):
@@ -52,25 +49,18 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    rows, runs, split = [], [], []
+    rows, runs = [], []
     for contender in contenders(shape, device, only or CONTENDERS):
         row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
         rows.append(row)
         made = contender.agreeing(row, partial(_called, contender, leaves, dout), exact, honest)
         if not made:
             continue
-        measured = [*_measures(row, contender, made[0], leaves, dout)]
-        runs += measured
-        if contender.canon:
-            split.append((row, measured[MEASURES.index("both")].run))
+        runs += _measures(row, contender, made[0], leaves, dout)
     rows.append({"contender": NO_KERNELS, "shape": str(shape)})
     no_kernels = Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS)
     runs += _measures(rows[-1], no_kernels, NoKernels.apply, leaves, dout)
     eager_rounds(runs, rounds, device)
-    for row, both in split * rounds:
-        for part, milliseconds in host_parts(both, PART_CALLS).items():
-            row.setdefault("part_ms", {}).setdefault(part, []).append(milliseconds)
-        synchronize(device)
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
@@ -109,7 +99,7 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
 
 
 def tables(rows: Sequence[dict]) -> list:
-    """Return a table of medians, and one of the parts."""
+    """Return a table of medians."""
     title, lines = (
         f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the chain",
         [],
@@ -120,9 +110,4 @@ def tables(rows: Sequence[dict]) -> list:
         if "failed" in row:
             cells = [row["failed"][:60], *[""] * len(MEASURES)]
         lines.append((row["shape"], row["contender"], *cells, shown_mb(row)))
-    split = [(row["shape"], row["contender"], *(f"{1e3 * statistics.median(row['part_ms'][x]):.0f}" for x in PARTS))
-             for row in rows if "part_ms" in row]  # fmt: skip
-    return [
-        table(title, ("shape", "contender", *MEASURES, "to cuDNN", "peak MB"), lines),
-        table("host us of both passes, by part", ("shape", "contender", *PARTS), split),
-    ]
+    return [table(title, ("shape", "contender", *MEASURES, "to cuDNN", "peak MB"), lines)]

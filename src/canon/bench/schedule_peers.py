@@ -18,6 +18,12 @@ from canon.bench import ring_flash_attn_peer
 from canon.bench.shapes import Shape, asked_for
 from canon.masks.layout import Layout
 
+MAGI: dict[str, dict[str, Any]] = {  # names of the records
+    "magi, 0 stages": {"own_keys_first": False},
+    "magi, 1 stages": {"own_keys_first": True},
+    "magi, 2 stages": {"casts": 2},
+}
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -56,10 +62,10 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
         Schedule("strided zigzag, no options", layouts["zigzag"], strided),
         Schedule("magi, no options", planned, magi),
     ]
-    for stages in (0, 1, 2):
+    for name, options in MAGI.items():
         for kept in (False, True):
-            attend = partial(fast.magi_attention, mask=mask, layout=planned, stages=stages, keep_kv=kept)
-            found.append(Schedule(f"magi, {stages} stages" + kept * ", keys kept", planned, attend))
+            attend = partial(fast.magi_attention, mask=mask, layout=planned, keep_kv=kept, **options)
+            found.append(Schedule(name + kept * ", keys kept", planned, attend))
     zigzag, planned = Layout.zigzag(n, ranks, multiple_of=128), fast.dispatch(mask, ranks, rank_invariant=True)
     strided = partial(fast.strided_attention, mask=mask, layout=zigzag, head_stride=shape.g, rank_invariant=True)
     found.append(Schedule(f"strided zigzag {shape.g}, rank invariant", zigzag, strided))

@@ -61,15 +61,15 @@ STRIDED = {  # variant: mask, layout, options
 }
 MAGI = {
     "": ("documents", "planned", {}),
-    "one_cast": ("causal", "planned", {"stages": 0}),
-    "two_stages": ("window", "planned", {"stages": 2}),
-    "kept": ("block_causal", "planned", {"stages": 2, "keep_kv": True}),
-    "three_stages": ("full", "zigzag", {"stages": 3}),
-    "two_parts": ("cancelling", "striped", {"stages": 2, "used": "forward"}),
-    "sink": ("documents", "planned", {"sink": True, "stages": 2}),
-    "branches": ("tree", "planned", {"stages": 2}),
-    "softcap": ("window", "planned", {"softcap": 1.0, "sink": True, "stages": 2}),
-    "of_each": ("sequences", "planned", {"stages": 2}),
+    "one_step": ("causal", "planned", {"own_keys_first": False}),
+    "two_casts": ("window", "planned", {"casts": 2}),
+    "kept": ("block_causal", "planned", {"casts": 2, "keep_kv": True}),
+    "three_casts": ("full", "zigzag", {"casts": 3}),
+    "two_parts": ("cancelling", "striped", {"casts": 2, "used": "forward"}),
+    "sink": ("documents", "planned", {"sink": True, "casts": 2}),
+    "branches": ("tree", "planned", {"casts": 2}),
+    "softcap": ("window", "planned", {"softcap": 1.0, "sink": True, "casts": 2}),
+    "of_each": ("sequences", "planned", {"casts": 2}),
 }
 LATENT = (  # mask, layout, method
     ("documents", "zigzag", "auto"), ("causal", "zigzag", "auto"), ("window", "striped", "auto"),
@@ -80,8 +80,8 @@ PREPARED = {  # function: layout
     "strided_attention": "contiguous", "magi_attention": "planned",
 }  # fmt: skip
 CASTS = (  # variant, mask, layout
-    ("one_stage", "documents", "planned"), ("two_stages", "documents", "planned"), ("one_stage", "documents", "striped"),
-    ("two_stages", "documents", "striped"), ("two_stages", "window", "zigzag"),
+    ("one_cast", "documents", "planned"), ("two_casts", "documents", "planned"), ("one_cast", "documents", "striped"),
+    ("two_casts", "documents", "striped"), ("two_casts", "window", "zigzag"),
 )  # fmt: skip
 PLANTED = (  # function, mask, layout, options, planted
     ("attention", "causal", None, {}, "inf in dout"),
@@ -96,13 +96,13 @@ PLANTED = (  # function, mask, layout, options, planted
     ("decode_attention", "last", "contiguous", {"used": "forward"}, "-inf in k"),
     ("attention", "few in a window", None, {"used": "forward"}, "nan in v"),
 )
-CAST_PLANS = {  # mask: layout, stages
-    "documents": ("planned", 2), "causal": ("zigzag", 0), "window": ("striped", 1), "block_causal": ("planned", 3),
-    "full": ("contiguous", 1), "tree": ("planned", 2),
+CAST_PLANS = {  # mask: layout, casts, own_keys_first
+    "documents": ("planned", 2, True), "causal": ("zigzag", 1, False), "window": ("striped", 1, True),
+    "block_causal": ("planned", 3, True), "full": ("contiguous", 1, True), "tree": ("planned", 2, True),
 }  # fmt: skip
 # Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
 OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
-VOCABULARY = {"Band", "Mask", "Layout", "backend", "own_communicators", "warm_up"}
+VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
@@ -310,10 +310,10 @@ def _add_decode(add: Callable[..., None]) -> None:
 def _add_exchanges(add: Callable[..., None]) -> None:
     for function in ("group_cast", "group_reduce"):
         for variant, mask, layout in CASTS:
-            add(function, mask, layout, variant=variant, stages=1 + (variant == "two_stages"))
-    for mask, (layout, stages) in CAST_PLANS.items():
+            add(function, mask, layout, variant=variant, casts=1 + (variant == "two_casts"), own_keys_first=True)
+    for mask, (layout, casts, own_keys_first) in CAST_PLANS.items():
         add("dispatch", mask)
-        add("cast_plan", mask, layout, stages=stages)
+        add("cast_plan", mask, layout, casts=casts, own_keys_first=own_keys_first)
         add("plan_report", mask, layout)
     add("dispatch", "sequences")
     for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):

@@ -46,7 +46,7 @@ python -c "import canon; help(canon.reference.merge)" shows them:
   attention_backward(dout, q, k, v, out, lse, mask, scale=, method=, dlse=, ...)    returns dq, dk, dv
   merge(out, lse, other_out, other_lse)                                             returns out, lse
       a row with lse -inf has the weight 0; its out holds NaN here
-  dispatch(mask, ranks, ...), cast_plan(mask, layout, stages=), plan_report(mask, layout)
+  dispatch(mask, ranks, ...), cast_plan(mask, layout, casts=, own_keys_first=), plan_report(mask, layout)
   group_cast(x, plan, stage), group_reduce(y, plan, stage, into), Layout(ranges_per_rank, tokens)
   prepare(function, mask, layout, rank=, batch=, heads=, widths=, dtype=, device=)  returns plans with load()
 

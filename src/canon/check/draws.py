@@ -34,6 +34,9 @@ WEIGHTS = {
     "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1, "decode_attention": 2, "prepare": 1,
     "latent_attention": 3,
 }  # fmt: skip
+CASTS: list[dict] = [
+    {"own_keys_first": False}, {"own_keys_first": True}, {"own_keys_first": True}, {"casts": 2}, {"casts": 3}, {"casts": 5},
+]  # fmt: skip
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
 FOR_EACH_SEQUENCE = {*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch"}
@@ -245,7 +248,7 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: b
     options: dict = {}
     if function in EXCHANGES:
         if function in {"cast_plan", "group_cast", "group_reduce"}:
-            options["stages"] = draw.choice([0, 1, 1, 2, 3])
+            options |= draw.choice(CASTS[:5])
         return "auto", "", "both", options
     if function in REPLICATED:
         used = draw.choice(["forward", "forward", "forward, no lse"])
@@ -265,8 +268,8 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: b
         wide = ["float64"] if dtype == "float64" else ["float32", "float64", "bfloat16", "float16"]
         options["reduce_dtype"] = draw.choice(wide)
     if function == "magi_attention":
-        stages = draw.choice([0, None] if invariant else [0, 1, 1, 2, 3, 5])
-        options |= {"stages": stages, "keep_kv": draw.random() < 0.3}
+        options |= draw.choice([CASTS[0], {}] if invariant else CASTS)
+        options["keep_kv"] = draw.random() < 0.3
     if function == "strided_attention":
         options |= _strides(draw, shape.heads[1], invariant)
     if invariant:

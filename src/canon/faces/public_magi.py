@@ -13,7 +13,7 @@ from canon.ranks.group import Group
 from canon.route.algorithm import Algorithm, Shapes
 from canon.route.attend import attend
 from canon.route.operators import declared
-from canon.route.plan_arguments import stages_of
+from canon.route.plan_arguments import checked_casts
 
 
 def magi_attention(algorithm: Algorithm):
@@ -29,7 +29,6 @@ def magi_attention(algorithm: Algorithm):
         casts: int | None = None,
         own_keys_first: bool | None = None,
         keep_kv: bool = False,
-        stages: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
         sink: Float[Tensor, " h"] | None = None,
@@ -48,8 +47,6 @@ def magi_attention(algorithm: Algorithm):
                 only cast and uses all keys. None: by the mask and the layout (`own_keys_come_first` in
                 `canon.masks.cast_plan`); True for several casts, False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
-            stages: the older form of casts and own_keys_first. 0 is casts=1, own_keys_first=False; n is casts=n,
-                own_keys_first=True.
 
         `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
         ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose pieces begin at multiples
@@ -61,7 +58,6 @@ def magi_attention(algorithm: Algorithm):
             "casts": casts,
             "own_keys_first": own_keys_first,
             "keep_kv": keep_kv,
-            "stages": stages,
             "scale": scale,
             "softcap": softcap,
             "reduce_dtype": reduce_dtype,
@@ -74,13 +70,14 @@ def magi_attention(algorithm: Algorithm):
     return algorithm.bind(magi_attention)
 
 
-def with_stages(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
-    """Return the options with ``casts`` and ``own_keys_first`` as one number, `stages_of`."""
-    names = "casts", "own_keys_first", "stages"
-    stages = stages_of(*(options[name] for name in names), options["rank_invariant"] is True)
-    return {name: x for name, x in options.items() if name not in names} | {"stages": stages}
+def with_casts(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
+    """Return the options with the defaults of ``casts`` and ``own_keys_first``."""
+    casts, own_keys_first = checked_casts(options["casts"], options["own_keys_first"])
+    if options["rank_invariant"] is True:
+        own_keys_first = False
+    return options | {"casts": casts, "own_keys_first": own_keys_first}
 
 
 REASON = "adds the keys of one cast after another", "with own_keys_first=False or None"
-IN_ORDER = {"casts": ((None, 1), *REASON), "own_keys_first": ((None, False), *REASON), "stages": ((None, 0), *REASON)}
-MAGI = declared(magi_attention, resolve=with_stages, contradictions=IN_ORDER, keeps="keep_kv")
+IN_ORDER = {"casts": ((None, 1), *REASON), "own_keys_first": ((None, False), *REASON)}
+MAGI = declared(magi_attention, resolve=with_casts, contradictions=IN_ORDER, keeps="keep_kv")

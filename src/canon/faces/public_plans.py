@@ -10,10 +10,10 @@ from canon.route.binding import bound
 from canon.route.plan_arguments import (
     PLANNED,
     check_cast,
+    checked_casts,
     checked_chunk,
     checked_dispatch,
     one_mask,
-    stages_of,
 )
 
 
@@ -72,7 +72,7 @@ def dispatch(planned: Callable[..., Layout]):
     return bound(dispatch, planned)
 
 
-def cast_plan(planned: Callable[[Mask, Layout, int | None], CastPlan]):
+def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
     """Return `cast_plan` of a half."""
 
     def cast_plan(
@@ -81,7 +81,6 @@ def cast_plan(planned: Callable[[Mask, Layout, int | None], CastPlan]):
         *,
         casts: int | None = None,
         own_keys_first: bool | None = None,
-        stages: int | None = None,
     ) -> CastPlan:
         """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
 
@@ -92,7 +91,7 @@ def cast_plan(planned: Callable[[Mask, Layout, int | None], CastPlan]):
         """
         check_cast(mask, layout)
         with recorded("cast_plan"):
-            return planned(mask, layout, stages_of(casts, own_keys_first, stages))
+            return planned(mask, layout, *checked_casts(casts, own_keys_first))
 
     return bound(cast_plan, planned)
 

@@ -175,18 +175,20 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
 def planned_casts(
     mask: Mask,
     layout: Layout,
-    stages: int | None,
+    casts: int,
+    own_keys_first: bool | None,
     largest: int,
     received: int,
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan for ``stages``, see `canon.route.plan_arguments.stages_of`; None decides by `own_keys_come_first`.
+    """Return the plan of at most ``casts`` casts. ``own_keys_first=None`` decides by `own_keys_come_first`.
 
     ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks receive.
     """
-    own_keys_first = own_keys_come_first(mask, layout, received) if stages is None else stages > 0
-    return CastPlan(mask, layout, min(stages or 1, largest), own_keys_first, casts_of, granularity)
+    if own_keys_first is None:
+        own_keys_first = own_keys_come_first(mask, layout, received)
+    return CastPlan(mask, layout, min(casts, largest), own_keys_first, casts_of, granularity)
 
 
 def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:

@@ -179,21 +179,14 @@ def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
         raise ValueError(f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
 
 
-def stages_of(
-    casts: int | None, own_keys_first: bool | None, stages: int | None, rank_invariant: bool = False
-) -> int | None:
-    """Return the two options of a cast plan as one number: n casts after the own keys; 0: one cast with them; None: by default.
+def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
+    """Return the two options of a cast plan with their defaults. Own keys come first before several casts.
 
-    ``stages``, the older form, has this meaning too. Raise TypeError or ValueError if the options do not fit together.
+    None for a single cast: by `own_keys_come_first`. Raise TypeError or ValueError if the options do not fit together.
     """
-    if stages is not None:
-        if casts is not None or own_keys_first is not None:
-            raise ValueError(f"stages={stages!r} is the older form of casts and own_keys_first: leave out stages")
-        return whole("stages", stages, 0)
-    casts = casts if casts is None else whole("casts", casts, 1)
-    own_keys_first = own_keys_first if own_keys_first is None else flag("own_keys_first", own_keys_first)
-    if own_keys_first is None and casts in (None, 1):
-        return 0 if rank_invariant else None
-    if own_keys_first is False and casts not in (None, 1):
+    casts = 1 if casts is None else whole("casts", casts, 1)
+    if own_keys_first is None:
+        return casts, True if casts > 1 else None
+    if not flag("own_keys_first", own_keys_first) and casts > 1:
         raise ValueError(f"casts={casts} needs own_keys_first=True or None: one step uses own keys and a single cast")
-    return 0 if own_keys_first is False else casts or 1
+    return casts, own_keys_first

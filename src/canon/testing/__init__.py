@@ -1,9 +1,8 @@
 """Test implementations of attention: a judge, ranks as threads and processes, recordings of messages and of calls.
 
-from canon.testing import agreement, oracle, orders, process_groups, record_calls
+from canon.testing import agreement, oracle, orders, process_groups
 """
 
-from canon.testing.call_records import record_calls
 from canon.testing.judge import Agreement, Attended, agreement, dense, oracle, orders
 
-__all__ = ["Agreement", "Attended", "agreement", "dense", "oracle", "orders", "record_calls"]
+__all__ = ["Agreement", "Attended", "agreement", "dense", "oracle", "orders"]

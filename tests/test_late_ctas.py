@@ -1,15 +1,12 @@
-"""`canon bench beside`, and the order of work tiles for which SMs that others hold cost little."""
+"""The order of work tiles for which SMs that others hold cost little."""
 
 import heapq
-import json
 
 import numpy as np
 import pytest
 import torch
 
 from canon import Mask
-from canon.__main__ import main
-from canon.bench import held_sms
 from canon.fast.kernels.gluon import tile_scheduler
 from canon.fast.kernels.gluon.tile_scheduler import LATE_CTAS, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
 
@@ -70,17 +67,3 @@ def test_more_late_ctas_than_ctas(monkeypatch):
     monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 1000)
     work_tiles, cost = schedule(Mask.window(8200, 700), SMS)  # not in the cache
     assert len(np.unique(work_tiles, axis=0)) == len(cost)
-
-
-# --- the bench
-
-
-@pytest.mark.gpus(1)
-def test_the_record_has_each_kernel_and_each_number_of_sms(tmp_path):
-    path = tmp_path / "beside.json"
-    words = ["bench", "beside", "--shape", "1,4096,32,8,128,full", "--rounds", "2", "--record", str(path)]
-    assert main(words) == 0
-    rows = json.loads(path.read_text())["results"]
-    assert [row["kernel"] for row in rows] == ["forward", "dk, dv", "dq"]
-    for row in rows:
-        assert {held: len(times) for held, times in row["held_ms"].items()} == {str(x): 2 for x in held_sms.HELD}
