@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from canon import Layout, Mask, fast, reference
 from canon.bench import plans
 from canon.bench.packs import sampled_packs
+from canon.fast import chunks as fast_chunks
 from canon.fast import planner as fast_planner
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache
@@ -121,8 +122,8 @@ def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, 
 
     monkeypatch.setattr(fast_planner, "_greedy", greedy)
     expected = reference.dispatch(mask, ranks, chunk=chunk)
-    for largest in (fast_planner.LARGEST_TABLE, 0):
-        monkeypatch.setattr(fast_planner, "LARGEST_TABLE", largest)
+    for largest in (fast_chunks.LARGEST_TABLE, 0):
+        monkeypatch.setattr(fast_chunks, "LARGEST_TABLE", largest)
         plan_cache.PLANS.clear()  # its plans do not depend on LARGEST_TABLE
         assert fast.dispatch(mask, ranks, chunk=chunk) == expected
     assert [size > 0 for size in tables] == [True] * 3 + [False] * 3, "more intervals than FEW_INTERVALS"
