@@ -25,7 +25,7 @@ MUTATED = {  # name in the tests: name in the paper
     "dkdv_hdim256": "dk, dv, width 256",
 }
 TABLED = (  # records behind tables and numbers that no figure has
-    *("plans", "planted_faults", "random_cpu", "random_gpu_h200", "kernels_triton_h200", "kernels_semaphore_h200"),
+    *("plans", "plans_received", "planted_faults", "random_cpu", "random_gpu_h200", "kernels_triton_h200", "kernels_semaphore_h200"),
     *("schedules_four_h200", "packs_four_h200", "schedules_timeline_four_h200", "host_h200", "agreement_two_h200"),
     "schedules_two_h100",
     *kernel_tables.BITS.values(),
@@ -96,6 +96,7 @@ def checks_and_plans() -> dict[str, str]:
     mean = lambda numbers: sum(numbers) / len(numbers)
     planned = load("plans")["results"]
     plans = [row for row in planned if row["kind"] == "packs"]
+    received = [row for row in load("plans_received")["results"] if row["kind"] == "packs"]
     large = next(row for row in planned if row["kind"] == "a large pack")
     speed = lambda shape: f"{kernel_tables.forward('kernels_h200', shape):.0f}"
     worst = min(float(row[1]) for row in cells(kernel_tables.lengths()["lengths"]))
@@ -110,6 +111,8 @@ def checks_and_plans() -> dict[str, str]:
         "plan_balance": span([mean(row["balance"]) for row in plans], 3),
         "plan_volume": span([mean(row["volume"]) for row in plans], 3),
         "plan_volumes": f"{volumes} ranks",
+        "plan_sent": span([mean(row["worst_send"]) for row in plans], 3),
+        "plan_sent_received": span([mean(row["worst_send"]) for row in received], 3),
         "plan_large_ms": tokens(round(median(large["ms"]))),
         "documents_tflops": speed("B1 S65536 Hq64 Hk8 D128 documents:1024"),
         "causal_tflops": speed("B1 S16384 Hq32 Hk8 D128 causal"),
@@ -193,7 +196,7 @@ def wall_times() -> Table:
 
 def plans() -> Table:
     """Return the quality and the time of plans, as means over packs."""
-    header = ["ranks", "tokens", "balance", "volume", "worst receive", "planned in"]
+    header = ["ranks", "tokens", "balance", "volume", "worst receive", "worst send", "planned in"]
     return {"header": header, "rows": cells(schedule_tables.plans()["plans"])}
 
 
