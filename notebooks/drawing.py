@@ -55,8 +55,8 @@ def weighted_means(weights, values, pieces):
     plt.show()
 
 
-def shares(weights, pieces, parts):
-    """Draw the softmax of one query over each piece of its keys, and below it the same times the share of the piece."""
+def weighted_pieces(weights, pieces, parts):
+    """Draw the softmax of one query over each piece of its keys, and below it the same times the weight of the piece."""
     figure, axes = plt.subplots(2, 1, figsize=(8, 3.8), sharex=True, sharey=True)
     highest = max(weights[piece.start : piece.stop].max() / part for piece, part in zip(pieces, parts, strict=True))
     for piece, part, fill in zip(pieces, parts, RANKS, strict=False):
@@ -69,7 +69,7 @@ def shares(weights, pieces, parts):
         axes[0].axvline(piece.start - 0.5, color=PALE, zorder=0)
         axes[1].axvline(piece.start - 0.5, color=PALE, zorder=0)
     axes[0].set_title("the softmax of each piece, for one query", loc="left")
-    axes[1].set_title("the same times their shares: the softmax over all keys", loc="left")
+    axes[1].set_title("the same times their weights: the softmax over all keys", loc="left")
     axes[1].set(xlabel="key", xlim=(-0.6, len(weights) - 0.4), ylim=(0, 1.3 * highest))
     figure.tight_layout()
     plt.show()
