@@ -25,7 +25,15 @@ MUTATED = {  # name in the tests: name in the paper
     "dkdv_hdim256": "dk, dv, width 256",
 }
 TABLED = (  # records behind tables and numbers that no figure has
-    *("plans", "plans_received", "planted_faults", "random_cpu", "random_gpu_h200", "kernels_triton_h200", "kernels_semaphore_h200"),
+    *(
+        "plans",
+        "plans_received",
+        "planted_faults",
+        "random_cpu",
+        "random_gpu_h200",
+        "kernels_triton_h200",
+        "kernels_semaphore_h200",
+    ),
     *("schedules_four_h200", "packs_four_h200", "schedules_timeline_four_h200", "host_h200", "agreement_two_h200"),
     "schedules_two_h100",
     *kernel_tables.BITS.values(),

@@ -196,25 +196,22 @@ def host() -> dict[str, str]:
 
 
 def plans() -> dict[str, str]:
-    """Return the tables of plans, with means over packs: by the planner, and by one that counts received tokens only."""
+    """Return the table of plans, with means over packs, and the worst send of a planner that counts received tokens only."""
     results, rows = load("plans")["results"], []
     mean = lambda values: sum(values) / len(values)
     packs = [row for row in results if row["kind"] == "packs"]  # 8 ranks first
     received = [row for row in load("plans_received")["results"] if row["kind"] == "packs"]
-    for row, other in zip(packs, received, strict=True):
-        if row["ranks"] != other["ranks"]:
-            raise ValueError("plans.json and plans_received.json must hold packs of the same numbers of ranks")
     quality = lambda row: [f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive", "worst_send")]
     for row in packs:
         rows.append([str(row["ranks"]), tokens(row["tokens"]), *quality(row), f"{median(row['ms']):.0f} ms"])
     large = next(row for row in results if row["kind"] == "a large pack")
-    header = ("ranks", "balance", "volume", "worst receive", "worst send")
+    header = ("ranks", "tokens", "balance", "volume", "worst receive", "worst send", "planned in")
     return {
         "balance_eight": f"{mean(packs[0]['balance']):.2f}",
         "volume_eight": f"{mean(packs[0]['volume']):.0%}",
         "planned_large": tokens(round(median(large["ms"]))),
-        "plans": table(("ranks", "tokens", *header[1:], "planned in"), rows, left=0),
-        "plans_received": table(header, [[str(row["ranks"]), *quality(row)] for row in received], left=0),
+        "plans": table(header, rows, left=0),
+        "plan_sent_received": span([mean(row["worst_send"]) for row in received], 3),
     }
 
 
