@@ -115,3 +115,14 @@ def test_no_record_contradicts_the_computed_choice(scripts):
             assert times[name] <= (1 + error) * min(times.values()), (title, tokens)
             compared += 1
     assert compared == 3
+
+
+def test_a_score_that_counts_sent_tokens_lowers_the_busiest_rank_of_packs(scripts):
+    """Means over packs: a plan may receive a little more in all, but no rank moves as much."""
+    found = [scripts("records").load(name)["results"] for name in ("plans", "plans_received")]
+    assert [row["kind"] for row in found[0]] == [row["kind"] for row in found[1]]
+    packs = [[row for row in rows if row["kind"] == "packs"] for rows in found]
+    mean = lambda values: sum(values) / len(values)
+    busiest = [[mean([*map(max, row["worst_receive"], row["worst_send"])]) for row in rows] for rows in packs]
+    assert all(now < 0.8 * before for now, before in zip(*busiest, strict=True))
+    assert all(mean(now["volume"]) < 1.06 * mean(before["volume"]) for now, before in zip(*packs, strict=True))
