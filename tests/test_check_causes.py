@@ -133,7 +133,7 @@ def test_the_lse_of_a_query_tells_which_keys_it_saw():
     q, v = torch.ones_like(k), torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double()
     x = Inputs(q, k, v, v, v, Mask.causal(6), 1.0, torch.zeros(1))
     exact = Attended(v, torch.zeros(1, 6).double())
-    rounded = exact._replace(out=exact.out + 4e-3)
+    rounded = exact._replace(out=v + 4e-3)
     weights = k[:5, 0, 0].exp()
     got = Attended(v.clone(), exact.lse.clone())
     got.out[0], got.lse[0, 0] = (weights @ v[:5, 0, 0]) / weights.sum(), weights.sum().log()

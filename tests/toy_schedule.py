@@ -75,13 +75,14 @@ def passes(forward, differentiate):
         return torch.cat([out for out, _ in parts], 1), torch.cat([lse for _, lse in parts], 2)
 
     def toy_backward(call, needs_grad, dout, dlse, q, k, v, out, lse):
-        keys, total = (gathered(k, call), gathered(v, call)), None
-        dqs = []
+        keys = gathered(k, call), gathered(v, call)
+        dqs, sums = [], []
         for rows, mask in pieces(call):
             of_rows = [None if x is None else x[:, :, rows].contiguous() for x in (lse, dlse)]
             dq, *own = differentiate(dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call)
             dqs.append(dq)
-            total = own if total is None else [x + y for x, y in zip(total, own, strict=True)]
+            sums.append(own)
+        total = [sum(parts) for parts in zip(*sums, strict=True)]
         start = sum(call.layout.size(rank) for rank in range(call.rank))
         mine = slice(start, start + call.layout.size(call.rank))
         if call.ranks > 1:
