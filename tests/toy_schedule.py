@@ -82,7 +82,7 @@ def passes(forward, differentiate):
             dq, *own = differentiate(dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call)
             dqs.append(dq)
             sums.append(own)
-        total = [sum(parts) for parts in zip(*sums, strict=True)]
+        total = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
         start = sum(call.layout.size(rank) for rank in range(call.rank))
         mine = slice(start, start + call.layout.size(call.rank))
         if call.ranks > 1:
