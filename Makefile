@@ -1,13 +1,14 @@
-# Five commands do everything on a machine with Python 3.11 and network access to PyPI:
+# Six commands do everything on a machine with Python 3.11 and network access to PyPI:
 #
-#   make check    every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
-#   make test     ruff, pyright, the tests and the notebooks; the kernels' tests once more on a GPU, where there is one
-#   make newest   the check with the newest torch and Triton that PyPI has; warnings are errors
-#   make course   the notebooks with holes, for a student who builds a Canon, in build/course
-#   make paper    the pages, the figures and the PDF under paper, from the records
+#   make check      every algorithm, on real documents, against the reference (4 CPU ranks, or all GPUs)
+#   make test       ruff, pyright, every test with a sample of its cases, the notebooks; the kernels' tests once more on a GPU
+#   make test-all   the same with all cases, and the check of the kernels in plain PyTorch
+#   make newest     the check with the newest torch and Triton that PyPI has; warnings are errors
+#   make course     the notebooks with holes, for a student who builds a Canon, in build/course
+#   make paper      the pages, the figures and the PDF under paper, from the records
 #
-# All but the third make .venv with the versions of requirements.txt and install the package in place. The third makes
-# .venv-newest, of 6 GB.
+# All but `make newest` make .venv with the versions of requirements.txt and install the package in place. That one
+# makes .venv-newest, of 6 GB.
 #
 # `.venv/bin/pytest --nbval` runs the tests and the notebooks together. `.venv/bin/jupyter lab notebooks` opens the notebooks.
 
@@ -20,7 +21,7 @@ STAMP := .venv/.installed
 # Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install check test newest notebooks course paper clean
+.PHONY: install check test test-all newest notebooks course paper clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -43,6 +44,10 @@ test: $(STAMP)
 		$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --gpu tests; \
 	fi
 	$(BIN)/pytest --numprocesses=$(WORKERS) --nbval notebooks # notebooks/conftest.py keeps a notebook's cells in one worker
+
+test-all: export CANON_CASES = all
+test-all: test
+	$(BIN)/canon check --backend torch --record canon-check/torch.json
 
 newest:
 	test -x .venv-newest/bin/python || $(PYTHON) -m venv .venv-newest
