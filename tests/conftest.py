@@ -12,6 +12,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
+import sampling
 import torch
 import torch.distributed as dist
 from hypothesis import settings
@@ -43,6 +44,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Choose where kernels run. Triton reads the variable when a test imports it, which is later."""
     config.addinivalue_line("markers", "interpreted: Triton's interpreter runs the kernels, on the CPU")
+    config.addinivalue_line("markers", "sweep(number=0): of these cases a sample runs, see sampling.py")
     config.addinivalue_line("markers", "gpu: runs on the CPU, and with --gpu on a GPU")
     config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
@@ -63,6 +65,7 @@ def import_before_forks(*modules):
 
 def pytest_collection_modifyitems(config, items):
     on_gpu = config.getoption("gpu")
+    items[:] = sampling.chosen(items)
     for item in items:
         if marker := item.get_closest_marker("gpus"):
             (needed,) = marker.args

@@ -103,6 +103,7 @@ def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape
     assert_exact(Attended(*attend(q, k, v, mask)), q, k, v, dout, dlse, mask)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("growth", "repeats"), [(0.0, False), (6.0, None), (40.0, True), (-40.0, False)])
 def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
@@ -149,6 +150,7 @@ def test_a_query_keeps_its_bits_among_others(monkeypatch):
 
 
 # ------------------------------------------------------------------ tables
+@pytest.mark.sweep
 @pytest.mark.parametrize("each", [1, 2, 100])
 @pytest.mark.parametrize("name", MASKS)
 def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(name, each):

@@ -24,6 +24,7 @@ TILES = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize(
     "steps", [0.5, 3.0, 20.0, 200.0, -20.0], ids=["hardly", "slowly", "by leaps", "out of range", "falling"]
@@ -38,6 +39,7 @@ def test_maxima_may_grow(steps, d, tiles):
     assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize("score", [-400, 400])
 def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(score, d, tiles):
@@ -80,6 +82,7 @@ def votes(monkeypatch):
     return outweighed, again
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("tiles", ["stale maximum", "three, stale maximum", "wide, stale maximum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nats", [1, 3, 6])

@@ -68,6 +68,7 @@ def somewhere(draw: Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch
     return whole[tuple(slice(n) for n in shape)]
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("case", range(CASES))
 def test_random_cases_agree_with_the_oracle(case):
     draw, generator = Random(case), torch.Generator().manual_seed(case)

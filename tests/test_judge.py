@@ -134,6 +134,7 @@ def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
     return json.loads(sink.read_text())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
@@ -164,6 +165,7 @@ def test_results_in_another_dtype_are_caught(case, text, replacement, message, t
     assert any(message in fault for fault in result["faults"]), result["faults"]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 @pytest.mark.parametrize("case", [LOCAL, RING, CAST, REDUCE])
 def test_the_honest_implementation_passes(case, dtype, tmp_path):

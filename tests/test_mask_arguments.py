@@ -13,6 +13,7 @@ NO_NUMBERS = ["8", 8.0, 8.5, float("nan"), True, None, [8], (8,), np.float32(8),
 pytestmark = pytest.mark.usefixtures("own_errors")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
 @pytest.mark.parametrize(
     ("name", "make"),

@@ -69,6 +69,7 @@ def test_one_process_computes_as_eager_attention(name):
         assert_close(whole_step(tiny64(name, "canon"), batch()), expected, tolerance=TOLERANCE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ranks", FUNCTIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_compute_as_eager_attention(name, ranks):

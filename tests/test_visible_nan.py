@@ -53,6 +53,7 @@ def test_the_oracle_follows_the_mask(name):
             assert torch.equal(last.isnan().any(-1).any(-1)[0], some), result
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("method", ["split", "fused", "head_parallel"])
 def test_on_one_rank(method, planted):
@@ -62,6 +63,7 @@ def test_on_one_rank(method, planted):
     assert_exact(Attended(out, lse, *grads), MASK, q, k, v, dout, dlse)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("call", CALLS)
 def test_on_several_ranks(call, planted):
@@ -71,6 +73,7 @@ def test_on_several_ranks(call, planted):
     assert_exact(got, MASK, *tensors)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
 def test_where_owners_compute(function, planted):
