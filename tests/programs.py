@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = str(Path(__file__).parents[1] / "src")
+SOURCES, TESTS = str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)
 
 
 def ended(program, *arguments, **environment):

@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from programs import SOURCES
+from programs import SOURCES, TESTS
+from short_waits import shorten_waits
 
 from canon import Layout, fast, reference
 from canon.route.algorithm import ALGORITHMS
@@ -22,6 +23,7 @@ HALVES = {"reference": reference, "fast": fast}
 
 def survive_an_exception(half, function, where, when, error=MemoryError):
     """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log, and the seconds."""
+    shorten_waits()
     log, errors = [], []
     logging.getLogger("canon.ranks.agreement").addFilter(lambda record: log.append(record.getMessage()))
     leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
@@ -64,13 +66,15 @@ def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function
     found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when, error), 2)
     for errors, _, seconds in found:
         assert all(expected in error for error in errors)
-        assert seconds < 10, "two looks of the watching thread are a second apart"
+        assert seconds < 9, "two looks of the watching thread are a tenth of a second apart"
     assert when == "after" or any(expected in line for _, log, _ in found for line in log)
 
 
 END = """
 import sys, torch, torch.distributed as dist
 from canon import reference
+from short_waits import shorten_waits
+shorten_waits()
 port, rank, error = int(sys.argv[1]), int(sys.argv[2]), {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}[sys.argv[3]]
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 x = torch.ones(1, 8, 2, 8)
@@ -94,7 +98,8 @@ def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
-    options["env"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": SOURCES}
+    options["env"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    options["env"]["PYTHONPATH"] = os.pathsep.join([SOURCES, TESTS])
     start_rank = lambda rank: subprocess.Popen([sys.executable, "-c", END, str(port), str(rank), how], **options)
     with start_rank(0) as first, start_rank(1) as second:
         assert [rank.stdout.readline() for rank in (first, second)] == ["ready\n"] * 2
@@ -110,12 +115,13 @@ def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how
 
 def survive_the_same_exception():
     """All ranks raise the same, so the group can still be used. Rank 1 then raises alone."""
+    shorten_waits()
     layout = Layout([[range(8)], []], 8)
     for _ in range(2):
         x = torch.ones(1, layout.size(dist.get_rank()), 2, 8)
         with pytest.raises(ValueError, match="head_stride"):
             reference.strided_attention(x, x, x, layout=layout, head_stride=3)
-        time.sleep(2.5)  # two looks of the watching thread
+        time.sleep(0.25)  # two looks of the watching thread
     reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
 
 

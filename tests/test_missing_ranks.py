@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from short_waits import shorten_waits
 
 import canon
 from canon import Mask, fast, reference
 from canon.ranks.agreement import group_state
 
 HALVES = {"reference": reference, "fast": fast}
-RANKS, LOST, TIMEOUT = 3, 1, 4.0  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
+RANKS, LOST, TIMEOUT = 3, 1, 1.5  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
 MASK = Mask.documents([0, 7, 24])
 
 
@@ -67,6 +68,7 @@ def rank_main(rank, folder, run):
     os.environ["TRITON_INTERPRET"] = "1"
     store, report = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
     torch.set_num_threads(1)
+    shorten_waits()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     (Path(folder) / f"started{rank}").touch()
     try:
