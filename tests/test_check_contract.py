@@ -14,7 +14,7 @@ from rich.console import Console
 
 import canon
 from canon.__main__ import main
-from canon.check import cases, check_report, contract, run_cases
+from canon.check import cases, check_command, check_report, contract
 from canon.check.cases import all_cases, covered
 from canon.check.places import place
 from canon.reference import Layout
@@ -275,10 +275,9 @@ def test_a_check_resumes(run, monkeypatch):
     words = ("canon.reference", "--tokens", 200, "--only", "merge")
     _, _, first = run(*words)
     ran = []
-    real = run_cases.process_groups.threads
-    monkeypatch.setattr(
-        run_cases.process_groups, "threads", lambda runner, ranks: ran.extend(runner.cases) or real(runner, ranks)
-    )
+    real = check_command.run_cases
+    noted = lambda kind, ranks, runner, *numbers: ran.extend(runner.cases) or real(kind, ranks, runner, *numbers)
+    monkeypatch.setattr(check_command, "run_cases", noted)
     status, _, record = run("canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume")
     assert status == 0
     assert verdicts(first).keys() & verdicts(record).keys() == {"merge/documents/bfloat16"}
