@@ -95,7 +95,7 @@ def pytest_runtest_setup(item):
 def _fast_interpreter(pytestconfig):
     """Speed up the interpreter, if a test module has imported Triton."""
     if "triton" in sys.modules and not pytestconfig.getoption("gpu"):
-        from interpreted_types import share_types
+        from canon.testing.interpreted_types import share_types
 
         share_types()
 

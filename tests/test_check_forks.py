@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from canon.check import run_cases
+from canon.check import check_command, run_cases
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import all_cases
 from canon.check.documents import Documents
@@ -52,3 +52,12 @@ def test_a_case_that_ends_its_fork_fails(monkeypatch, write_module):
 def test_few_cases_run_in_one_process(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [run_cases._forks(cases) for cases in (1, 31, 32, 156, 1000)] == [0, 1, 2, 8, 8]
+
+
+def test_a_check_shares_the_types_of_interpreted_tensors_once():
+    core = pytest.importorskip("triton.language.core", reason="Triton is not installed")
+    for _ in range(2):
+        assert check_command._interpret()
+        assert core.tensor.__init__.__module__ == "canon.testing.interpreted_types"
+    closure = dict(zip(core.tensor.__init__.__code__.co_freevars, core.tensor.__init__.__closure__, strict=True))
+    assert closure["make_tensor"].cell_contents.__module__ == "triton.language.core"

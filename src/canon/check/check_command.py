@@ -300,8 +300,10 @@ def _interpret() -> bool:
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads the variable when a module defines its kernels
     with suppress(ModuleNotFoundError):  # no Triton: the import of a module that needs it will fail
         from canon.fast.kernels.interpreter import repair
+        from canon.testing.interpreted_types import share_types
 
         repair()
+        share_types()
         return True
     return False
 

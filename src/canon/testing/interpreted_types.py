@@ -10,7 +10,9 @@ PLAIN = {int, float, bool, str, type(None), core.dtype, core.pointer_type, core.
 
 
 def share_types() -> None:
-    """Let all block types and tensors of one shape share what Triton computes from the shape."""
+    """Let all block types and tensors of one shape share what Triton computes from the shape. A second call does nothing."""
+    if core.block_type.__init__.__module__ == __name__:
+        return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
     types, shapes = {}, {}
