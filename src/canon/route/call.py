@@ -65,6 +65,9 @@ class Place(NamedTuple):
     ranks: int = 1
 
 
+ALONE = Place()
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """The arguments of a call after all checks. Only ``rank`` differs between ranks.
@@ -204,7 +207,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
 
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
     """
-    place = Place() if algorithm.declaration.is_local else Place(*place_in(algorithm.function, given.group))
+    place = ALONE if algorithm.declaration.is_local else Place(*place_in(algorithm.function, given.group))
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
         options = {name: x.item() if isinstance(x, np.number) else x for name, x in given.options.items()}
