@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 INTERPRETED = {
     "test_aggregates", "test_bench", "test_bench_speeds", "test_bits", "test_check", "test_check_bits", "test_check_contract",
     "test_check_warming",
-    "test_compile", "test_containment", "test_cuda", "test_cuda_config", "test_cuda_kernels", "test_cuda_launch",
+    "test_compile", "test_containment", "test_cuda", "test_cuda_config", "test_cuda_graph", "test_cuda_kernels", "test_cuda_launch",
     "test_cuda_program", "test_cuda_resources", "test_decode_in_order", "test_device", "test_few_queries_in_order",
     "test_first_call", "test_gluon", "test_gluon_launch", "test_gluon_maxima", "test_gluon_order", "test_gluon_protocol",
     "test_gluon_random", "test_gluon_semaphore", "test_held_sms", "test_interpreter", "test_kernel_choice",
     "test_kernel_variants", "test_kernels", "test_key_order", "test_key_parts", "test_launch_counts", "test_launcher",
     "test_lesson_tools", "test_memory", "test_merge_race", "test_placed_mask", "test_plan_lifetime", "test_planted_notebooks",
     "test_prepared", "test_ptx", "test_range", "test_repeated_calls", "test_replayed_schedules", "test_simulator",
-    "test_simulator_programs", "test_simulator_values", "test_swap_it_in", "test_tile_scheduler", "test_wide_heads",
+    "test_simulator_programs", "test_simulator_values", "test_swap_it_in", "test_tile_scheduler", "test_wide_heads", "test_wide_offsets",
 }  # fmt: skip
 
 # The same examples in every run, so that a failure can be repeated.

@@ -63,6 +63,7 @@ def test_the_version_is_a_part_of_every_digest(monkeypatch):
     assert digests.digest_of(fields) != before
 
 
+@pytest.mark.interpreted
 def test_kernel_backends_that_send_something_else_raise(monkeypatch):
     monkeypatch.setattr(launch, "takes_keys_of_ranks", lambda *_: dist.get_rank() == 0, raising=False)
     errors = errors_of(lambda: fast.decode_attention(X, X, X, rank_invariant=True))

@@ -72,7 +72,7 @@ def test_fused_raises_under_deterministic_algorithms(deterministic):
 
 
 def test_backends_are_named():
-    with pytest.raises(ValueError, match="'triton', 'gluon', 'cuda'"), backend("tritn"):
+    with pytest.raises(ValueError, match="'gluon', 'triton', 'cuda', 'torch'"), backend("tritn"):
         pass
     with backend("triton"):
         x = torch.zeros(1, 3, 1, 16, device=DEVICE)

@@ -39,7 +39,7 @@ from canon.testing import record
 from canon.testing.sass import overwritten, skipped_waits, waits
 
 # These read a table of row indices.
-ROWS = "merge_rows", "pick_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
+ROWS = "merge_rows", "copy_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
 ROWS += "copy_tokens", "zero_rows", "mask_statistic"
 NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", "sink", "sink_backward", *ROWS
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
@@ -249,7 +249,7 @@ def _launch(case: Case, q, k, v, dout, lse, wide) -> None:
         "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),
         "merge_rows": lambda: launch.merge(wide, lse, wide, lse, wide, lse, indices),
-        "pick_rows": lambda: rows.pick_rows(q, indices),
+        "copy_rows": lambda: rows.copy_rows(q, q, indices),
         "copy_statistics": lambda: rows.copy_statistics(lse, lse, (lse, lse), indices),
         "add_to_rows": lambda: rows.add_to_rows(wide, indices, wide),
         "take_rows": lambda: rows.take_rows(k, v, indices, torch.cat([k, v], -1)),
