@@ -13,8 +13,8 @@ from torch import Tensor
 
 from canon.fast.backward import QueryInputs
 from canon.fast.device import rows_for
-from canon.fast.kernels.device_plans import device_plan
 from canon.fast.local import merge_into
+from canon.fast.tables.device_plans import device_plan
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan

@@ -41,8 +41,8 @@ from canon.faces import public_parts
 from canon.fast.device import check_device, kernels_for, rows_for
 from canon.fast.kernels.backend import Kernels
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
 from canon.fast.replay.recordings import replayed
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, accumulate_dtype
 

@@ -18,7 +18,7 @@ from canon.faces import public_decode
 from canon.fast.decode_in_order import in_order
 from canon.fast.device import check_inputs
 from canon.fast.local import attention, attention_forward, forward_into, merge_into
-from canon.fast.messages import transport_for
+from canon.fast.transport.messages import transport_for
 from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 from canon.route.sink_weights import weighted

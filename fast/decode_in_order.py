@@ -31,11 +31,11 @@ from torch import Tensor
 
 from canon.faces.public_decode import keys_travel
 from canon.fast.device import kernels_for
-from canon.fast.kernels.placed_mask import in_place
 from canon.fast.local import empty_result
-from canon.fast.messages import transport_for
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
+from canon.fast.tables.placed_mask import in_place
+from canon.fast.transport.messages import transport_for
 from canon.masks.mask import Mask
 from canon.ranks.divided_keys import check_starts
 from canon.route.checks import Scale

@@ -8,7 +8,7 @@
                 Needs the extra cuda
 
 Without `backend`, the first of the first three that serves the inputs is used. "triton" is also used for few queries over many
-keys without rank_invariant (`canon.fast.kernels.key_parts`). A chosen backend that does not support the inputs raises: it is
+keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen backend that does not support the inputs raises: it is
 never replaced. `canon.fast.kernels.backend` has what a backend declares.
 """
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from canon.faces import public_group_collectives, public_plans
 from canon.fast.device import check_device, rows_for
-from canon.fast.kernels.device_plans import device_plan
-from canon.fast.messages import transport_for
 from canon.fast.needed_keys import areas_and_needs, union_of_intervals
 from canon.fast.replay.recordings import replayed
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.transport.messages import transport_for
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask

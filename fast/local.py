@@ -28,9 +28,9 @@ from canon.faces import public_attention, public_parts
 from canon.fast.backward import attention_backward, gradients, rank_invariant_method
 from canon.fast.device import backend_for, check_device, kernels_for, rows_for
 from canon.fast.half import FAST, Part
-from canon.fast.kernels.key_parts import has_parts
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.fast.replay.recordings import replayed
+from canon.fast.tables.key_parts import has_parts
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.masks.mask import Mask
 from canon.route.algorithm import Algorithm
 from canon.route.call import Call
@@ -195,7 +195,7 @@ def _merge_in_place(
 
 
 NOTES = """
-    1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.kernels.key_parts`). The option
+    1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.tables.key_parts`). The option
     ``rank_invariant`` and a forced backend other than "triton" exclude parts.
 
     With ``return_max_logits`` the forward pass runs on the Triton or PyTorch kernels; "gluon" and "cuda", if chosen, raise

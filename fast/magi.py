@@ -51,14 +51,14 @@ from canon.fast.group_collectives import (
     rows_sent,
 )
 from canon.fast.half import FAST, Part
-from canon.fast.kernels.device_plans import META
-from canon.fast.messages import Pending, transport_for
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
 from canon.fast.ring import VARIANTS, active_part
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.tile_exchanges import OwnTokens, TileCast
+from canon.fast.tables.device_plans import META
+from canon.fast.transport.messages import Pending, transport_for
+from canon.fast.transport.tile_exchanges import OwnTokens, TileCast
 from canon.masks.cast_plan import CastPlan
 from canon.masks.plan_cache import PLANS
 from canon.route.algorithm import Algorithm

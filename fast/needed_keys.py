@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from canon.fast.kernels.work_tables import band_array
+from canon.fast.tables.work_tables import band_array
 from canon.masks.mask import Mask
 
 

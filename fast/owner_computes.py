@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from canon.fast.backward import QueryInputs, backward_into, make_delta, rank_invariant_method
-from canon.fast.kernels.placed_mask import PlacedMask, aligned, canonical
 from canon.fast.local import empty_result, forward_into
-from canon.fast.messages import Pending
 from canon.fast.schedule import receiving
+from canon.fast.tables.placed_mask import PlacedMask, aligned, canonical
+from canon.fast.transport.messages import Pending
 from canon.route.call import Call
 
 Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message

@@ -22,9 +22,9 @@ import torch
 from canon.faces import public_prepare
 from canon.fast.backward import plan_gradients
 from canon.fast.half import FAST, Part
-from canon.fast.kernels.device_plans import META
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
 from canon.fast.local import empty_result, forward_for
+from canon.fast.tables.device_plans import META
 from canon.route.call import Call
 
 __all__ = ["prepare"]

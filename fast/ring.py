@@ -59,11 +59,11 @@ from canon.fast.active_queries import ActiveQueries, active_queries_of, query_in
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend, rows_for
 from canon.fast.half import FAST, Part
-from canon.fast.kernels.device_plans import META
 from canon.fast.local import forward_part
-from canon.fast.messages import BlockRing, Blocks, Pending
 from canon.fast.replay.recordings import replayed
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
+from canon.fast.tables.device_plans import META
+from canon.fast.transport.messages import BlockRing, Blocks, Pending
 from canon.masks.plan_cache import PLANS
 from canon.route.algorithm import Algorithm
 from canon.route.call import Call, kinds_of

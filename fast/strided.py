@@ -37,11 +37,11 @@ from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.device import chosen_backend
 from canon.fast.half import FAST, Part
 from canon.fast.local import forward_part
-from canon.fast.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask, padded_tokens
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.ring import ring_backward, steps_of_ring
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.tile_exchanges import OwnTokens, TileGather
+from canon.fast.transport.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask, padded_tokens
+from canon.fast.transport.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.plan_cache import PLANS
 from canon.route.algorithm import Algorithm

@@ -19,18 +19,16 @@ from hypothesis import settings
 from torch.utils._pytree import tree_leaves
 
 # Tests of the kernels, and of all that records, counts, compiles or simulates them.
-INTERPRETED = {
-    "test_aggregates", "test_bench", "test_bench_speeds", "test_bits", "test_check", "test_check_bits", "test_check_contract",
-    "test_check_warming",
-    "test_compile", "test_containment", "test_cuda", "test_cuda_config", "test_cuda_graph", "test_cuda_kernels", "test_cuda_launch",
-    "test_cuda_program", "test_cuda_resources", "test_decode_in_order", "test_device", "test_few_queries_in_order",
-    "test_first_call", "test_gluon", "test_gluon_launch", "test_gluon_maxima", "test_gluon_order", "test_gluon_protocol",
-    "test_gluon_random", "test_gluon_semaphore", "test_held_sms", "test_interpreter", "test_kernel_choice",
-    "test_kernel_variants", "test_kernels", "test_key_order", "test_key_parts", "test_launch_counts", "test_launcher",
-    "test_lesson_tools", "test_memory", "test_merge_race", "test_placed_mask", "test_plan_lifetime", "test_planted_notebooks",
-    "test_prepared", "test_ptx", "test_range", "test_repeated_calls", "test_replayed_schedules", "test_simulator",
-    "test_simulator_programs", "test_simulator_values", "test_swap_it_in", "test_tile_scheduler", "test_wide_heads", "test_wide_offsets",
-}  # fmt: skip
+INTERPRETED = """
+aggregates bench bench_speeds bits check check_bits check_contract check_warming compile
+containment cuda cuda_config cuda_graph cuda_kernels cuda_launch cuda_program cuda_resources
+decode_in_order device few_queries_in_order first_call gluon gluon_launch gluon_maxima
+gluon_order gluon_protocol gluon_random gluon_semaphore held_sms interpreter kernel_choice
+kernel_variants kernels key_order key_parts launch_counts launcher lesson_tools memory
+merge_race placed_mask plan_lifetime planted_notebooks prepared ptx range repeated_calls
+replayed_schedules simulator simulator_programs simulator_values swap_it_in tile_scheduler
+wide_heads wide_offsets
+""".split()  # noqa: SIM905
 
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
@@ -85,7 +83,7 @@ def pytest_runtest_setup(item):
         return
     importlib.import_module("interpreted_kernels")
     records = "replays" in item.fixturenames  # only launches of kernels are recorded
-    if records or item.path.stem in INTERPRETED or item.get_closest_marker("interpreted"):
+    if records or item.path.stem.removeprefix("test_") in INTERPRETED or item.get_closest_marker("interpreted"):
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)

@@ -11,9 +11,9 @@ import torch
 from sharded import DEVICE, ON_HOPPER
 
 from canon.fast import backend, backward, local
-from canon.fast.kernels.device_plans import uploaded
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
+from canon.fast.tables.device_plans import uploaded
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 

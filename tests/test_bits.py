@@ -15,12 +15,12 @@ from invariant_worlds import bits
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask, fast, trees
-from canon.fast.kernels import work_tables
 from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon import stale_maximum
-from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.config import HOPPER, Config, forced
+from canon.fast.tables import work_tables
+from canon.fast.tables.placed_mask import in_place
 from canon.masks.plan_cache import PARTS, PLANS
 
 N = 300

@@ -239,10 +239,10 @@ def test_invalid_arguments_are_errors(run, words, message):
     assert message in printed.err
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "fast/local.py", "fast/kernels/replay.c", "fast/kernels/new.cu"])
+@pytest.mark.parametrize("name", ["__init__.py", "fast/local.py", "fast/replay/replay.c", "fast/replay/new.cu"])
 def test_the_digest_of_the_source_changes_with_each_source_file(name, tmp_path, monkeypatch):
     package, half = tmp_path / "src/canon", tmp_path / "fast"
-    for path in (package / "__init__.py", half / "local.py", half / "kernels/replay.c"):
+    for path in (package / "__init__.py", half / "local.py", half / "replay/replay.c"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("before")
     (package / "fast").symlink_to(half)

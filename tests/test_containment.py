@@ -15,9 +15,9 @@ from sharded import DEVICE, ON_HOPPER
 from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
-from canon.fast.kernels.tile_costs import BOX
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.kernels.work_tables import host_table
+from canon.fast.tables.tile_costs import BOX
+from canon.fast.tables.work_tables import host_table
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 

@@ -14,7 +14,7 @@ from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launc
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_of
 from canon.fast.kernels.gluon.few_queries_plan import is_few, seen_keys, tokens_of_tile
-from canon.fast.kernels.placed_mask import PlacedMask, in_place
+from canon.fast.tables.placed_mask import PlacedMask, in_place
 from canon.masks.plan_cache import PLANS
 from canon.testing.judge import Attended
 

@@ -16,10 +16,10 @@ from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 from hopper import new_schedule
 
 from canon import Mask, simulator
-from canon.fast.kernels.device_plans import uploaded
 from canon.fast.kernels.gluon import config, dq_order, few_queries_launch, few_queries_plan, launch, tile_scheduler
-from canon.fast.kernels.placed_mask import in_place
 from canon.fast.kernels.triton.blocks import LOG2E
+from canon.fast.tables.device_plans import uploaded
+from canon.fast.tables.placed_mask import in_place
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 

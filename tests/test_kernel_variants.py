@@ -24,7 +24,7 @@ from canon import fast
 from canon.fast import backward, local, half
 from canon.fast.ahead import kernel_variants, warm
 from canon.fast.ahead.compilation import recorded_jobs
-from canon.fast.kernels import key_parts
+from canon.fast.tables import key_parts
 from canon.fast.kernels.cuda import kernel, launch as cuda
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch

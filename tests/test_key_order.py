@@ -12,8 +12,8 @@ from sharded import ON_HOPPER
 
 from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import masking
-from canon.fast.kernels.placed_mask import in_place
-from canon.fast.kernels.work_tables import host_table, work_table
+from canon.fast.tables.placed_mask import in_place
+from canon.fast.tables.work_tables import host_table, work_table
 from canon.route.rank_invariance import transposed
 from canon.testing.judge import Attended
 

@@ -13,11 +13,11 @@ from sharded import DEVICE
 
 from canon import Band, Mask, fast
 from canon.fast import device, local
-from canon.fast.kernels import key_parts
-from canon.fast.kernels.key_parts import part_table, visible_words
 from canon.fast.kernels.triton import parts
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.replay import recordings
+from canon.fast.tables import key_parts
+from canon.fast.tables.key_parts import part_table, visible_words
 from canon.masks.plan_cache import PLANS
 from canon.testing.judge import Attended
 

@@ -7,8 +7,8 @@ from sharded import CALLS, OWN_LAYOUTS, layout_of, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.device import computing_with
-from canon.fast.kernels import key_parts
 from canon.fast.local import forward_for
+from canon.fast.tables import key_parts
 from canon.testing import process_groups
 
 N = 60

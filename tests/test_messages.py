@@ -3,8 +3,8 @@
 import torch
 
 from canon import Layout
-from canon.fast import messages
 from canon.fast.ring import RING
+from canon.fast.transport import messages
 from canon.route.call import checked_call
 from canon.testing import process_groups
 

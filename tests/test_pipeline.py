@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import schedule
-from canon.fast.messages import AllGather, ReduceScatter, Transport
+from canon.fast.transport.messages import AllGather, ReduceScatter, Transport
 from canon.testing import process_groups, thread_group
 from canon.testing.recording import recording
 

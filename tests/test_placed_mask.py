@@ -15,15 +15,15 @@ from sharded import DEVICE
 
 from canon import Layout, Mask, fast
 from canon.fast import backward, local, owner_computes
-from canon.fast.kernels import placed_mask
-from canon.fast.kernels import work_tables as tiles
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
-from canon.fast.kernels.placed_mask import PlacedMask, in_place
 from canon.fast.kernels.triton import row_operations
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.tile_exchanges import TileCast, TileGather
+from canon.fast.tables import placed_mask
+from canon.fast.tables import work_tables as tiles
+from canon.fast.tables.placed_mask import PlacedMask, in_place
+from canon.fast.transport.tile_exchanges import TileCast, TileGather
 from canon.route.rank_invariance import pieces_of
 
 SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns

@@ -14,7 +14,7 @@ from canon.bench.shapes import documents
 from canon.fast import preparation
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
-from canon.fast.kernels.work_tables import work_table
+from canon.fast.tables.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
 from canon.route.prepared_plans import Preparation

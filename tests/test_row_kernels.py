@@ -16,10 +16,10 @@ from sharded import DEVICE
 
 from canon import Mask
 from canon.fast import local
-from canon.fast.kernels import key_parts
 from canon.fast.kernels.torch import rows as plain
 from canon.fast.kernels.triton import launch, parts, row_operations, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.tables import key_parts
 from canon.testing.judge import Attended
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted]

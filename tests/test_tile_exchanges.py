@@ -9,7 +9,7 @@ from invariant_worlds import MASKS, N, inputs
 
 from canon import Layout, Mask, fast
 from canon.fast import owner_computes
-from canon.fast.tile_exchanges import TileCast, TileGather
+from canon.fast.transport.tile_exchanges import TileCast, TileGather
 from canon.testing import process_groups
 
 

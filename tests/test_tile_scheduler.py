@@ -10,7 +10,7 @@ import torch
 from canon import Band, Mask
 from canon.fast.kernels.gluon import dq_order, tile_scheduler
 from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
-from canon.fast.kernels.tile_costs import imbalance, needs_more_owners, tile_costs
+from canon.fast.tables.tile_costs import imbalance, needs_more_owners, tile_costs
 
 CPU = torch.device("cpu")
 ONE_HEAD = Heads(1, 1, 1)

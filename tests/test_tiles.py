@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band, Mask
-from canon.fast.kernels.work_tables import area, host_table
+from canon.fast.tables.work_tables import area, host_table
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 

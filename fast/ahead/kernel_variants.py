@@ -33,9 +33,9 @@ from canon.fast.active_queries import pick_rows
 from canon.fast.device import backend_for, computing_with, rows_for
 from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
-from canon.fast.kernels.placed_mask import in_place
 from canon.fast.local import forward_into, merge, merge_into
 from canon.fast.ring import VARIANTS
+from canon.fast.tables.placed_mask import in_place
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 from canon.route.algorithm import ALGORITHMS

@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.placed_mask import AnyMask
+from canon.fast.tables.placed_mask import AnyMask
 from canon.route.checks import Scale
 
 FORCED: list[dict[str, Any]] = []  # configurations that are forced, by kernel: a dict for each backend that has some

@@ -1,4 +1,4 @@
-"""Pack the launches of a pass for `kernels/replay.c`, which replays them in one call."""
+"""Pack the launches of a pass for `replay.c`, which replays them in one call."""
 
 import struct
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ _HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> CUten
 
 @lru_cache(maxsize=1)
 def native_module() -> ModuleType:
-    """Compile and load `kernels/replay.c` with Triton's compiler and cache. Raises NotReplayable without a C compiler."""
+    """Compile and load `replay.c` with Triton's compiler and cache. Raises NotReplayable without a C compiler."""
     import triton
     from triton.runtime.build import compile_module_from_src
 
-    source = (Path(__file__).parents[1] / "kernels" / "replay.c").read_text()
+    source = Path(__file__).with_name("replay.c").read_text()
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     try:
         return compile_module_from_src(source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"])
     except Exception as error:
-        raise NotReplayable(f"kernels/replay.c does not compile: {error}") from error
+        raise NotReplayable(f"replay.c does not compile: {error}") from error
 
 
 def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:

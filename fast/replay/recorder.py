@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canon.fast.kernels.device_plans import Upload
+from canon.fast.tables.device_plans import Upload
 
 # Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run as written and free each
 # one early; the GPU hides their host time.

@@ -24,9 +24,9 @@ from torch import Tensor
 from canon.fast.device import chosen_backend
 from canon.fast.kernels import launcher
 from canon.fast.kernels.backend import FORCED
-from canon.fast.kernels.device_plans import keep_for_stream, observed
 from canon.fast.replay.native import native_module, packed
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
+from canon.fast.tables.device_plans import keep_for_stream, observed
 from canon.masks import plan_cache
 
 ALIGNMENT = 256  # bytes, of each temporary

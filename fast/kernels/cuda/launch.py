@@ -11,7 +11,6 @@ from torch import Tensor
 from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
 from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
-from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import (
     RowStatistics,
@@ -22,7 +21,8 @@ from canon.fast.kernels.triton.launch import (
     heads_in_l2,
     kernel_strides,
 )
-from canon.fast.kernels.work_tables import WorkTable, work_table
+from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.work_tables import WorkTable, work_table
 from canon.route.checks import Scale, split_scale
 
 DTYPES = torch.bfloat16, torch.float16

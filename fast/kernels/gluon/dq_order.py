@@ -27,9 +27,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from canon.fast.kernels.index_ranges import counted
-from canon.fast.kernels.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
-from canon.fast.kernels.work_tables import area, visits
+from canon.fast.tables.index_ranges import counted
+from canon.fast.tables.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
+from canon.fast.tables.work_tables import area, visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 

@@ -28,8 +28,8 @@ from canon.fast.kernels.gluon.few_queries_plan import (
     tokens_of_tile,
 )
 from canon.fast.kernels.launcher import launch
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
-from canon.fast.kernels.work_tables import visits
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.work_tables import visits
 
 WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 113 KB, so that an SM holds two CTAs
 SLICES = {64: 6, 32: 8, 16: 10}  # columns of a CTA of `sums_kernel`, and stages

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, TILES
 from canon.fast.kernels.gluon.tile_scheduler import WORK_TILE, Heads, MaskedTokens, Traversal, tile_schedule
-from canon.fast.kernels.index_ranges import counted, expanded
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, in_place
-from canon.fast.kernels.work_tables import band_array, visits
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.index_ranges import counted, expanded
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask, in_place
+from canon.fast.tables.work_tables import band_array, visits
 from canon.masks.plan_cache import cached_plan
 
 ROWS = 64  # of a tile: tokens x query heads of a group

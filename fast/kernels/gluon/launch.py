@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import constexpr
 
-from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
 from canon.fast.kernels.gluon.descriptors import box, descriptor, empty_for_tma
@@ -45,11 +44,12 @@ from canon.fast.kernels.launcher import (
     multiprocessor_count,
     tma_loadable,
 )
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
-from canon.fast.kernels.work_tables import area, visits
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask, whole_of
+from canon.fast.tables.work_tables import area, visits
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, split_scale
 from canon.route.rank_invariance import TILE

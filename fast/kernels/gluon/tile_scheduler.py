@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.device_plans import device_plan
 from canon.fast.kernels.gluon.dq_order import (
     SMS,
     alternate,
@@ -39,10 +38,11 @@ from canon.fast.kernels.gluon.tile_queue import (
     WORK_TILES_END,
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
-from canon.fast.kernels.index_ranges import expanded
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
-from canon.fast.kernels.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
-from canon.fast.kernels.work_tables import band_array
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.index_ranges import expanded
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
+from canon.fast.tables.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.placed_mask import AnyMask
 from canon.fast.kernels.torch.rows import delta, sum_heads
 from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
+from canon.fast.tables.placed_mask import AnyMask
 from canon.route.checks import Scale, split_scale
 
 __all__ = ["choose_method", "delta", "dkdv", "dq", "empty_statistics", "forward", "make_row_statistics", "sum_heads"]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
-from canon.fast.kernels.work_tables import host_table
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.work_tables import host_table
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import accumulate_dtype
 from canon.route.rank_invariance import TILE

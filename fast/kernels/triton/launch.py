@@ -36,8 +36,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
-from canon.fast.kernels.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.kernels.triton import blocks
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
@@ -45,7 +43,9 @@ from canon.fast.kernels.triton.dq import dq_kernel
 from canon.fast.kernels.triton.forward import forward_kernel, sign_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
-from canon.fast.kernels.work_tables import WorkTable, work_table
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
+from canon.fast.tables.work_tables import WorkTable, work_table
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value

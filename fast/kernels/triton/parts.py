@@ -1,4 +1,4 @@
-"""Two kernels for few queries (`canon.fast.kernels.key_parts`): one sums each part of the keys, one merges the parts in order.
+"""Two kernels for few queries (`canon.fast.tables.key_parts`): one sums each part of the keys, one merges the parts in order.
 
     parts_kernel           a CTA for each (part, tile of rows, key head)     reads K and V once for all heads of a group
     merge_parts_kernel     a CTA for each (query, query head)               adds in the order of the keys
@@ -15,8 +15,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from canon.fast.kernels import key_parts
-from canon.fast.kernels.key_parts import WORD, part_table
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
     LN2,
@@ -29,6 +27,8 @@ from canon.fast.kernels.triton.blocks import (
 )
 from canon.fast.kernels.triton.config import Config, choose
 from canon.fast.kernels.triton.forward import largest_maximum, raise_maximum, softmax_step
+from canon.fast.tables import key_parts
+from canon.fast.tables.key_parts import WORD, part_table
 from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 

@@ -136,7 +136,7 @@ class GroupState:
 
     def __init__(self, group: Any):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.transports: dict[torch.device, Any] = {}  # of `canon.fast.messages`
+        self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport.messages`
         self.aborted: list[Any] = []  # other groups, aborted with this one
         self._group = ref(group)  # weak: the group may end before the state
         store = _own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)

@@ -20,7 +20,7 @@ tokens keeps its bits. One that moves by 100 may change them.
 **Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions. A row of a tile of queries
 has a state: maximum m, sum l, output o.
 
-1. A row's tiles are visited once each, in order. All bands between two tiles make one visit (`canon.fast.kernels.key_order`).
+1. A row's tiles are visited once each, in order. All bands between two tiles make one visit (`canon.fast.tables.key_order`).
 2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns of the tile. The MMA and
    the reductions of a row read no other row. A product of fixed shape adds in a fixed order. So the step is a function of the
    row's state, its scores, and its hidden columns.
@@ -37,7 +37,7 @@ has a state: maximum m, sum l, output o.
 Limits: o of -0 may become 0 in 4 and 5. A NaN reaches others in its tile (`canon.fast.kernels.triton.launch`). On "cuda" bits
 also depend on the bands of the mask, because a tile is visited once for each of its bands. CPU products need one thread.
 
-Few queries are not summed in parts of the keys (`canon.fast.kernels.key_parts`). On Hopper all SMs compute the weights of
+Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs compute the weights of
 their keys at once, and sum them in the order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights
 follow from its scores and the maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all
 keys of a tile of queries.

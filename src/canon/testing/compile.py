@@ -31,9 +31,9 @@ from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.gluon import softmax_stats as hopper_stats
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
-from canon.fast.kernels.placed_mask import AnyMask, in_place
 from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
+from canon.fast.tables.placed_mask import AnyMask, in_place
 from canon.masks.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, skipped_waits, waits

@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.kernels.placed_mask import PlacedMask
+from canon.fast.tables.placed_mask import PlacedMask
 from canon.masks.mask import Mask
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
@@ -111,7 +111,9 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
                 patched(dist, name, _gather)
         patched(dist, "all_to_all_single", _all_to_all)
         patched(dist, "batch_isend_irecv", _hop)
-        if messages := sys.modules.get("canon.fast.messages"):  # not imported here: the reference needs no Triton
+        if messages := sys.modules.get(
+            "canon.fast.transport.messages"
+        ):  # not imported here: the reference needs no Triton
             patched(messages.BlockRing, "hop", _ring_hop)
         for module in (*modules, schedule) if schedule else modules:
             for name in KINDS.keys() & vars(module).keys():

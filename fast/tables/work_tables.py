@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.index_ranges import counted
-from canon.fast.kernels.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
-from canon.fast.kernels.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.index_ranges import counted
+from canon.fast.tables.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
+from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.route.rank_invariance import TILE
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.index_ranges import counted, expanded
+from canon.fast.tables.index_ranges import counted, expanded
 
 SPAN_FIELDS = 8  # first column, number of tiles; the band's row start, stop, column start, stop, lo, hi
 COLUMN_BITS = 31  # of a number that holds a tile and a column

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.index_ranges import expanded
-from canon.fast.kernels.key_order import moved_chains
 from canon.fast.kernels.launcher import tma_loadable
+from canon.fast.tables.index_ranges import expanded
+from canon.fast.tables.key_order import moved_chains
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.route.rank_invariance import TILE, Piece

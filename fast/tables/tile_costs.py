@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.placed_mask import AnyMask
-from canon.fast.kernels.work_tables import host_table
+from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.work_tables import host_table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.index_ranges import counted
-from canon.fast.kernels.placed_mask import AnyMask
-from canon.fast.kernels.work_tables import band_array
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.index_ranges import counted
+from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.work_tables import band_array
 from canon.masks.mask import Mask
 
 PART = 2048  # keys

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from canon.fast.group_collectives import Transfer, begin_cast, granular_plan
-from canon.fast.kernels.device_plans import device_plan
-from canon.fast.kernels.placed_mask import PlacedMask, shifted
-from canon.fast.messages import HeadGroup, Pending, transport_for
 from canon.fast.owner_computes import Leg
+from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.placed_mask import PlacedMask, shifted
+from canon.fast.transport.messages import HeadGroup, Pending, transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
