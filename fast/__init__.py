@@ -1,7 +1,8 @@
-"""Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults and docstrings.
+"""Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults
+and docstrings.
 
-On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the range of
-scores and the reach of a NaN, for all functions.
+On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of
+`attention` gives the range of scores and the reach of a NaN, for all functions.
 """
 
 from canon.fast.ahead.warm import warm_up
@@ -10,7 +11,14 @@ from canon.fast.device import backend, compiles
 from canon.fast.half import FAST
 from canon.fast.latent import latent_attention
 from canon.fast.local import attention, attention_backward, attention_forward, merge
-from canon.fast.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
+from canon.fast.magi import (
+    cast_plan,
+    dispatch,
+    group_cast,
+    group_reduce,
+    magi_attention,
+    plan_report,
+)
 from canon.fast.preparation import prepare
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention

@@ -1,9 +1,11 @@
-"""Active queries: the queries of a step that see at least one of its keys. Schedules compute only these.
+"""Active queries: the queries of a step that see at least one of its keys. Schedules compute only
+these.
 
-In the step of the own keys, all queries are computed, because that step initialises the results. In a sequence of several
-documents, few queries see another rank's keys, and they lie scattered over the shard. One range of active queries is a view.
-Several ranges are gathered into a copy. So kernels neither visit nor merge fully masked rows. `visible_keys` crops the
-keys to one range, from the first to the last visible one; masked keys between them remain.
+In the step of the own keys, all queries are computed, because that step initialises the results. In
+a sequence of several documents, few queries see another rank's keys, and they lie scattered over
+the shard. One range of active queries is a view. Several ranges are gathered into a copy. So
+kernels neither visit nor merge fully masked rows. `visible_keys` crops the keys to one range, from
+the first to the last visible one; masked keys between them remain.
 
 Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
@@ -21,7 +23,9 @@ from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank: ``ranges`` of them, ascending, and the ``mask`` between them and the keys of the step."""
+    """Some queries of a rank: ``ranges`` of them, ascending, and the ``mask`` between them and the
+    keys of the step.
+    """
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
         self.mask, self.ranges = mask, ranges
@@ -33,7 +37,9 @@ class ActiveQueries:
         return self.mask.nbytes + 100 * len(self.ranges)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return x at these queries: a view of one range, a copy of several. ``dim=2`` is for (b, h, t)."""
+        """Return x at these queries: a view of one range, a copy of several. ``dim=2`` is for (b,
+        h, t).
+        """
         if self.in_place:
             return x.narrow(dim, self.ranges[0].start, len(self.ranges[0]))
         indices = query_indices(self, x.device)
@@ -53,10 +59,16 @@ class ActiveQueries:
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of (b, t, h, d) or (b, h, t) at these queries."""
-        return tuple(self.mask.queries if axis == (1 if x.ndim == 4 else 2) else n for axis, n in enumerate(x.shape))
+        return tuple(
+            self.mask.queries if axis == (1 if x.ndim == 4 else 2) else n
+            for axis, n in enumerate(x.shape)
+        )
 
-    def merge(self, running: list[Tensor], part: tuple[Tensor, Tensor], result: Tensor | None = None) -> None:
-        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse of all queries.
+    def merge(
+        self, running: list[Tensor], part: tuple[Tensor, Tensor], result: Tensor | None = None
+    ) -> None:
+        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse
+        of all queries.
 
         ``result``: instead of the running out, write that of all queries there, in its dtype.
         """
@@ -86,7 +98,9 @@ def pick_rows(x: Tensor, rows: Tensor) -> Tensor:
 @device_plan
 def query_indices(queries: ActiveQueries) -> np.ndarray:
     """Return the indices of these queries, int64."""
-    return np.concatenate([np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)])
+    return np.concatenate(
+        [np.arange(rows.start, rows.stop) for rows in queries.ranges] or [np.arange(0)]
+    )
 
 
 @device_plan
@@ -115,7 +129,9 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
 
 @cached_plan
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:
-    """Return the keys from the first to the last that a query sees, and the mask over these keys."""
+    """Return the keys from the first to the last that a query sees,
+    and the mask over these keys.
+    """
     first = min((band.k_start for band in mask.bands), default=0)
     keys = range(first, max((band.k_stop for band in mask.bands), default=first))
     return slice(keys.start, keys.stop), mask.crop(keys=keys)

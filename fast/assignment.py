@@ -1,13 +1,17 @@
-"""Chunks on ranks: the score of an assignment, the swaps of two ranks, and the relief of the rank that moves most.
+"""Chunks on ranks: the score of an assignment, the swaps of two ranks, and the relief of the rank
+that moves most.
 
-- Each rank has two prefix sums: over its *missing* cells, which none of its chunks needs, and over those that exactly *one*
-  needs. The keys that a chunk would add to a rank, or take away, are differences of two entries.
-- Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are scored again. Without a
-  gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower bounds exclude most swaps before keys that two
-  chunks share are counted. Chunks with many intervals have prefix sums of their own, over the keys that only they need.
-- A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks within their limits.
-- Two ranks are skipped if unchanged since their last comparison. Two within their limits are also skipped, if they share no
-  key or a lower bound of the traffic shows no gain.
+- Each rank has two prefix sums: over its *missing* cells, which none of its chunks needs, and over
+  those that exactly *one* needs. The keys that a chunk would add to a rank, or take away, are
+  differences of two entries.
+- Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are
+  scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower
+  bounds exclude most swaps before keys that two chunks share are counted. Chunks with many
+  intervals have prefix sums of their own, over the keys that only they need.
+- A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
+  within their limits.
+- Two ranks are skipped if unchanged since their last comparison. Two within their limits are also
+  skipped, if they share no key or a lower bound of the traffic shows no gain.
 """
 
 import numpy as np
@@ -20,7 +24,8 @@ PARTNERS = 8  # ranks that move least, with which the rank that moves most may s
 
 LARGEST_BLOCK = 1 << 20  # swaps x cells, or x chunks, that a relief scores at once
 
-FEWEST_TOGETHER, MOST_TOGETHER = 32, 256  # ranks in one scoring; scores behind the first gain are wasted
+# ranks in one scoring; scores behind the first gain are wasted
+FEWEST_TOGETHER, MOST_TOGETHER = 32, 256
 
 
 class Assignment:
@@ -32,7 +37,8 @@ class Assignment:
         self.has_small = np.zeros(chunks.ranks, bool)
         self.settled = np.zeros((chunks.ranks,) * 2, bool)  # pairs unchanged since they had no gain
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
-        self.sole_needs = np.zeros(slots.size, np.int64)  # for each chunk: keys that only it needs on its rank
+        # for each chunk: keys that only it needs on its rank
+        self.sole_needs = np.zeros(slots.size, np.int64)
         # for each chunk: prefix sums over the keys that only it needs on its rank
         self.sole = np.zeros((len(chunks.needs), chunks.needs.shape[1] + 1), np.int64)
         for first in range(0, chunks.ranks, 8):  # a few at a time: their tables fit into the cache
@@ -42,7 +48,9 @@ class Assignment:
         chunks = self.chunks
         self.slots[ranks] = held = np.sort(self.slots[ranks], axis=1)
         row, width = np.arange(len(ranks)), self.once.shape[1]
-        first, last = (x.take(held, 0) + (row * width)[:, None, None] for x in (chunks.first, chunks.last))
+        first, last = (
+            x.take(held, 0) + (row * width)[:, None, None] for x in (chunks.first, chunks.last)
+        )
         begin, end = (np.bincount(x.ravel(), minlength=len(ranks) * width) for x in (first, last))
         needed_by = (begin - end).reshape(-1, width).cumsum(1)[:, :-1]
         missing, once = np.zeros((2, len(ranks), width), np.int64)
@@ -50,15 +58,23 @@ class Assignment:
         np.cumsum(chunks.cells * (needed_by == 1), axis=1, out=once[:, 1:])
         self.missing[ranks], self.once[ranks] = missing, once
         if len(self.sole):
-            self.sole[held, 1:] = (chunks.needs[held] * (chunks.cells * (needed_by == 1))[:, None]).cumsum(2)
+            self.sole[held, 1:] = (
+                chunks.needs[held] * (chunks.cells * (needed_by == 1))[:, None]
+            ).cumsum(2)
         self.sole_needs[held] = (once.take(last) - once.take(first)).sum(2)
-        self.load[ranks], self.has_small[ranks] = chunks.work.take(held).sum(1), chunks.small.take(held).any(1)
+        self.load[ranks], self.has_small[ranks] = (
+            chunks.work.take(held).sum(1),
+            chunks.small.take(held).any(1),
+        )
         self.received[ranks] = chunks.need_of_all - missing[:, -1] - chunks.own.take(held).sum(1)
         self.cost[ranks] = np.maximum(self.load[ranks], self.received[ranks])
 
     def moved(self) -> np.ndarray:
-        """Return for each rank the tokens that it receives or those that it sends, whichever are more."""
-        self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)  # for each cell: the ranks that need it
+        """Return for each rank the tokens that it receives or those that it sends, whichever are
+        more.
+        """
+        # for each cell: the ranks that need it
+        self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)
         sent = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))[self.slots].sum(1)
         return np.maximum(self.received, sent)
 
@@ -69,22 +85,32 @@ class Assignment:
         return max(peak, chunks.allowed), peak * (traffic // chunks.cells_per_us)
 
     def relieve(self) -> bool:
-        """Make the best swap of the rank that moves most, if it improves the score. Return whether one does."""
+        """Make the best swap of the rank that moves most, if it improves the score. Return whether
+        one does.
+        """
         chunks, moved, best = self.chunks, self.moved(), self.score()
         rank = int(moved.argmax())
         others = np.argsort(np.where(np.arange(chunks.ranks) == rank, FAR, moved), kind="stable")
         others = others[: min(PARTNERS, chunks.ranks - 1)]
         mine, theirs = self.slots[rank], self.slots[others]
-        # Axes: others, mine, theirs. A swap that overloads one of the ranks cannot improve the score.
+        # Axes: others, mine, theirs. A swap that overloads one of the ranks cannot improve the
+        # score.
         work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
         load = np.maximum(self.load[rank] + work, self.load[others][:, None, None] - work)
         pairs = np.stack(np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others)))
         if not pairs.size:
             return False
-        rows, block = (chunks.rows(mine), chunks.rows(theirs)), max(1, LARGEST_BLOCK // self.once.shape[1])
+        rows, block = (
+            (chunks.rows(mine), chunks.rows(theirs)),
+            max(1, LARGEST_BLOCK // self.once.shape[1]),
+        )
         parts = np.split(pairs, range(block, pairs.shape[1], block), axis=1)
-        moved, traffic = np.concatenate([self._relieved(rank, others, part, rows) for part in parts], axis=1)
-        rest = np.array([np.delete(self.load, [rank, other]).max(initial=0) for other in others.tolist()])[pairs[0]]
+        moved, traffic = np.concatenate(
+            [self._relieved(rank, others, part, rows) for part in parts], axis=1
+        )
+        rest = np.array(
+            [np.delete(self.load, [rank, other]).max(initial=0) for other in others.tolist()]
+        )[pairs[0]]
         peak = np.maximum(np.maximum(load[tuple(pairs)], rest), moved)
         counted = np.maximum(peak, chunks.allowed)
         scores = [
@@ -116,25 +142,39 @@ class Assignment:
         sent[each, others[which]] -= change
         received, own = np.tile(self.received, (len(x), 1)), chunks.own[take] - chunks.own[give]
         received[:, rank] = here_then @ chunks.cells - chunks.own[self.slots[rank]].sum() - own
-        received[each, others[which]] = there_then @ chunks.cells - chunks.own[self.slots[others]].sum(1)[which] + own
+        received[each, others[which]] = (
+            there_then @ chunks.cells - chunks.own[self.slots[others]].sum(1)[which] + own
+        )
         moved = np.maximum(received, sent).max(1)
         return np.stack([moved, chunks.ranks * moved + WEIGHT * received.sum(1)])
 
     def swap(self, most: int) -> int:
-        """Swap chunks of two ranks that gain, until a round has no gain, up to ``most`` times. Return the number of swaps."""
+        """Swap chunks of two ranks that gain, until a round has no gain, up to ``most`` times.
+        Return the number of swaps.
+        """
         ranks, swaps, settled, together = self.chunks.ranks, 0, self.settled, FEWEST_TOGETHER
         while swaps < most:
             before = swaps
             for rank in range(ranks):
                 after = rank + 1  # the first rank to compare with
-                while swaps < most and len(others := after + np.flatnonzero(~settled[rank, after:])[: 4 * together]):
+                while swaps < most and len(
+                    others := after + np.flatnonzero(~settled[rank, after:])[: 4 * together]
+                ):
                     may, *added = self._may_gain(rank, others)
                     settled[rank, others[~may]] = True
                     some = np.flatnonzero(may)[:together]
-                    other = self._swap_with_first_of(rank, *(x[some] for x in (others, *added))) if len(some) else None
-                    tried = others[some] if other is None else others[: np.searchsorted(others, other)]
+                    other = (
+                        self._swap_with_first_of(rank, *(x[some] for x in (others, *added)))
+                        if len(some)
+                        else None
+                    )
+                    tried = (
+                        others[some] if other is None else others[: np.searchsorted(others, other)]
+                    )
                     settled[rank, tried] = True
-                    together = min(2 * together, MOST_TOGETHER) if other is None else FEWEST_TOGETHER
+                    together = (
+                        min(2 * together, MOST_TOGETHER) if other is None else FEWEST_TOGETHER
+                    )
                     if other is not None:
                         swaps, after = swaps + 1, other + 1
                         settled[[rank, other]] = settled[:, [rank, other]] = False
@@ -143,12 +183,20 @@ class Assignment:
         return swaps
 
     def _may_gain(self, rank, others):
-        """Return which of ``others`` may gain, and the keys that its chunks and theirs add there and here (others, chunks)."""
-        chunks, mine, theirs, flat = self.chunks, self.slots[rank], self.slots[others], self.missing.reshape(-1)
+        """Return which of ``others`` may gain, and the keys that its chunks and theirs add there
+        and here (others, chunks).
+        """
+        chunks, mine, theirs, flat = (
+            self.chunks,
+            self.slots[rank],
+            self.slots[others],
+            self.missing.reshape(-1),
+        )
         row = (others * self.missing.shape[1])[:, None, None]
         to_other = (flat.take(chunks.last[mine] + row) - flat.take(chunks.first[mine] + row)).sum(2)
         to_me = chunks.between(self.missing[rank], theirs)
-        # The traffic of a swap changes by at least this sum: it does not count keys that the two chunks share.
+        # The traffic of a swap changes by at least this sum: it does not count keys that the two
+        # chunks share.
         least = (to_other - self.sole_needs[mine]).min(1) + (to_me - self.sole_needs[theirs]).min(1)
         over = np.maximum(self.cost[others], self.cost[rank]) > chunks.allowed
         return over | ((to_other < chunks.need[mine]).any(1) & (least < 0)), to_other, to_me
@@ -156,23 +204,32 @@ class Assignment:
     def _swap_with_first_of(self, rank, others, to_other, to_me):
         """Make the best swap with the first of ``others`` that gains. Return that rank, or None."""
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
-        # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the arriving one needs them.
+        # Axes: others, mine, theirs. Keys that only the leaving chunk needed leave, unless the
+        # arriving one needs them.
         here = to_me[:, None] - self.sole_needs[mine][:, None]
         there = to_other[:, :, None] - self.sole_needs[theirs][:, None]
         work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
         own = chunks.own[theirs][:, None] - chunks.own[mine][:, None] if chunks.small_ones else 0
-        received = here + (self.received[rank] - own), there + (self.received[others][:, None, None] + own)
+        received = (
+            here + (self.received[rank] - own),
+            there + (self.received[others][:, None, None] + own),
+        )
         load = np.maximum(work + self.load[rank], self.load[others][:, None, None] - work)
         peak_now = np.maximum(self.cost[others], max(self.cost[rank], chunks.allowed))
-        # Shared keys only add to a peak and to a change, so they are needed only where these bounds gain.
-        peak, change = np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received)), here + there
+        # Shared keys only add to a peak and to a change, so they are needed only where these bounds
+        # gain.
+        peak, change = (
+            np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received)),
+            here + there,
+        )
         gains = _gains(peak, change, peak_now[:, None, None])
         gains &= self._keeps_one_small(rank, others)
         pairs = np.nonzero(gains)
         which, x, y = pairs
         shared = self._shared(rank, others[which], mine[x], theirs[which, y])
         peak = np.maximum(
-            peak[pairs], np.maximum(*(keys[pairs] + more for keys, more in zip(received, shared, strict=True)))
+            peak[pairs],
+            np.maximum(*(keys[pairs] + more for keys, more in zip(received, shared, strict=True))),
         )
         change = change[pairs] + sum(shared)
         gains = _gains(peak, change, peak_now[which])
@@ -189,12 +246,17 @@ class Assignment:
         """Return which swaps leave at most one small chunk on both ranks."""
         if not self.chunks.small_ones:
             return True
-        small, theirs = self.chunks.small[self.slots[rank]][:, None], self.chunks.small[self.slots[others]][:, None]
+        small, theirs = (
+            self.chunks.small[self.slots[rank]][:, None],
+            self.chunks.small[self.slots[others]][:, None],
+        )
         too_many = small & ~theirs & self.has_small[others][:, None, None]
         return ~too_many & (small | ~theirs | ~self.has_small[rank])
 
     def _shared(self, rank, others, mine, theirs):
-        """Return the keys shared by the chunks of each pair, here and there, where no other chunk needs them."""
+        """Return the keys shared by the chunks of each pair, here and there, where no other chunk
+        needs them.
+        """
         first, last = self.chunks.first, self.chunks.last
         if len(self.sole):
             return self._sole_and_needed(mine, theirs), self._sole_and_needed(theirs, mine)
@@ -202,13 +264,21 @@ class Assignment:
         last = np.maximum(np.minimum(last[mine][:, :, None], last[theirs][:, None]), first)
         here, there = self.once[rank], self.once.reshape(-1)
         offset = (others * self.once.shape[1])[:, None, None]
-        shared = here.take(last) - here.take(first), there.take(last + offset) - there.take(first + offset)
+        shared = (
+            here.take(last) - here.take(first),
+            there.take(last + offset) - there.take(first + offset),
+        )
         return tuple(keys.sum((1, 2)) for keys in shared)
 
     def _sole_and_needed(self, chunks, others):
-        """Return the keys that only a chunk needs on its rank, and that the other chunk of the pair needs, too."""
+        """Return the keys that only a chunk needs on its rank, and that the other chunk of the pair
+        needs, too.
+        """
         sole, offset = self.sole.reshape(-1), (chunks * self.sole.shape[1])[:, None]
-        return (sole.take(self.chunks.last[others] + offset) - sole.take(self.chunks.first[others] + offset)).sum(1)
+        return (
+            sole.take(self.chunks.last[others] + offset)
+            - sole.take(self.chunks.first[others] + offset)
+        ).sum(1)
 
 
 def _gains(peak, change, peak_now):

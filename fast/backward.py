@@ -1,34 +1,41 @@
 """Compute the gradients of attention from its out and lse, in two kernels or in one.
 
-    method           kernels                                           MMAs a tile    memory
-    "split"          dk and dv over tiles of keys, the query heads     4 + 3          statistics: 8 b h t bytes
-                     of a group one after another; then dq over
-                     tiles of queries
-    "head_parallel"  dk and dv of each *query* head, summed over       4 + 3          also 4 b h s (d + dv) bytes; above
-                     the group in head order; dq as in "split"                        256 MB in chunks of keys
-    "fused"          one over tiles of keys; it adds to dq by          5              statistics, and 4 b h t d bytes
-                     atomics                                                          unless dq is float32 itself
+    method            kernels                          MMAs a tile   memory
+    "split"           dk and dv over tiles of keys,    4 + 3         statistics: 8 b h t bytes
+                      the query heads of a group one
+                      after another; then dq over
+                      tiles of queries
+    "head_parallel"   dk and dv of each *query*        4 + 3         also 4 b h s (d + dv) bytes;
+                      head, summed over the group in                 above 256 MB in chunks of keys
+                      head order; dq as in "split"
+    "fused"           one over tiles of keys; it       5             statistics, and 4 b h t d bytes
+                      adds to dq by atomics                          unless dq is float32 itself
 
-"fused" adds to dq in any order, so its bits may differ between runs. The Gluon kernel can also add in a fixed order: a tile
-of keys waits until the tile before it has added. Under `torch.use_deterministic_algorithms(True)` "fused" uses that order.
-The Triton kernel cannot: there "fused" raises RuntimeError, or warns with ``warn_only=True``.
+"fused" adds to dq in any order, so its bits may differ between runs. The Gluon kernel can also add
+in a fixed order: a tile of keys waits until the tile before it has added. Under
+`torch.use_deterministic_algorithms(True)` "fused" uses that order. The Triton kernel cannot: there
+"fused" raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" always repeats its bits. The kernel backend chooses the method by counts of work tiles (`choose_method`):
+"auto" always repeats its bits. The kernel backend chooses the method by counts of work tiles
+(`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
-    "fused"            Gluon, sequences long enough that the fixed order costs less than two MMAs a tile
+    "fused"            Gluon, sequences long enough that the fixed order costs less than two MMAs a
+                       tile
     "split"            otherwise
 
-`canon.fast.kernels.gluon.dq_order` names the records that its thresholds fit. paper/backward_on_hopper.md explains the fixed
-order.
+`canon.fast.kernels.gluon.dq_order` names the records that its thresholds fit.
+paper/backward_on_hopper.md explains the fixed order.
 
-Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs (`canon.fast.schedule`).
+Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
+(`canon.fast.schedule`).
 
-delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it with the row
-statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its own (`make_delta`).
+delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it
+with the row statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its
+own (`make_delta`).
 
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head-parallel:
-TensorAuto/OpenTau pull request 376.
+Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177;
+head-parallel: TensorAuto/OpenTau pull request 376.
 """
 
 from collections.abc import Hashable
@@ -48,13 +55,15 @@ from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
 
-PARTIAL_BYTES = 1 << 28  # the most that "head_parallel" holds of dk and dv by query head at one time
+# the most that "head_parallel" holds of dk and dv by query head at one time
+PARTIAL_BYTES = 1 << 28
 
 
 class QueryInputs(NamedTuple):
     """The inputs of a backward pass that belong to queries.
 
-    dout (b, t, h, dv) and q (b, t, h, d); lse and delta (b, h, t), both over *all* keys of these queries.
+    dout (b, t, h, dv) and q (b, t, h, d); lse and delta (b, h, t), both over *all* keys of these
+    queries.
     """
 
     dout: Tensor
@@ -64,14 +73,28 @@ class QueryInputs(NamedTuple):
 
     def heads(self, heads: slice) -> "QueryInputs":
         """Return views of these query heads."""
-        return QueryInputs(self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads])
+        return QueryInputs(
+            self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads]
+        )
 
 
 def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, mask: AnyMask,
-    scale: Scale, method: str, needs_grad: tuple[bool, bool, bool], dtype: torch.dtype | None = None, kind: Hashable = None,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all launches are one pass.
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    mask: AnyMask,
+    scale: Scale,
+    method: str,
+    needs_grad: tuple[bool, bool, bool],
+    dtype: torch.dtype | None = None,
+    kind: Hashable = None,
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all
+    launches are one pass.
 
     If one of dk and dv is needed, both are returned.
     ``kind``: as in `replayed`, for all tensors except the gradients.
@@ -81,7 +104,9 @@ def gradients(
     return grads
 
 
-def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: Scale, method: str) -> None:
+def _gradients(
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: Scale, method: str
+) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
         delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -98,17 +123,27 @@ def _gradients(dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: 
 def _empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it needs both."""
+    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it
+    needs both.
+    """
     dq = _empty_like(q, dtype) if needs_grad[0] else None
-    return (dq, _empty_like(k, dtype), _empty_like(v, dtype)) if needs_grad[1] or needs_grad[2] else (dq, None, None)
+    return (
+        (dq, _empty_like(k, dtype), _empty_like(v, dtype))
+        if needs_grad[1] or needs_grad[2]
+        else (dq, None, None)
+    )
 
 
 def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def plan_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, method: str) -> None:
-    """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is launched."""
+def plan_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, method: str
+) -> None:
+    """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is
+    launched.
+    """
     grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
     _gradients(out, q, k, v, out, lse, None, *grads, mask, 1.0, method)
 
@@ -136,13 +171,17 @@ def backward_into(
         replayed(_dq, (*given, dq, dk), *options)
 
 
-def _dkdv(q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: Scale, method: str) -> None:
+def _dkdv(
+    q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: Scale, method: str
+) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
 
 
-def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Scale, method: str) -> None:
+def _dq(
+    q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Scale, method: str
+) -> None:
     kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
     if dq is None or chosen == "fused":
         return
@@ -152,7 +191,13 @@ def _dq(q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Sca
 
 
 def _choose(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, method: str, dq: Tensor | None, dk: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask,
+    method: str,
+    dq: Tensor | None,
+    dk: Tensor | None,
 ) -> tuple[Kernels, str]:
     """Return the kernel backend and the method."""
     chosen = automatic(q, k, v, mask) if method == "auto" else method
@@ -175,7 +220,9 @@ def _launch_dkdv(kernels: Kernels, chosen: str, method: str, arguments: tuple, d
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds NaN there."""
+    """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds
+    NaN there.
+    """
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     replayed(_delta, (dout, out, lse, dlse, delta))
     return delta
@@ -186,12 +233,18 @@ def _delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: T
 
 
 def rank_invariant_method(method: str) -> str:
-    """Return ``method``, for "auto" "split": a choice by mask or heads would let them change the bits of dk and dv."""
+    """Return ``method``, for "auto" "split": a choice by mask or heads would let them change the
+    bits of dk and dv.
+    """
     return "split" if method == "auto" else method
 
 
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None) -> str:
-    """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by default those of q's device."""
+def automatic(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None
+) -> str:
+    """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by
+    default those of q's device.
+    """
     if multiprocessors is None:
         is_gpu = q.device.type in ("cuda", "meta") and not is_cpu(q.device)
         multiprocessors = multiprocessor_count(q.device) if is_gpu else 1
@@ -206,7 +259,9 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
     bytes_each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
     for keys, part_mask in _key_chunks(mask, max(1, PARTIAL_BYTES // bytes_each_key)):
         chunk = slice(keys.start, keys.stop)
-        parts = [q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)]
+        parts = [
+            q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)
+        ]
         kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part_mask, scale, *parts)
         rows_for(q).sum_heads(*parts, dk[:, chunk], dv[:, chunk])
         del parts  # frees their memory before the next chunk allocates
@@ -214,7 +269,9 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
 
 @cached_plan
 def _key_chunks(mask: AnyMask, most: int) -> tuple[tuple[range, AnyMask], ...]:
-    """Return ranges of at most ``most`` keys and the mask of each. Where possible they are multiples of 128, whole tiles."""
+    """Return ranges of at most ``most`` keys and the mask of each. Where possible they are
+    multiples of 128, whole tiles.
+    """
     if mask.keys <= most:
         return ((range(mask.keys), mask),)
     step = most if most < 128 and not isinstance(mask, PlacedMask) else max(128, most // 128 * 128)
@@ -222,22 +279,40 @@ def _key_chunks(mask: AnyMask, most: int) -> tuple[tuple[range, AnyMask], ...]:
     return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
 
 
-def _fused(kernels: Kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool) -> None:
+def _fused(
+    kernels: Kernels, arguments: tuple, dq: Tensor, dk: Tensor, dv: Tensor, ordered: bool
+) -> None:
     accumulate = accumulate_dtype(arguments[0].dtype)
-    sums = dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
+    sums = (
+        dq if dq.dtype == accumulate else torch.empty(dq.shape, dtype=accumulate, device=dq.device)
+    )
     kernels.dkdv(*arguments, dk, dv, sums.zero_(), ordered)
     if sums is not dq:
         rows_for(arguments[0]).sum_heads(sums, None, dq, None)  # one head a group: a cast
 
 
 def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    mask: AnyMask, *, scale: Scale, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    mask: AnyMask,
+    *,
+    scale: Scale,
+    method: str,
+    grad_dtype: torch.dtype,
+    needs_grad: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, ...]:
     check_device(q)
     dout = dout.to(q.dtype)
     if delta is None:
-        grads = gradients(dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype)
+        grads = gradients(
+            dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype
+        )
     else:
         grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
         backward_into(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)
@@ -249,7 +324,8 @@ NOTES = """
 
     Raises:
         ValueError: the widths need more shared memory than the device has.
-        RuntimeError: the device is not one of the chosen backend; "fused" under `torch.use_deterministic_algorithms(True)`
+        RuntimeError: the device is not one of the chosen backend; "fused" under
+        `torch.use_deterministic_algorithms(True)`
             where it cannot repeat its bits.
     """
 attention_backward = public_parts.attention_backward(_attention_backward, NOTES)

@@ -1,7 +1,7 @@
 """The chunks of a mask over NumPy arrays: areas, and needed keys as intervals of cells.
 
-Keys are cut into *cells* at the ends of all chunks' intervals. So a sum over the keys of a chunk is a difference of two entries
-of a prefix sum over cells, for each of its intervals.
+Keys are cut into *cells* at the ends of all chunks' intervals. So a sum over the keys of a chunk is
+a difference of two entries of a prefix sum over cells, for each of its intervals.
 """
 
 import numpy as np
@@ -13,9 +13,11 @@ LARGEST_TABLE = 1 << 25  # chunks x cells
 
 
 class Chunks:
-    """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of the ranks.
+    """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of
+    the ranks.
 
-    Work, cells, needs and moved tokens are times in 1 / (cells_per_us * tokens_per_us) microseconds.
+    Work, cells, needs and moved tokens are times in 1 / (cells_per_us * tokens_per_us)
+    microseconds.
     """
 
     def __init__(self, mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
@@ -29,18 +31,29 @@ class Chunks:
         self.small = self.size < chunk
         self.small_ones = int(self.small.sum())
         self.area = np.zeros(total, np.int64)
-        first = (np.arange(sequences)[:, None] * n + self.start[: self.count]).ravel()  # the chunks of all sequences
-        own = np.tile(np.arange(self.count), sequences), first, first + np.tile(self.size[: self.count], sequences)
+        # the chunks of all sequences
+        first = (np.arange(sequences)[:, None] * n + self.start[: self.count]).ravel()
+        own = (
+            np.tile(np.arange(self.count), sequences),
+            first,
+            first + np.tile(self.size[: self.count], sequences),
+        )
         area, piece, *keys = areas_and_needs(mask, *own[1:])
         self.area[: self.count] = area.reshape(sequences, -1).sum(0)
         needs = zip((piece % self.count, *keys), own, strict=True)
-        self._cut_into_cells(*union_of_intervals(*map(np.append, *zip(*needs, strict=True)), mask.keys), total, own[1:])
+        self._cut_into_cells(
+            *union_of_intervals(*map(np.append, *zip(*needs, strict=True)), mask.keys),
+            total,
+            own[1:],
+        )
         self.bound = max(-(-int(self.area.sum()) // ranks), int(self.area.max(initial=0)))
         self.allowed = int(self.bound * imbalance) * tokens_per_us
         self.work, self.own = self.area * tokens_per_us, self.size * sequences * self.cells_per_us
 
     def _cut_into_cells(self, owner, first, last, total, own):
-        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones, and those of own tokens."""
+        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones,
+        and those of own tokens.
+        """
         edges = np.unique(np.concatenate([first, last, *own]))
         self.own_first, self.own_last = np.zeros((2, total, len(own[0]) // self.count), np.int64)
         for cell, token in zip((self.own_first, self.own_last), own, strict=True):
@@ -48,15 +61,21 @@ class Chunks:
         self.cells = np.diff(edges) * self.cells_per_us
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, total, place.max(initial=0) + 1), np.int64)
-        self.first[owner, place], self.last[owner, place] = np.searchsorted(edges, first), np.searchsorted(edges, last)
-        self.intervals: list[list[tuple[int, int]]] = [[] for _ in range(total)]  # without empty ones
+        self.first[owner, place], self.last[owner, place] = (
+            np.searchsorted(edges, first),
+            np.searchsorted(edges, last),
+        )
+        # without empty ones
+        self.intervals: list[list[tuple[int, int]]] = [[] for _ in range(total)]
         ends = (x[owner, place].tolist() for x in (self.first, self.last))
         for number, *interval in zip(owner.tolist(), *ends, strict=True):
             self.intervals[number].append(tuple(interval))
         self.needs = np.zeros((0, 0), bool)  # (chunks, cells), if chunks have many intervals
         if self.first.shape[1] > FEW_INTERVALS and total * len(self.cells) <= LARGEST_TABLE:
             begin, end = np.zeros((2, total, len(edges)), np.int64)
-            begin[owner, np.searchsorted(edges, first)] = end[owner, np.searchsorted(edges, last)] = 1
+            begin[owner, np.searchsorted(edges, first)] = end[
+                owner, np.searchsorted(edges, last)
+            ] = 1
             self.needs = (begin - end).cumsum(1)[:, :-1] > 0
         self.need_of_all = int(self.cells.sum())
         self.need = self.between(np.append(0, np.cumsum(self.cells)), np.arange(total))
@@ -83,7 +102,9 @@ class Chunks:
 
     def tokens(self, numbers):
         ranges: list[range] = []
-        for start, size in zip(self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True):
+        for start, size in zip(
+            self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True
+        ):
             if ranges and ranges[-1].stop == start:
                 ranges[-1] = range(ranges[-1].start, start + size)
             else:

@@ -1,9 +1,10 @@
-"""Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the one message.
+"""Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the
+one message.
 
 With a list of masks the part is copied there.
 
-The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True and few queries on Hopper, sums
-travel from rank to rank, and no keys: `decode_in_order`.
+The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True and few
+queries on Hopper, sums travel from rank to rank, and no keys: `decode_in_order`.
 
 Source: as `canon.reference.decode`.
 """
@@ -37,7 +38,9 @@ def decode(
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
         number, softcap = split_scale(scale)
-        result = attention_forward(q, k, v, mask, scale=number, softcap=softcap, out_dtype=buffer.dtype)
+        result = attention_forward(
+            q, k, v, mask, scale=number, softcap=softcap, out_dtype=buffer.dtype
+        )
         for target, source in zip(parts[rank], result, strict=True):
             target.copy_(source)
     else:
@@ -51,9 +54,9 @@ def decode(
 
 
 NOTES = """
-    With ``rank_invariant`` on Hopper (bfloat16 or float16), K and V stay on their ranks for up to 64 queries and 256 rows
-    (queries x heads) for a key head: maxima and sums travel (`canon.fast.decode_in_order`).
-    """
+    With ``rank_invariant`` on Hopper (bfloat16 or float16), K and V stay on their ranks for up to
+    64 queries and 256 rows (queries x heads) for a key head: maxima and sums travel
+    (`canon.fast.decode_in_order`). """
 # torch.compile breaks its graph here: it does not trace plans.
 decode_attention = torch.compiler.disable(
     public_decode.decode_attention(decode, attention, check_inputs, in_order, NOTES)
@@ -61,10 +64,15 @@ decode_attention = torch.compiler.disable(
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer, the message. Return it and its views."""
+    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer, the message.
+    Return it and its views.
+    """
     (b, t, h, _), dv = q.shape, v.shape[-1]
     of_out, of_lse = b * t * h * dv, b * h * t
-    size = -(-(of_out + of_lse) // 64) * 64  # each part starts at a multiple of 256 bytes, for wide stores
+    # each part starts at a multiple of 256 bytes, for wide stores
+    size = -(-(of_out + of_lse) // 64) * 64
     buffer = torch.empty(ranks * size, dtype=accumulate_dtype(q.dtype), device=q.device)
     rows = buffer.view(ranks, size)
-    return buffer, [(x[:of_out].view(b, t, h, dv), x[of_out : of_out + of_lse].view(b, h, t)) for x in rows]
+    return buffer, [
+        (x[:of_out].view(b, t, h, dv), x[of_out : of_out + of_lse].view(b, h, t)) for x in rows
+    ]

@@ -1,23 +1,29 @@
-"""Few queries over keys that are divided among ranks, with the bits of one rank: sums travel, and no keys.
+"""Few queries over keys that are divided among ranks, with the bits of one rank: sums travel, and
+no keys.
 
-    rank 0    maxima of first tiles \\            / weights of its keys, O += P V   \\
-    rank 1    maxima of first tiles  }  gather  {  weights of its keys              O += P V   \\
-    rank 2    maxima of first tiles /            \\ weights of its keys                         O += P V  ->  out on all ranks
+    rank 0   first maxima \\          / weights of its keys, O += P V \\
+    rank 1   first maxima  } gather {  weights of its keys            O += P V \\
+    rank 2   first maxima /          \\ weights of its keys                     O += P V -> out on
+             all
 
-Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks compute the weights of their
-keys at once, and each continues the sums of the rank before. A row keeps the maximum of its first visible tile, wherever
-that is.
+First maxima are those of the first tiles.
 
-The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a maximum, and where scores or
-values are not finite. So they do on other backends than "gluon", and with more than 64 queries or more than 256 rows (queries
-x heads) for a key head.
+Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks
+compute the weights of their keys at once, and each continues the sums of the rank before. A row
+keeps the maximum of its first visible tile, wherever that is.
+
+The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a
+maximum, and where scores or values are not finite. So they do on other backends than "gluon", and
+with more than 64 queries or more than 256 rows (queries x heads) for a key head.
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 
-    messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8), of which a rank uses two
+    messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8), of which a
+                      rank uses two
     FLOPs             as `canon.fast.decode`
     memory            2.25 bytes for each weight, b t h s_r of them; heads wider than 128: 2.5
-    host              waits for the end: it has to know whether a maximum must rise, so a CUDA graph cannot be captured
+    host              waits for the end: it has to know whether a maximum must rise, so a CUDA graph
+                      cannot be captured
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), for the sums.
 """
@@ -45,7 +51,9 @@ Result = tuple[Tensor, Tensor] | None
 
 
 def in_order(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result]:
-    """Return `decode_in_order` if the kernels for these tensors (b, t, h, d) can do it, else `keys_travel`."""
+    """Return `decode_in_order` if the kernels for these tensors (b, t, h, d) can do it, else
+    `keys_travel`.
+    """
     takes = getattr(kernels_for(q, v), "takes_keys_of_ranks", None)
     return decode_in_order if takes is not None and takes(q, k, v) else keys_travel
 
@@ -54,22 +62,35 @@ def decode_in_order(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> Result:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks. A collective.
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks. A
+    collective.
 
-    ``mask``: of this rank's keys, or one for each sequence. Returns None, on all ranks, if the keys must travel. Raises
-    ValueError, on all ranks, if the keys of a rank do not begin at a multiple of 128.
+    ``mask``: of this rank's keys, or one for each sequence. Returns None, on all ranks, if the keys
+    must travel. Raises ValueError, on all ranks, if the keys of a rank do not begin at a multiple
+    of 128.
     """
     (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
     rows = b * h * t
-    state = torch.zeros(_padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, dtype=torch.float32, device=q.device)
+    state = torch.zeros(
+        _padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, dtype=torch.float32, device=q.device
+    )
     state, counter = state[:-UNIT], state[-UNIT:].view(torch.int32)  # the counter does not travel
-    o, sums = state[: rows * dv].view(b, t, h, dv), state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4)
+    o, sums = (
+        state[: rows * dv].view(b, t, h, dv),
+        state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4),
+    )
     must_repeat = state[-1:].view(torch.int32)
 
-    each = [(slice(None), mask)] if isinstance(mask, Mask) else [(slice(i, i + 1), one) for i, one in enumerate(mask)]
+    each = (
+        [(slice(None), mask)]
+        if isinstance(mask, Mask)
+        else [(slice(i, i + 1), one) for i, one in enumerate(mask)]
+    )
     parts = [(x, in_place(one)) for x, one in each]
     inputs = [(q[x], k[x], v[x]) for x, _ in parts]
-    weights = [kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)]
+    weights = [
+        kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)
+    ]
 
     stride = _padded(rows + 1)
     messages = torch.full(
@@ -81,7 +102,9 @@ def decode_in_order(
         replayed(kernels.write_first_maxima, (*qkv, maxima[rank, x]), one, scale)
     transport_for(group, q.device).all_gather(messages.view(-1)).wait()
     for qkv, made, (x, one) in zip(inputs, weights, parts, strict=True):
-        replayed(kernels.write_weights, (*qkv, maxima[0, x], *made, counter), one, scale, ranks, stride)
+        replayed(
+            kernels.write_weights, (*qkv, maxima[0, x], *made, counter), one, scale, ranks, stride
+        )
     for source in range(ranks):
         if source == rank:
             must_repeat |= counter[1:2]

@@ -1,16 +1,17 @@
-"""Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that supports the inputs.
+"""Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
+supports the inputs.
 
     "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
-    "triton"    any GPU that Triton supports, any dtype, heads up to 512 wide; return_max_logits=True; a CPU with
-                TRITON_INTERPRET=1
+    "triton"    any GPU that Triton supports, any dtype, heads up to 512 wide;
+                return_max_logits=True; a CPU with TRITON_INTERPRET=1
     "torch"     plain PyTorch: any device, any dtype, any width
-    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no "fused", no soft-cap.
-                Needs the extra cuda
+    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no
+                "fused", no soft-cap. Needs the extra cuda
 
-Without `backend`, the first of the first three that serves the inputs is used. "triton" is also used for few queries over many
-keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen backend that does not support the inputs raises: it is
-never replaced. `canon.fast.kernels.backend` has what a backend declares.
-"""
+Without `backend`, the first of the first three that serves the inputs is used. "triton" is also
+used for few queries over many keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen
+backend that does not support the inputs raises: it is never replaced. `canon.fast.kernels.backend`
+has what a backend declares."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -30,7 +31,8 @@ from canon.masks.plan_cache import are_noted
 
 __all__ = ["backend"]
 
-BACKENDS = {x.name: x for x in (GLUON, TRITON, CUDA, TORCH)}  # the automatic choice is the first one that serves a call
+# the automatic choice is the first one that serves a call
+BACKENDS = {x.name: x for x in (GLUON, TRITON, CUDA, TORCH)}
 
 _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 
@@ -39,13 +41,14 @@ _chosen: ContextVar[str | None] = ContextVar("canon_backend", default=None)
 def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon", "cuda" or "torch".
 
-    A backward pass uses the backend of its call. A function that `torch.utils.checkpoint` recomputes must contain the block:
-    if the block has ended before a call is recomputed, the call raises RuntimeError. Without `backend`, calls use "gluon" on
-    Hopper where its kernels support the dtype and width, "triton" on other GPUs, and "torch" where there is no Triton. What the
-    backend does not support raises ValueError or RuntimeError when a call needs it. A compiled function keeps the backend of
-    its compilation, so `backend` surrounds its calls. A call with another choice raises RuntimeError.
-    Raises ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
-    """
+    A backward pass uses the backend of its call. A function that `torch.utils.checkpoint`
+    recomputes must contain the block: if the block has ended before a call is recomputed, the call
+    raises RuntimeError. Without `backend`, calls use "gluon" on Hopper where its kernels support
+    the dtype and width, "triton" on other GPUs, and "torch" where there is no Triton. What the
+    backend does not support raises ValueError or RuntimeError when a call needs it. A compiled
+    function keeps the backend of its compilation, so `backend` surrounds its calls. A call with
+    another choice raises RuntimeError. Raises ValueError for an unknown name. The first kernel of
+    "cuda" raises ModuleNotFoundError without the extra cuda."""
     if name not in BACKENDS:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
     _used[0] = True
@@ -55,7 +58,9 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def computing_with(name: str | None) -> Iterator[None]:
-    """Use this backend inside the block, or select one by the inputs (None). Overrides the choice outside the block."""
+    """Use this backend inside the block, or select one by the inputs (None). Overrides the choice
+    outside the block.
+    """
     token = _chosen.set(name)
     try:
         yield
@@ -69,11 +74,13 @@ def chosen_backend() -> str | None:
 
 
 _used = [False]  # whether `backend` was ever used; until then nothing is counted
-_first_runs: Counter[tuple[int, bool]] = Counter()  # calls that a checkpoint may recompute, by key and by chosen or not
+# calls that a checkpoint may recompute, by key and by chosen or not
+_first_runs: Counter[tuple[int, bool]] = Counter()
 
 
 def settings_of(key: Hashable) -> str | None:
-    """Return the chosen backend, for the key of a call. Raise RuntimeError if its recomputation would use another one.
+    """Return the chosen backend, for the key of a call. Raise RuntimeError if its recomputation
+    would use another one.
 
     ``key`` is None for a call without a key.
     """
@@ -86,8 +93,8 @@ def settings_of(key: Hashable) -> str | None:
 def _count(key: int, is_chosen: bool) -> None:
     """Count a first run, or match a recomputation with one.
 
-    A checkpoint recomputes in a backward pass. It runs a call first without gradients (use_reentrant=True), or with hooks that
-    save tensors (use_reentrant=False).
+    A checkpoint recomputes in a backward pass. It runs a call first without gradients
+    (use_reentrant=True), or with hooks that save tensors (use_reentrant=False).
     """
     if torch._C._current_graph_task_id() == -1:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -97,18 +104,22 @@ def _count(key: int, is_chosen: bool) -> None:
         _first_runs[key, is_chosen] -= 1
     elif not is_chosen and _first_runs[key, True]:
         raise RuntimeError(
-            "a checkpoint recomputes a call after its `with backend(...)` has ended: put `with backend(...)` inside the "
+            "a checkpoint recomputes a call after its `with backend(...)` has ended: put `with "
+            "backend(...)` inside the "
             "function that is checkpointed"
         )
 
 
 def restored(settings: str | None) -> AbstractContextManager:
-    """Return a context with the backend of a call, for its later passes: their thread may have another choice."""
+    """Return a context with the backend of a call, for its later passes: their thread may have
+    another choice.
+    """
     return nullcontext() if settings == _chosen.get() else computing_with(settings)
 
 
 def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") -> Backend:
-    """Return the backend for q and v: the chosen one, or the first automatic one that serves them and has the ``extra``.
+    """Return the backend for q and v: the chosen one, or the first automatic one that serves them
+    and has the ``extra``.
 
     ``method``: of the backward pass; "split" also for the forward.
     """
@@ -119,7 +130,12 @@ def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") ->
 
 
 def _backend_for(
-    device: torch.device, dtype: torch.dtype, d: int, dv: int, method: str = "split", extra: str = ""
+    device: torch.device,
+    dtype: torch.dtype,
+    d: int,
+    dv: int,
+    method: str = "split",
+    extra: str = "",
 ) -> Backend:
     if (chosen := _chosen.get()) is not None:
         return BACKENDS[chosen]
@@ -143,21 +159,28 @@ def compiles(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> bool:
 
 
 def check_inputs(q: Tensor) -> None:
-    """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports q."""
+    """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports
+    q.
+    """
     check_device(q)
     if (chosen := _chosen.get()) is not None:
         BACKENDS[chosen].check(q)
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError if nothing can run on the device of x. Nothing runs while plans are made ahead."""
+    """Raise RuntimeError if nothing can run on the device of x. Nothing runs while plans are made
+    ahead.
+    """
     if x.device.type == "meta":
         if not are_noted():
-            raise RuntimeError("canon.fast cannot compute with tensors on the meta device: use canon.reference")
+            raise RuntimeError(
+                "canon.fast cannot compute with tensors on the meta device: use canon.reference"
+            )
     elif (chosen := _chosen.get()) is not None:
         BACKENDS[chosen].check_device(x)
     elif x.device.type == "cpu" and is_requested_too_late():
         raise RuntimeError(
-            "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU tensors: set the variable "
+            "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU "
+            "tensors: set the variable "
             "before the import, or use canon.reference"
         )

@@ -1,16 +1,19 @@
-"""Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to move the rows of each.
+"""Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
+move the rows of each.
 
 The plans, the order of rows and the order of sums are the reference's. The differences:
 
-- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. A plan keeps the pieces of its
-  own rank only.
-- Index tables are uploaded once for each (plan, rank, device). They depend on the plan alone, so a rank whose cache dropped
-  one makes it again without messages.
-- One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the communication stream.
-- On GPUs casts and reductions have separate communicators, so that a cast never queues behind a reduction.
+- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. A
+  plan keeps the pieces of its own rank only.
+- Index tables are uploaded once for each (plan, rank, device). They depend on the plan alone, so a
+  rank whose cache dropped one makes it again without messages.
+- One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the
+  communication stream.
+- On GPUs casts and reductions have separate communicators, so that a cast never queues behind a
+  reduction.
 
-Cost and memory: as `canon.reference.group_collectives`. Tables: 8 bytes for each row that is sent, 8 more for its reduction,
-8 for each own row.
+Cost and memory: as `canon.reference.group_collectives`. Tables: 8 bytes for each row that is sent,
+8 more for its reduction, 8 for each own row.
 
 Source: as `canon.reference.group_collectives`.
 """
@@ -42,11 +45,15 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 def granular_plan(
     mask: Mask, layout: Layout, casts: int, own_keys_first: bool | None, granularity: int = 1
 ) -> CastPlan:
-    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its multiples in the sequence."""
+    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its
+    multiples in the sequence.
+    """
     rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
-    return planned_casts(mask, layout, casts, own_keys_first, largest, int(moved.sum()), _casts_of, granularity)
+    return planned_casts(
+        mask, layout, casts, own_keys_first, largest, int(moved.sum()), _casts_of, granularity
+    )
 
 
 @cached_plan
@@ -54,7 +61,9 @@ def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
     received, sent = ([[] for _ in range(plan.layout.ranks)] for _ in range(2))
     transfers = (x.tolist() for x in _transfers(plan.mask, plan.layout, plan.granularity, rank))
     for receiver, source, *place, row in zip(*transfers, strict=True):
-        (received[source] if receiver == rank else sent[receiver]).append(Piece(source, range(*place), row))
+        (received[source] if receiver == rank else sent[receiver]).append(
+            Piece(source, range(*place), row)
+        )
     return RankCasts.of(received, sent, plan.casts)
 
 
@@ -66,20 +75,27 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
     moved = -(-(stop - first) // step)
     received, sent = (np.bincount(x, moved, layout.ranks) for x in (rank, source))
     starts = np.arange(0, layout.tokens, chunk)
-    largest = areas_and_needs(mask, starts, np.minimum(starts + chunk, layout.tokens))[0].max(initial=0)
+    largest = areas_and_needs(mask, starts, np.minimum(starts + chunk, layout.tokens))[0].max(
+        initial=0
+    )
     by_rank = (tuple(int(x) for x in values) for values in (areas, received, sent))
     return PlanReport(layout.tokens, *by_rank, int(largest))
 
 
 class _Holdings:
-    """The tokens of all ranks under a layout, as arrays: one entry of ``start``, ``size``, ``rank`` and ``row`` a range.
+    """The tokens of all ranks under a layout, as arrays: one entry of ``start``, ``size``, ``rank``
+    and ``row`` a range.
 
-    ``row`` is the local index of the range's first token. ``step`` is that of all ranges. ``runs`` holds (start, stop, rank)
-    of contiguous runs of tokens, ascending.
+    ``row`` is the local index of the range's first token. ``step`` is that of all ranges. ``runs``
+    holds (start, stop, rank) of contiguous runs of tokens, ascending.
     """
 
     def __init__(self, layout: Layout):
-        ranges = [(r.start, len(r), rank) for rank, held in enumerate(layout.ranges_per_rank) for r in held]
+        ranges = [
+            (r.start, len(r), rank)
+            for rank, held in enumerate(layout.ranges_per_rank)
+            for r in held
+        ]
         self.step = next((r.step for held in layout.ranges_per_rank for r in held), 1)
         self.start, self.size, self.rank = np.array(ranges, np.int64).reshape(-1, 3).T
         before = np.cumsum(self.size) - self.size
@@ -95,16 +111,23 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def _transfers(mask: Mask, layout: Layout, granularity: int = 1, of: int | None = None) -> tuple[np.ndarray, ...]:
-    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by rank, source and row.
+def _transfers(
+    mask: Mask, layout: Layout, granularity: int = 1, of: int | None = None
+) -> tuple[np.ndarray, ...]:
+    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by
+    rank, source and row.
 
     With ``of``: only those that this rank takes part in.
     """
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
-    first, stop = first // granularity * granularity, np.minimum(-(-stop // granularity) * granularity, layout.tokens)
+    first, stop = (
+        first // granularity * granularity,
+        np.minimum(-(-stop // granularity) * granularity, layout.tokens),
+    )
     rank, first, stop = union_of_intervals(held.runs[2][run], first, stop, layout.tokens)
-    if held.step == 1:  # ranges are disjoint, so the ranges that overlap with an interval are neighbours
+    # ranges are disjoint, so the ranges that overlap with an interval are neighbours
+    if held.step == 1:
         order = np.argsort(held.start)
         start, end = held.start[order], (held.start + held.size)[order]
         low, high = np.searchsorted(end, first, "right"), np.searchsorted(start, stop, "left")
@@ -120,27 +143,42 @@ def _transfers(mask: Mask, layout: Layout, granularity: int = 1, of: int | None 
     low, high = (np.clip(-((start - end[need]) // held.step), 0, size) for end in (first, stop))
     need, piece, start, low, high = (x[low < high] for x in (need, piece, start, low, high))
     step = np.full(len(low), held.step)
-    table = rank[need], held.rank[piece], start + low * step, start + (high - 1) * step + 1, step, held.row[piece] + low
+    table = (
+        rank[need],
+        held.rank[piece],
+        start + low * step,
+        start + (high - 1) * step + 1,
+        step,
+        held.row[piece] + low,
+    )
     order = np.lexsort((table[5], table[1], table[0]))
     return tuple(x[order] for x in table)
 
 
 # ---------------------------------------------------------------------- transfers
-def _group_cast(x: Tensor, plan: CastPlan, stage: int, group: Any, rank: int, sizes: Sizes) -> Tensor:
+def _group_cast(
+    x: Tensor, plan: CastPlan, stage: int, group: Any, rank: int, sizes: Sizes
+) -> Tensor:
     received = x.new_empty(sum(sizes.received), *x.shape[1:])
     sent = x.index_select(0, rows_sent(plan, stage, rank, x.device))
-    dist.all_to_all_single(received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers)
+    dist.all_to_all_single(
+        received, sent, sizes.received, sizes.sent, group=transport_for(group, x.device).gathers
+    )
     return received
 
 
-def _group_reduce(y: Tensor, plan: CastPlan, stage: int, into: Tensor, group: Any, rank: int) -> Tensor:
+def _group_reduce(
+    y: Tensor, plan: CastPlan, stage: int, into: Tensor, group: Any, rank: int
+) -> Tensor:
     total = into.contiguous()
     GroupReduce(y.contiguous(), Transfer(plan, stage, rank), total, group).wait()
     return into if total is into else into.copy_(total)
 
 
 class Transfer:
-    """One cast of a plan as ``rank`` takes part in it: the numbers of tokens that it receives and sends, by rank."""
+    """One cast of a plan as ``rank`` takes part in it: the numbers of tokens that it receives and
+    sends, by rank.
+    """
 
     def __init__(self, plan: CastPlan, cast: int, rank: int):
         self.plan, self.cast, self.rank = plan, cast, rank
@@ -155,17 +193,20 @@ class Transfer:
 def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
-    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by row.
+    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
+    row.
 
-    Return its work and the sent rows; keep both until the work has ended. ``kind``: as in `replayed`, for k, v and the
-    transfer.
+    Return its work and the sent rows; keep both until the work has ended. ``kind``: as in
+    `replayed`, for k, v and the transfer.
     """
     transport = transport_for(group, k.device)
     sent = k.new_empty(transfer.sent, *rows.shape[1:])
     sizes = transfer.receives, transfer.sends
     with transport.on_communication_stream():
         replayed(_take, (k, v, sent), transfer, kind=kind)
-        return dist.all_to_all_single(rows, sent, *sizes, group=transport.gathers, async_op=True), sent
+        return dist.all_to_all_single(
+            rows, sent, *sizes, group=transport.gathers, async_op=True
+        ), sent
 
 
 def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
@@ -173,16 +214,26 @@ def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
 
 
 class GroupReduce:
-    """A group reduce of contiguous ``rows`` in flight. `wait` adds the received rows to ``into`` in rank order.
+    """A group reduce of contiguous ``rows`` in flight. `wait` adds the received rows to ``into`` in
+    rank order.
 
     ``kind``: as in `replayed`, for rows, ``into`` and the transfer.
     """
 
-    def __init__(self, rows: Tensor, transfer: Transfer, into: Tensor, group, kind: Hashable = None):
-        self.transport, self.transfer, self.into, self.kind = transport_for(group, rows.device), transfer, into, kind
+    def __init__(
+        self, rows: Tensor, transfer: Transfer, into: Tensor, group, kind: Hashable = None
+    ):
+        self.transport, self.transfer, self.into, self.kind = (
+            transport_for(group, rows.device),
+            transfer,
+            into,
+            kind,
+        )
         sizes = transfer.sends, transfer.receives  # reversed: the cast's rows come back
         self.sent, self.received = rows, rows.new_empty(transfer.sent, *rows.shape[1:])
-        self.work = dist.all_to_all_single(self.received, rows, *sizes, group=self.transport.reductions, async_op=True)
+        self.work = dist.all_to_all_single(
+            self.received, rows, *sizes, group=self.transport.reductions, async_op=True
+        )
 
     def wait(self) -> None:
         """Launch the sums on the communication stream, and make later kernels wait for them."""
@@ -197,7 +248,9 @@ class GroupReduce:
 def _add(into: Tensor, received: Tensor, plan: CastPlan, cast: int, rank: int) -> None:
     total = as_heads(into)
     if len(received):
-        rows_for(total).add_rows(total, as_heads(received), *rows_returned(plan, cast, rank, into.device), total)
+        rows_for(total).add_rows(
+            total, as_heads(received), *rows_returned(plan, cast, rank, into.device), total
+        )
 
 
 @device_plan
@@ -208,7 +261,9 @@ def rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
 
 @device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of `add_rows`: for each own row, the range of its entries; then the received rows, by sender."""
+    """Return the tables of `add_rows`: for each own row, the range of its entries; then the
+    received rows, by sender.
+    """
     rows = plan.send_rows(cast, rank).numpy()
     counts = np.bincount(rows, minlength=plan.layout.size(rank))
     return np.append(0, np.cumsum(counts)), np.argsort(rows, kind="stable")

@@ -1,7 +1,7 @@
 """What all algorithms of `canon.fast` share, and the parts that `prepare` launches for them.
 
-`canon.fast` hands in ``FAST.compile_for``: compiling the kernels of a call needs all algorithms, which need `FAST`.
-"""
+`canon.fast` hands in ``FAST.compile_for``: compiling the kernels of a call needs all algorithms,
+which need `FAST`."""
 
 from typing import NamedTuple
 
@@ -14,9 +14,11 @@ FAST = Side("fast", under_sink, settings_of, restored, check_inputs)
 
 
 class Part(NamedTuple):
-    """One kernel part of a call: the queries and keys of ``mask``, and ``key_heads`` of the key heads.
+    """One kernel part of a call: the queries and keys of ``mask``, and ``key_heads`` of the key
+    heads.
 
-    ``whole``: the part is the call, on one rank. ``forward``, ``backward``: the passes that launch it.
+    ``whole``: the part is the call, on one rank. ``forward``, ``backward``: the passes that launch
+    it.
     """
 
     mask: Mask

@@ -1,11 +1,14 @@
 """Latent attention with overlap: cuBLAS projects the latents of a step while the next ones travel.
 
-Read `canon.reference.latent` first, and `ring.py` for the steps. The differences from the reference:
+Read `canon.reference.latent` first, and `ring.py` for the steps. The differences from the
+reference:
 
     messages          latent and k_rope travel in one message, their gradients in another
-    projected tokens  from step 1 on those from the first to the last visible one. A fully masked step projects none
-    operands          dK and dV leave the kernels in float32. Then they are rounded to the inputs' dtype, as operands of both
-                      products. The products are added and stay in float32 (float64 for float64)
+    projected tokens  from step 1 on those from the first to the last visible one. A fully masked
+                      step projects none
+    operands          dK and dV leave the kernels in float32. Then they are rounded to the inputs'
+                      dtype, as operands of both products. The products are added and stay in
+                      float32 (float64 for float64)
 
 A step i of the backward pass, between the kernel of dk, dv and the kernel of dq:
 
@@ -13,8 +16,9 @@ A step i of the backward pass, between the kernel of dk, dv and the kernel of dq
     project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
     add them to the sums, start the hop       from step 1 on
 
-cuBLAS repeats its bits on one stream. `torch.use_deterministic_algorithms` asks for CUBLAS_WORKSPACE_CONFIG, as for each matrix
-product of PyTorch. A step of t tokens needs this memory beyond that of the ring:
+cuBLAS repeats its bits on one stream. `torch.use_deterministic_algorithms` asks for
+CUBLAS_WORKSPACE_CONFIG, as for each matrix product of PyTorch. A step of t tokens needs this memory
+beyond that of the ring:
 
     both passes   K and V                b t h (2 d - rope + dv)     of the inputs' dtype
     backward      dK and dV              b t h (d + dv)              of float32
@@ -50,15 +54,24 @@ class _Step(RingStep):
         return [k, v]
 
     def gradients(self, grads: Tensor) -> list[Tensor]:
-        return list(grads.split([self.call.shapes[0][-1], grads.shape[-1] - self.call.shapes[0][-1]], -1))
+        return list(
+            grads.split([self.call.shapes[0][-1], grads.shape[-1] - self.call.shapes[0][-1]], -1)
+        )
 
 
 def latent_forward(
-    call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, max_logits: Tensor | None = None
+    call: Call,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
-    return run_forward(ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits)
+    return run_forward(
+        ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits
+    )
 
 
 def latent_backward(
@@ -73,8 +86,13 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are sent, too."""
-    ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight, needs_grad[3])
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are
+    sent, too.
+    """
+    ring, projection = (
+        ring_of(call, latent, k_rope, _Step),
+        _Projection(call, up_weight, needs_grad[3]),
+    )
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = projection.keys(ring, latent, k_rope)
     state = _Backward(ring, inputs, projection, needs_grad)
@@ -84,7 +102,9 @@ def latent_backward(
 
 
 class _Projection:
-    """Both projections of one pass. ``dup_weight``: its sum over the steps so far, if it is needed."""
+    """Both projections of one pass. ``dup_weight``: its sum over the steps so far,
+    if it is needed.
+    """
 
     def __init__(self, call: Call, up_weight: Tensor, needs_grad: bool = False):
         q, _, k_rope, weight = call.shapes
@@ -97,17 +117,26 @@ class _Projection:
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
-        """Start the messages of a pass. Return an iterator over (step, K and V), None and None for a step without work."""
+        """Start the messages of a pass. Return an iterator over (step, K and V), None and None for
+        a step without work.
+        """
         if ring.call.ranks == 1:
             return iter([(0, self._read(ring.steps[0], latent, k_rope))])
         received = receiving(ring.call.ranks, KeyRing(ring, latent, k_rope).fetch)
         views = lambda number, block: ring.blocks.views(block, ring.steps[number].owner)
-        return ((number, self._read(ring.steps[number], *views(number, *block))) for number, block in received)
+        return (
+            (number, self._read(ring.steps[number], *views(number, *block)))
+            for number, block in received
+        )
 
-    def _read(self, step: _Step, latent: Tensor, k_rope: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _read(
+        self, step: _Step, latent: Tensor, k_rope: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
         if not step.has_work:
             return None, None
-        latent, k_rope = (visible_only(x[:, step.visible], step.active.mask) for x in (latent, k_rope))
+        latent, k_rope = (
+            visible_only(x[:, step.visible], step.active.mask) for x in (latent, k_rope)
+        )
         self.latent = latent.flatten(0, 2)  # for `gradients` of this step
         b, tokens, _, _ = latent.shape
         heads, nope, rope, value, _ = self.sizes
@@ -118,7 +147,9 @@ class _Projection:
         return k, by_head[..., nope:]
 
     def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of latent and k_rope of the last step (b, tokens, 1, width), and add to ``dup_weight``."""
+        """Return the gradients of latent and k_rope of the last step (b, tokens, 1, width), and add
+        to ``dup_weight``.
+        """
         b, tokens, heads, _ = dk.shape
         _, nope, _, value, _ = self.sizes
         by_head = self.up_weight.new_empty(b, tokens, heads, nope + value)
@@ -127,7 +158,9 @@ class _Projection:
         rows = by_head.view(b * tokens, heads * (nope + value))
         if self.dup_weight is not None:
             self.dup_weight += _product(rows.mT, self.latent)
-        return _product(rows, self.up_weight).view(b, tokens, 1, self.sizes.rank), dk[..., nope:].sum(2, keepdim=True)
+        return _product(rows, self.up_weight).view(b, tokens, 1, self.sizes.rank), dk[
+            ..., nope:
+        ].sum(2, keepdim=True)
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
@@ -141,7 +174,9 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 class _Backward(RingBackward):
     """The state of one backward pass: as in the ring, for blocks of latent and k_rope."""
 
-    def __init__(self, ring: Ring, inputs: QueryInputs, projection: _Projection, needs_grad: tuple[bool, ...]):
+    def __init__(
+        self, ring: Ring, inputs: QueryInputs, projection: _Projection, needs_grad: tuple[bool, ...]
+    ):
         self.projection, self.inputs = projection, inputs
         super().__init__(ring, inputs, projection.no_values(inputs.q), needs_grad)
 
@@ -153,7 +188,9 @@ class _Backward(RingBackward):
         (b, _, h, d), dtype = self.inputs.q.shape, accumulate_dtype(self.inputs.q.dtype)
         for step in self.ring.steps:
             tokens = step.visible.stop - step.visible.start if step.has_work else 0
-            yield self.inputs.q.new_empty(b, tokens, h, d + self.projection.sizes.value, dtype=dtype)
+            yield self.inputs.q.new_empty(
+                b, tokens, h, d + self.projection.sizes.value, dtype=dtype
+            )
 
     def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
         step, blocks = self.parts[number].step, self.ring.blocks
@@ -167,7 +204,9 @@ class _Backward(RingBackward):
             for total, part in zip(blocks.views(sums, step.owner), mine, strict=True):
                 total[:, step.visible] += part
         else:
-            for target, part in zip(blocks.zero_outside(sums, step.owner, step.visible), mine, strict=True):
+            for target, part in zip(
+                blocks.zero_outside(sums, step.owner, step.visible), mine, strict=True
+            ):
                 target.copy_(part)
 
 
@@ -178,5 +217,12 @@ def latent_parts(call: Call, backward: bool) -> Iterator[Part]:
         yield part
 
 
-LATENT = Algorithm(FAST, public_latent.LATENT, latent_forward, latent_backward, parts=latent_parts, variants=VARIANTS)
+LATENT = Algorithm(
+    FAST,
+    public_latent.LATENT,
+    latent_forward,
+    latent_backward,
+    parts=latent_parts,
+    variants=VARIANTS,
+)
 latent_attention = public_latent.latent_attention(LATENT)

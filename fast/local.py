@@ -8,13 +8,15 @@ For each tile of queries, over the tiles of keys that it sees (the online softma
 
 With a soft-cap, s becomes softcap * tanh(s / softcap) before hidden cells are masked.
 
-A mask becomes a work table (`kernels/work_tables.py`): tiles that are visible from end to end need no mask comparisons.
-`device.py` selects the kernel backend. `merge` combines two whole results in one kernel. `backward.py` has the backward pass.
-Few queries over many keys are computed in parts of the keys: `kernels/key_parts.py` has the rule and the memory.
+A mask becomes a work table (`kernels/work_tables.py`): tiles that are visible from end to end need
+no mask comparisons. `device.py` selects the kernel backend. `merge` combines two whole results in
+one kernel. `backward.py` has the backward pass. Few queries over many keys are computed in parts of
+the keys: `kernels/key_parts.py` has the rule and the memory.
 
-Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and outputs: the work table.
-It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a band that overlap. A band is a rectangle of
-cells, cut by two diagonals (`canon.masks.band`). There is no dropout or bias.
+Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and
+outputs: the work table. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile
+and a band that overlap. A band is a rectangle of cells, cut by two diagonals (`canon.masks.band`).
+There is no dropout or bias.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -40,7 +42,8 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
 class LocalPlan:
-    """The mask and the backward method of one kind of call, and the ``strides`` of q, k, v, out and lse in its forward pass.
+    """The mask and the backward method of one kind of call, and the ``strides`` of q, k, v, out and
+    lse in its forward pass.
 
     With ``rank_invariant`` the mask is a PlacedMask.
     """
@@ -68,7 +71,9 @@ def local_forward(
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
-    forward_into(q, k, v, plan.mask, call.scale, out, lse, kind=call, whole=True, max_logits=max_logits)
+    forward_into(
+        q, k, v, plan.mask, call.scale, out, lse, kind=call, whole=True, max_logits=max_logits
+    )
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
@@ -88,7 +93,9 @@ def local_backward(
         dout = dout.to(q.dtype)
     if isinstance(plan.mask, PlacedMask):
         dout, q, k, v = canonical(dout), *plan.aligned(q, k, v)
-    return gradients(dout, q, k, v, out, lse, dlse, plan.mask, call.scale, plan.method, needs_grad, kind=kind)
+    return gradients(
+        dout, q, k, v, out, lse, dlse, plan.mask, call.scale, plan.method, needs_grad, kind=kind
+    )
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -107,7 +114,9 @@ def forward_part(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: Scale, out_dtype: torch.dtype,
     max_logits: Tensor | None = None, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of the arguments."""
+    """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of
+    the arguments.
+    """
     out, lse = empty_result(q, v, out_dtype)
     forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits, whole=whole)
     return out, lse
@@ -121,20 +130,37 @@ def empty_result(q: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def forward_into(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor, *, whole: bool = False,
-    kind: Hashable = None, max_logits: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise RuntimeError for unusable devices.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AnyMask,
+    scale: Scale,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    whole: bool = False,
+    kind: Hashable = None,
+    max_logits: Tensor | None = None,
+) -> None:
+    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise
+    RuntimeError for unusable devices.
 
-    ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``: as in `replayed`.
-    """
+    ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
+    as in `replayed`."""
     replayed(_forward, (q, k, v, out, lse, max_logits), mask, scale, whole, kind=kind)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, max_logits: Tensor | None, mask: AnyMask, scale: Scale,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    max_logits: Tensor | None,
+    mask: AnyMask,
+    scale: Scale,
     whole: bool,
-) -> None:  # fmt: skip
+) -> None:
     check_device(q)
     forward = forward_for(q, v, mask, whole, max_logits is not None)
     forward(q, k, v, mask, scale, out, lse, *(() if max_logits is None else (max_logits,)))
@@ -143,7 +169,8 @@ def _forward(
 def forward_for(
     q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True, with_max_logits: bool = False
 ) -> Callable[..., None]:
-    """Return the launch function. In ``whole`` calls, few queries over many keys are computed in parts (`key_parts`).
+    """Return the launch function. In ``whole`` calls, few queries over many keys are computed in
+    parts (`key_parts`).
 
     Raises ValueError if the chosen backend does not take ``max_logits``.
     """
@@ -153,7 +180,9 @@ def forward_for(
         return kernels_for(q, v).forward
     found = backend_for(q, v, extra="max_logits")
     if "max_logits" not in found.extras:
-        raise ValueError(f'the {found.name} kernels do not support return_max_logits=True: use backend("triton")')
+        raise ValueError(
+            f'the {found.name} kernels do not support return_max_logits=True: use backend("triton")'
+        )
     return found.kernels.forward
 
 
@@ -164,9 +193,14 @@ def _attention_forward(
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of two parts as `merge`. Its checks have passed, but not that of the device."""
+    """Return the results of two parts as `merge`. Its checks have passed, but not that of the
+    device.
+    """
     check_device(out)
-    new_out, new_lse = torch.empty_like(out), torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    new_out, new_lse = (
+        torch.empty_like(out),
+        torch.empty(lse.shape, dtype=lse.dtype, device=lse.device),
+    )
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     rows_for(out).merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
     return new_out, new_lse
@@ -182,37 +216,54 @@ def merge_into(
 ) -> None:
     """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
 
-    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of them. ``result``: out is
-    written there, in any dtype.
+    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of
+    them. ``result``: out is written there, in any dtype.
     """
     replayed(_merge_in_place, (out, lse, other_out, other_lse, rows, result))
 
 
 def _merge_in_place(
-    out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: Tensor | None, result: Tensor | None
+    out: Tensor,
+    lse: Tensor,
+    other_out: Tensor,
+    other_lse: Tensor,
+    rows: Tensor | None,
+    result: Tensor | None,
 ) -> None:
-    rows_for(out).merge(out, lse, other_out, other_lse, out if result is None else result, lse, rows)
+    rows_for(out).merge(
+        out, lse, other_out, other_lse, out if result is None else result, lse, rows
+    )
 
 
 NOTES = """
-    1 to 128 queries over at least 4,096 keys are summed in parts of the keys (`canon.fast.tables.key_parts`). The option
-    ``rank_invariant`` and a forced backend other than "triton" exclude parts.
+    1 to 128 queries over at least 4,096 keys are summed in parts of the keys
+    (`canon.fast.tables.key_parts`). The option ``rank_invariant`` and a forced backend other than
+    "triton" exclude parts.
 
-    With ``return_max_logits`` the forward pass runs on the Triton or PyTorch kernels; "gluon" and "cuda", if chosen, raise
-    ValueError.
+    With ``return_max_logits`` the forward pass runs on the Triton or PyTorch kernels; "gluon" and
+    "cuda", if chosen, raise ValueError.
 
-    Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21. In float16 also limit
-    P (dout v^T - delta), the gradient of the scores, to 65504: beyond, dq of the query and dk of the key are infinite or NaN.
+    Limit scores, scale * q k, to 1e7 in magnitude (6e15 in float64), and values to 1e21. In float16
+    also limit P (dout v^T - delta), the gradient of the scores, to 65504: beyond, dq of the query
+    and dk of the key are infinite or NaN.
 
-    If the largest score of a query is beyond this range, its out and lse are NaN. They may also be NaN if one of its scores
-    is below -2e9. A NaN or an infinity at one token reaches the tokens that see it, and others in the same tile, even of
-    another document or, with a mask for each sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
+    If the largest score of a query is beyond this range, its out and lse are NaN. They may also be
+    NaN if one of its scores is below -2e9. A NaN or an infinity at one token reaches the tokens
+    that see it, and others in the same tile, even of another document or, with a mask for each
+    sequence, another sequence: `canon.fast.kernels.triton.launch` has the table.
 
     Raises:
         ValueError: the widths need more shared memory than the device has.
         RuntimeError: the device is not one of the chosen backend.
     """
-VARIANTS = "whole_forward", "whole_backward", "masked_rows", "few_queries", "few_queries_in_order", "sinks"
+VARIANTS = (
+    "whole_forward",
+    "whole_backward",
+    "masked_rows",
+    "few_queries",
+    "few_queries_in_order",
+    "sinks",
+)
 
 
 def local_parts(call: Call, backward: bool) -> Iterator[Part]:

@@ -1,30 +1,39 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first. The algorithm and the order of sums are the same here. `schedule.py` runs the steps:
+Read `canon.reference.magi` first. The algorithm and the order of sums are the same here.
+`schedule.py` runs the steps:
 
     stream           step 0           step 1              step 2               after
     group cast       keys of step 1   keys of step 2      .                    .
     compute          own keys         keys of cast 0      keys of cast 1       .
     group reduce     .                .                   dk, dv of cast 0     dk, dv of cast 1
 
-- At most two casts are held: the one that is computed on and the one that is in flight. With ``keep_kv`` all are held.
-- A step computes only its active queries (`active_queries.py`). One kernel merges a part into the running result.
-- With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no merge, no float32 result.
-- Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the kernel of dq, if they have a
-  kernel of their own, so even a single reduction overlaps with a kernel. Received gradients are added on the communication
-  stream, cast by cast and rank by rank, by rows and without atomics.
-- With ``keep_kv`` the backward pass fetches nothing. The own keys then come last, so that every reduction overlaps with a
-  kernel; the gradient of the own keys is then added last.
+- At most two casts are held: the one that is computed on and the one that is in flight. With
+  ``keep_kv`` all are held.
+- A step computes only its active queries (`active_queries.py`). One kernel merges a part into the
+  running result.
+- With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
+  merge, no float32 result.
+- Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the
+  kernel of dq, if they have a kernel of their own, so even a single reduction overlaps with a
+  kernel. Received gradients are added on the communication stream, cast by cast and rank by rank,
+  by rows and without atomics.
+- With ``keep_kv`` the backward pass fetches nothing. The own keys then come last, so that every
+  reduction overlaps with a kernel; the gradient of the own keys is then added last.
 
-Cost: as `canon.reference.magi`. Memory while the keys of cast i are used, with N = b g (d + dv) elements of K and V a token.
-R_i and S_i are the tokens that this rank receives and sends in cast i:
+Cost: as `canon.reference.magi`. Memory while the keys of cast i are used, with N = b g (d + dv)
+elements of K and V a token. R_i and S_i are the tokens that this rank receives and sends in cast i:
 
-    K, V        (R_i + R_{i+1} + S_{i+1}) N    of the inputs' dtype; keep_kv: all R N, until they have been used again
-    dk, dv      (R_i + R_{i-1} + S_{i-1}) N    of reduce_dtype: written, sent and received; then (R_i + S_i) N
-                t N                            of float32, of the own keys; keep_kv: twice in the last step
-    the rest    out and lse, or dq, twice      of float32, running and newest part; backward also delta
-    one buffer  K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype (and R N, if it is
-                another); delta
+    K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N, until they
+                                               have been used again
+    dk, dv       (R_i + R_{i-1} + S_{i-1}) N   of reduce_dtype: written, sent and received; then
+                                               (R_i + S_i) N
+                 t N                           of float32, of the own keys; keep_kv: twice in the
+                                               last step
+    the rest     out and lse, or dq, twice     of float32, running and newest part; backward also
+                                               delta
+    one buffer   K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype
+                 (and R N, if it is another); delta
 
 Source: as `canon.reference.magi`.
 """
@@ -92,7 +101,9 @@ class _Schedule:
 
 
 class _Step(Step):
-    """A step of one kind of call. Its keys are the ``own`` ones, if any, then those of the ``transfer``: ``rows`` in all."""
+    """A step of one kind of call. Its keys are the ``own`` ones, if any, then those of the
+    ``transfer``: ``rows`` in all.
+    """
 
     def __init__(self, schedule: _Schedule, number: int):
         call, plan, k = schedule.call, schedule.plan, schedule.call.shapes[1]
@@ -111,7 +122,8 @@ class _Step(Step):
 
 
 class _StepKeys:
-    """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with ``keep``.
+    """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with
+    ``keep``.
 
     ``kinds``: a key for k and v, if their kinds may differ from those of the call.
     """
@@ -125,7 +137,14 @@ class _StepKeys:
         keep: bool = False,
         kinds: Hashable = None,
     ):
-        self.steps, self.k, self.v, self.kept, self.keep, self.kinds = steps, k, v, list(kept), keep, kinds
+        self.steps, self.k, self.v, self.kept, self.keep, self.kinds = (
+            steps,
+            k,
+            v,
+            list(kept),
+            keep,
+            kinds,
+        )
 
     def fetch(self, number: int) -> Pending:
         """Start to bring the keys of a step: (k, v, None), or (None, None, rows)."""
@@ -137,7 +156,8 @@ class _StepKeys:
         rows = _empty_rows(k, v, step.rows, k.dtype)
         received, group = rows[step.own :] if step.own else rows, step.call.group
         work, sent = begin_cast(k, v, step.transfer, received, group, kind=(step, self.kinds))
-        if number:  # the next kernel fills all SMs: a cast that has not started before it would start after it
+        # the next kernel fills all SMs: a cast that has not started before it would start after it
+        if number:
             transport_for(group, k.device).wait_until_started()
         if step.own:  # copied while the others are in flight
             replayed(_copy_own, (k, v, rows), kind=(step, self.kinds))
@@ -163,8 +183,12 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
     return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
-def magi_forward(call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that casts have brought."""
+def magi_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that
+    casts have brought.
+    """
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=call.options["keep_kv"])
     return *run_forward(steps, receiving(len(steps), keys.fetch), q, v, max_logits), *keys.kept
@@ -174,7 +198,9 @@ def magi_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
+    computed nor sent.
+    """
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
@@ -193,8 +219,8 @@ def magi_backward(
 class _Backward:
     """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
 
-    ``order`` lists the steps in the order in which they are computed. If the own keys come first, they write all of dq, and
-    other steps add to it.
+    ``order`` lists the steps in the order in which they are computed. If the own keys come first,
+    they write all of dq, and other steps add to it.
     """
 
     def __init__(
@@ -210,16 +236,28 @@ class _Backward:
         own_is_first = order[0] == 0
         if needs_grad[0]:
             dtype = self.k.dtype if len(schedule.steps) == 1 else self.accumulate
-            self.dq = (torch.empty if own_is_first else torch.zeros)(inputs.q.shape, dtype=dtype, device=self.k.device)
+            self.dq = (torch.empty if own_is_first else torch.zeros)(
+                inputs.q.shape, dtype=dtype, device=self.k.device
+            )
         grads = needs_grad[0], any(needs_grad[1:])
-        key = _Backward, schedule, own_is_first, grads, kinds_of(*inputs[:3]), keys.kinds, chosen_backend()
+        key = (
+            _Backward,
+            schedule,
+            own_is_first,
+            grads,
+            kinds_of(*inputs[:3]),
+            keys.kinds,
+            chosen_backend(),
+        )
         new = lambda number: StepBackward(
             schedule.steps[number], inputs, keys.v, self.dq, adds_dq=number > 0 or not own_is_first
         )
         self.parts = PLANS.find(key, lambda: tuple(map(new, order)))
 
     def reduce(self, place: int, rows: Tensor | None, _: Tensor | None) -> GroupReduce | None:
-        """Add the own rows of the step to ``own_rows``, and start to send the other rows to their owners."""
+        """Add the own rows of the step to ``own_rows``, and start to send the other rows to their
+        owners.
+        """
         if rows is None:
             return None
         step, own = self.parts[place].step, self.k.shape[1]
@@ -234,7 +272,9 @@ class _Backward:
         return GroupReduce(rows, step.transfer, self.own_rows, self.call.group, kind=step)
 
     def gradient_rows(self) -> Iterator[Tensor]:
-        """Allocate rows for dk and dv, step by step: in the accumulation dtype if some are own keys."""
+        """Allocate rows for dk and dv, step by step: in the accumulation dtype if some are own
+        keys.
+        """
         for part in self.parts:
             dtype = self.accumulate if part.step.holds_own else self.call.reduce_dtype
             yield _empty_rows(self.k, self.v, part.step.rows, dtype)
@@ -272,7 +312,9 @@ def invariant_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of `magi_backward` with the bits of one rank."""
     exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
-    return owner_backward(call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse)
+    return owner_backward(
+        call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse
+    )
 
 
 def magi_parts(call: Call, backward: bool) -> Iterator[Part]:

@@ -1,4 +1,6 @@
-"""Areas and needed keys of pieces of the queries, over NumPy arrays: for plans of layouts and for cast plans."""
+"""Areas and needed keys of pieces of the queries, over NumPy arrays: for plans of layouts and for
+cast plans.
+"""
 
 import numpy as np
 
@@ -9,10 +11,11 @@ from canon.masks.mask import Mask
 def areas_and_needs(
     mask: Mask, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last) intervals, which may
-    overlap.
+    """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last)
+    intervals, which may overlap.
 
-    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one interval.
+    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one
+    interval.
     """
     bands = band_array(mask)
     first = np.searchsorted(stop, bands[:, 0], "right")
@@ -22,7 +25,11 @@ def areas_and_needs(
     row, row_stop, column, column_stop, lo, hi = bands[band].T
     row, row_stop = np.maximum(row, start[piece]), np.minimum(row_stop, stop[piece])
     area = np.zeros(len(start), np.int64)
-    np.add.at(area, piece, _sum_min(row, row_stop, hi + 1, column_stop) - _sum_max(row, row_stop, lo, column))
+    np.add.at(
+        area,
+        piece,
+        _sum_min(row, row_stop, hi + 1, column_stop) - _sum_max(row, row_stop, lo, column),
+    )
     return area, piece, np.maximum(column, row + lo), np.minimum(column_stop, row_stop + hi)
 
 

@@ -1,22 +1,25 @@
 """Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
 
-Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes tiles and order. So a rank
-needs no copy of the whole sequence: kernels read received tokens where they lie. Alternate steps compute dq, then dk and dv:
+Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes
+tiles and order. So a rank needs no copy of the whole sequence: kernels read received tokens where
+they lie. Alternate steps compute dq, then dk and dv:
 
     stream     step 2 i                     step 2 i + 1
     messages   q, dout, lse, delta of i     K, V of i + 1
     compute    dq of i                      dk, dv of i
 
-With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles. Sizes of tiles differ, so the
-bits of the two halves differ, as the bits of two kernel backends do. `canon.route.rank_invariance` has the contract and its
-proof. Launches keep these rules:
+With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles.
+Sizes of tiles differ, so the bits of the two halves differ, as the bits of two kernel backends do.
+`canon.route.rank_invariance` has the contract and its proof. Launches keep these rules:
 
-    tiles             cut at multiples of their sizes in the sequence, visited in the order of keys (`key_order`)
-    configuration     by widths and dtype; no rows of 192 in Gluon's forward; odd strides or addresses are copied first
+    tiles             cut at multiples of their sizes in the sequence, visited in the order of keys
+                      (`key_order`)
+    configuration     by widths and dtype; no rows of 192 in Gluon's forward; odd strides or
+                      addresses are copied first
     backward="auto"   "split"
 
-Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g times the heads. A message of
-whole tiles carries up to 127 rows without tokens.
+Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g
+times the heads. A message of whole tiles carries up to 127 rows without tokens.
 
 Sources: as `canon.reference.owner_computes`.
 """
@@ -38,7 +41,9 @@ Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of e
 
 
 class Leg(NamedTuple):
-    """A step of a pass: the key ``heads``, and the messages that bring tokens of queries or of keys."""
+    """A step of a pass: the key ``heads``, and the messages that bring tokens of queries or of
+    keys.
+    """
 
     heads: range
     of_queries: bool
@@ -74,7 +79,9 @@ def owner_forward(
         own = query_heads(legs[number].heads, q, k)
         results = out[:, :, own], lse[:, own]
         largest = None if max_logits is None else max_logits[own]
-        forward_into(q[:, :, own], *keys, exchange.key_mask, call.scale, *results, max_logits=largest)
+        forward_into(
+            q[:, :, own], *keys, exchange.key_mask, call.scale, *results, max_logits=largest
+        )
         keys = None
     return out, lse
 
@@ -83,7 +90,9 @@ def owner_backward(
     call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: tuple[bool, bool, bool],
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent for."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
+    computed nor sent for.
+    """
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     method = rank_invariant_method(call.backward)
@@ -93,7 +102,9 @@ def owner_backward(
     legs: list[Leg] = []
     for heads in steps:
         legs += [_key_leg(heads, k, v)] if dq is not None else []
-        legs += [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
+        legs += (
+            [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
+        )
 
     def compute(number: int, brought: Sequence[Tensor]) -> None:
         heads, of_queries, _ = legs[number]
@@ -101,8 +112,20 @@ def owner_backward(
         if of_queries and dk is not None and dv is not None:
             q_full, dout_full, *statistics = brought
             lse_full, delta_full = (x.squeeze(-1).transpose(1, 2) for x in statistics)
-            given = QueryInputs(dout_full, q_full, lse_full, delta_full), k[:, :, here], v[:, :, here]
-            backward_into(*given, exchange.query_mask, call.scale, method, None, dk[:, :, here], dv[:, :, here])
+            given = (
+                QueryInputs(dout_full, q_full, lse_full, delta_full),
+                k[:, :, here],
+                v[:, :, here],
+            )
+            backward_into(
+                *given,
+                exchange.query_mask,
+                call.scale,
+                method,
+                None,
+                dk[:, :, here],
+                dv[:, :, here],
+            )
         elif dq is not None:
             given = inputs.heads(own), *brought
             backward_into(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)

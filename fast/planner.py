@@ -1,11 +1,13 @@
-"""Assign chunks to ranks by the algorithm of `canon.reference.planner`, over NumPy arrays: all plans are equal.
+"""Assign chunks to ranks by the algorithm of `canon.reference.planner`, over NumPy arrays: all
+plans are equal.
 
     chunks.py        areas and needed keys of the chunks
     this file        starts: greedy with three limits, zigzag, contiguous
-    assignment.py    improves the best start: swaps of two ranks, then the relief of the rank that moves most
+    assignment.py    improves the best start: swaps of two ranks, then the relief of the rank that
+                     moves most
 
-Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c chunks a rank. Source: as
-`canon.reference.planner`.
+Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c
+chunks a rank. Source: as `canon.reference.planner`.
 """
 
 from fractions import Fraction
@@ -27,7 +29,9 @@ BATCH = 2  # swaps of a batch, for each rank
 
 
 @cached_plan
-def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
+def _dispatch(
+    mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk
+) -> Layout:
     if not mask.queries:
         return Layout([[]] * ranks, 0)
     chunks = Chunks(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
@@ -44,7 +48,9 @@ def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per
     for _ in range(swaps_per_chunk * ranks):
         if not assignment.relieve():
             break
-    return Layout([chunks.tokens(numbers) for numbers in assignment.slots], mask.queries // sequences)
+    return Layout(
+        [chunks.tokens(numbers) for numbers in assignment.slots], mask.queries // sequences
+    )
 
 
 # Starts: (ranks, slots) indices of chunks.
@@ -54,7 +60,9 @@ def _contiguous(chunks: Chunks) -> np.ndarray:
 
 
 def _zigzag(chunks: Chunks) -> np.ndarray:
-    """Deal early and late halves. The last ranks get the empty chunks, as the first gets the short one."""
+    """Deal early and late halves. The last ranks get the empty chunks, as the first gets the short
+    one.
+    """
     counts = _counts(chunks, empty_first=chunks.slots == 1)
     return _filled(chunks, counts, lambda counts: [(counts + 1) // 2, counts // 2])
 
@@ -66,7 +74,9 @@ def _counts(chunks, empty_first):
 
 
 def _filled(chunks, counts, halves):
-    """Deal chunks in order to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones last."""
+    """Deal chunks in order to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones
+    last.
+    """
     held: list[list[int]] = [[] for _ in counts]
     numbers = iter(range(chunks.ranks * chunks.slots))
     for second, half in enumerate(halves(counts)):
@@ -78,7 +88,9 @@ def _filled(chunks, counts, halves):
 
 
 def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
-    """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack times the lower bound."""
+    """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack
+    times the lower bound.
+    """
     ranks, slots, limit = chunks.ranks, chunks.slots, int(chunks.bound * slack)
     load, whole = np.zeros((2, ranks), np.int64)  # area; chunks that are not small
     free = np.full(ranks, slots)
@@ -102,7 +114,9 @@ def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
         if len(chunks.needs):
             added = chunks.between(missing, number)
         else:
-            added = sum(missing[:, last] - missing[:, first] for first, last in chunks.intervals[number])
+            added = sum(
+                missing[:, last] - missing[:, first] for first, last in chunks.intervals[number]
+            )
         added = np.where(room & (load_then <= limit), added, FAR)
         if (fewest := added.min()) < FAR:
             room = added == fewest

@@ -1,15 +1,18 @@
 """Make the plans of a call ahead of it: masks, cast plans, and the tables of every kernel.
 
-Read `canon.reference.preparation` first. Here a call also needs the tables of its kernels: work tables, tile schedules
-and tickets of dq. They depend on tile sizes, packing and the backward method. The launch functions derive all of this from
-the mask and from the shapes, the dtype and the device of their tensors. So `prepare` calls the same functions on
-tensors of the meta device, which have no memory, and notes the plans that they look up (`plan_cache.noted_plans`). Nothing
-is launched or uploaded. A plan is therefore exactly the one that the call looks up, or it is not found and the call makes it.
+Read `canon.reference.preparation` first. Here a call also needs the tables of its kernels: work
+tables, tile schedules and tickets of dq. They depend on tile sizes, packing and the backward
+method. The launch functions derive all of this from the mask and from the shapes, the dtype and the
+device of their tensors. So `prepare` calls the same functions on tensors of the meta device, which
+have no memory, and notes the plans that they look up (`plan_cache.noted_plans`). Nothing is
+launched or uploaded. A plan is therefore exactly the one that the call looks up, or it is not found
+and the call makes it.
 
-Only the upload of the tables is left for the first call after ``load``. The host does not wait for it (`device_plans`).
+Only the upload of the tables is left for the first call after ``load``. The host does not wait for
+it (`device_plans`).
 
-Cost: as planning in the call. A pickle has 32 bytes for each work tile of a Gluon kernel, and 20 for each tile and 32 for
-each span of a Triton kernel.
+Cost: as planning in the call. A pickle has 32 bytes for each work tile of a Gluon kernel, and 20
+for each tile and 32 for each span of a Triton kernel.
 
 Source: as `canon.reference.preparation`.
 """
@@ -31,7 +34,8 @@ __all__ = ["prepare"]
 
 
 def _on(device: Any) -> AbstractContextManager:
-    """Return a context in which tensors without memory stand for those of the device: a GPU, or the CPU.
+    """Return a context in which tensors without memory stand for those of the device: a GPU, or the
+    CPU.
 
     Raises ValueError for other devices.
     """
@@ -53,7 +57,9 @@ def _launch(call: Call, part: Part, backward: bool) -> None:
     """Call the launch functions of a part on tensors without memory."""
     q, k, *_ = call.shapes
     mask, share = part.mask, 1 if part.key_heads == q[2] else q[2] // k[2]
-    new = lambda tokens, heads, width: torch.empty(q[0], tokens, heads, width, dtype=call.dtype, device=META)
+    new = lambda tokens, heads, width: torch.empty(
+        q[0], tokens, heads, width, dtype=call.dtype, device=META
+    )
     queries = new(mask.queries, share * part.key_heads, q[3])
     keys, values = (new(mask.keys, part.key_heads, width) for width in (q[3], call.value_width))
     out, lse = empty_result(queries, values, call.dtype)
@@ -65,9 +71,10 @@ def _launch(call: Call, part: Part, backward: bool) -> None:
 
 
 NOTES = """
-    ``device`` may also be the result of `canon.fast.kernels.launcher.gpu_of`: a data-loader worker does not start CUDA.
+    ``device`` may also be the result of `canon.fast.kernels.launcher.gpu_of`: a data-loader worker
+    does not start CUDA.
 
-    If the worker is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else RuntimeError is raised, because
-    the GPU is unknown. Inside `canon.fast.backend` the plans are those of that kernel backend.
-    """
+    If the worker is forked after a call of `canon.fast` or of `gpu_of`, "cuda" suffices. Else
+    RuntimeError is raised, because the GPU is unknown. Inside `canon.fast.backend` the plans are
+    those of that kernel backend. """
 prepare = public_prepare.prepare(FAST, _run, _on, NOTES)

@@ -1,49 +1,59 @@
-"""Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels read the current one.
+"""Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels
+read the current one.
 
-Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same here. The differences:
+Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same
+here. The differences:
 
-    messages          K and V travel in one message, dk and dv in another; the reference sends each tensor alone
-    buffers           K and V travel through two: one is read and sent while the other receives. dk and dv travel through
-                      two more: one is sent while the other receives. Then this rank's part is added to the other,
-                      and it is sent (`messages.BlockRing`)
-    active queries    from step 1 on, a step computes only the queries that see a key (`active_queries.py`), over the keys
-                      from the first to the last visible one: in zigzag, half of the queries or half of the keys. A
-                      fully masked step computes nothing and only forwards K, V and the received sums. If it is
-                      step 1, it sends zeros as dk and dv
-    in place          a separate kernel merges each part into the running result; step 0 writes it directly, and the
-                      last merge writes out in the dtype of the inputs
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too (`StepBackward`);
-                      "fused" has one kernel for all three
+    messages          K and V travel in one message, dk and dv in another; the reference sends each
+                      tensor alone
+    buffers           K and V travel through two: one is read and sent while the other receives. dk
+                      and dv travel through two more: one is sent while the other receives. Then
+                      this rank's part is added to the other, and it is sent (`messages.BlockRing`)
+    active queries    from step 1 on, a step computes only the queries that see a key
+                      (`active_queries.py`), over the keys from the first to the last visible one:
+                      in zigzag, half of the queries or half of the keys. A fully masked step
+                      computes nothing and only forwards K, V and the received sums. If it is step
+                      1, it sends zeros as dk and dv
+    in place          a separate kernel merges each part into the running result; step 0 writes it
+                      directly, and the last merge writes out in the dtype of the inputs
+    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too
+                      (`StepBackward`); "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first three lines. The right column says in which steps a line runs, or
-which messages are in flight meanwhile:
+Order of step i; the forward pass has the first three lines. The right column says in which steps a
+line runs, or which messages are in flight meanwhile:
 
     wait for K, V of step i                    from step 1 on
     start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1 started to send
-    wait for that hop, add dk, dv of step i    from step 2 on, to the sums that it brought; after the last step: own keys
+    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1
+                                               started to send
+    wait for that hop, add dk, dv of step i    from step 2 on, to the sums that it brought; after
+                                               the last step: own keys
     start the hop of the new sums              from step 1 on
-    launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i started to send
+    launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i
+                                               started to send
 
-With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8 bytes, a digest of the
-call. On GPUs, a repeated call does not wait for the bytes of other ranks: it compares them at the next pass at the
-latest (`canon.ranks.agreement`; its cost is in paper/records.md). Autograd keeps q, k, v, out and lse of the
-own tokens.
+With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8
+bytes, a digest of the call. On GPUs, a repeated call does not wait for the bytes of other ranks: it
+compares them at the next pass at the latest (`canon.ranks.agreement`; its cost is in
+paper/records.md). Autograd keeps q, k, v, out and lse of the own tokens.
 
-`PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each step's active queries and
-visible keys. The launches of a step are recorded as one sequence in the forward pass, and as up to three in the backward
-pass: dk and dv; their addition; dq (`replay/recordings.py`).
+`PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each
+step's active queries and visible keys. The launches of a step are recorded as one sequence in the
+forward pass, and as up to three in the backward pass: dk and dv; their addition; dq
+(`replay/recordings.py`).
 
 `latent.py` runs the same ring with keys that are projected from latents.
 
-Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N elements of the inputs' dtype.
-Backward: the same again, and W - 1 messages, (W - 1) N elements of reduce_dtype.
+Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N
+elements of the inputs' dtype. Backward: the same again, and W - 1 messages, (W - 1) N elements of
+reduce_dtype.
 
-    scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
-                backward: 2 N elements of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and N more
-                if W > 2 (newest part); float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics, Gluon);
-                the scratch memory of the backward method (`backward.py`)
-                both: copies of the active queries' inputs if they form several ranges
+    scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice
+                (running, newest part) backward: 2 N elements of the inputs' dtype; 2 N of
+                reduce_dtype (dk, dv); N float32 (own dk, dv), and N more if W > 2 (newest part);
+                float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics,
+                Gluon); the scratch memory of the backward method (`backward.py`) both: copies of
+                the active queries' inputs if they form several ranges
 
 Sources: as `canon.reference.ring`.
 """
@@ -55,7 +65,13 @@ import torch
 from torch import Tensor
 
 from canon.faces import public_ring
-from canon.fast.active_queries import ActiveQueries, active_queries_of, query_indices, row_indices, visible_keys
+from canon.fast.active_queries import (
+    ActiveQueries,
+    active_queries_of,
+    query_indices,
+    row_indices,
+    visible_keys,
+)
 from canon.fast.backward import QueryInputs, gradients, make_delta
 from canon.fast.device import chosen_backend, rows_for
 from canon.fast.half import FAST, Part
@@ -73,7 +89,8 @@ __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class Ring:
-    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each step's visible cells.
+    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each
+    step's visible cells.
 
     ``k`` and ``v``: the two tensors that travel. ``step``: the class of the steps.
     """
@@ -96,10 +113,16 @@ class RingStep(Step):
     """
 
     def __init__(self, ring: Ring, number: int):
-        self.ring, self.number, self.owner = ring, number, (ring.call.rank - number) % ring.call.ranks
+        self.ring, self.number, self.owner = (
+            ring,
+            number,
+            (ring.call.rank - number) % ring.call.ranks,
+        )
         mask = ring.call.local_mask(self.owner)
         self.visible, cells = visible_keys(mask) if number else (slice(0, mask.keys), mask)
-        super().__init__(ring.call, active_queries_of(cells, all_queries=number == 0), writes=number == 0)
+        super().__init__(
+            ring.call, active_queries_of(cells, all_queries=number == 0), writes=number == 0
+        )
 
     def keys(self, block: Tensor) -> list[Tensor]:
         return [x[:, self.visible] for x in self.ring.blocks.views(block, self.owner)]
@@ -119,7 +142,9 @@ def ring_forward(
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
     if call.ranks == 1:
         mask = call.local_mask(0)
-        return forward_part(q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits)
+        return forward_part(
+            q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
+        )
     ring = ring_of(call, k, v)
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
     return run_forward(ring.steps, keys, q, v, max_logits)
@@ -134,7 +159,9 @@ def ring_backward(
     dq is None if q needs no gradient; dk and dv are None if neither k nor v needs one.
     """
     if call.ranks == 1:
-        return gradients(dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad)
+        return gradients(
+            dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad
+        )
     ring = ring_of(call, k, v)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = receiving(call.ranks, KeyRing(ring, k, v).fetch)
@@ -144,16 +171,24 @@ def ring_backward(
 
 
 class RingBackward:
-    """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the sums of dk and dv.
+    """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the
+    sums of dk and dv.
 
-    ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of the other ranks'
-    parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks owner + 1, ..., rank - 1 for
-    the keys of that step. Then this rank's part is added.
+    ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of
+    the other ranks' parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks
+    owner + 1, ..., rank - 1 for the keys of that step. Then this rank's part is added.
     """
 
-    def __init__(self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]):
-        self.ring, call, new = ring, ring.call, {"dtype": accumulate_dtype(v.dtype), "device": v.device}
-        adds_dq = any(step.has_work for step in ring.steps[1:])  # else the kernel of step 0 writes the result
+    def __init__(
+        self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]
+    ):
+        self.ring, call, new = (
+            ring,
+            ring.call,
+            {"dtype": accumulate_dtype(v.dtype), "device": v.device},
+        )
+        # else the kernel of step 0 writes the result
+        adds_dq = any(step.has_work for step in ring.steps[1:])
         of_dq = new if adds_dq else new | {"dtype": v.dtype}
         self.dq = torch.empty(inputs.q.shape, **of_dq) if needs_grad[0] else None
         self.own, self.sums, self.grads = None, None, repeat(None)
@@ -162,7 +197,13 @@ class RingBackward:
             if call.ranks > 1:
                 self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device)
             self.grads = self.written()
-        key = type(self), ring, needs_grad[0], self.own is None, kinds_of(inputs.dout, inputs.q, inputs.lse)
+        key = (
+            type(self),
+            ring,
+            needs_grad[0],
+            self.own is None,
+            kinds_of(inputs.dout, inputs.q, inputs.lse),
+        )
         make = lambda: tuple(self.part(step, inputs, v) for step in ring.steps)
         self.parts = PLANS.find((*key, chosen_backend()), make)
 
@@ -185,15 +226,21 @@ class RingBackward:
         return self.sums.hop(number % 2, self.parts[number].step.owner, following.step.owner)
 
     def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
-        """Add this rank's part of a step to the received sums, ``written``. Kernels have written that of steps 0 and 1."""
+        """Add this rank's part of a step to the received sums, ``written``. Kernels have written
+        that of steps 0 and 1.
+        """
         part = self.parts[number]
         if number > 1 and part.step.has_work:
             replayed(_add_part, (written, room), part, kind=part)
         elif number == 1 and not part.step.has_work:
             written.zero_()
 
-    def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Return dq and the gradients of the own block. ``received``: the sums of the other ranks, None for one rank."""
+    def results(
+        self, received: list[Tensor] | None, dtype: torch.dtype
+    ) -> tuple[Tensor | None, ...]:
+        """Return dq and the gradients of the own block. ``received``: the sums of the other ranks,
+        None for one rank.
+        """
         dq = None if self.dq is None else self.dq.to(dtype)
         if self.own is None:
             return dq, None, None
@@ -206,18 +253,25 @@ class RingBackward:
 
 
 class _StepBackward(StepBackward):
-    """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into the own block.
+    """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into
+    the own block.
 
-    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer that is sent. In later
-    steps the kernel writes into scratch, and `_add_part` adds that to the received sums.
-    """
+    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer
+    that is sent. In later steps the kernel writes into scratch, and `_add_part` adds that to the
+    received sums."""
 
-    def __init__(self, step: RingStep, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None):
+    def __init__(
+        self, step: RingStep, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None
+    ):
         super().__init__(step, inputs, v, dq, adds_dq=step.number > 0)
         self.has_part = own is not None and step.number > 1
         if self.has_part:
-            for name, ((b, _, *width), _, _) in zip(("dk", "dv"), step.ring.blocks.places[step.owner], strict=True):
-                self.scratch.add(name, (b, step.visible.stop - step.visible.start, *width), own.dtype)
+            for name, ((b, _, *width), _, _) in zip(
+                ("dk", "dv"), step.ring.blocks.places[step.owner], strict=True
+            ):
+                self.scratch.add(
+                    name, (b, step.visible.stop - step.visible.start, *width), own.dtype
+                )
 
     def gradients(self, grads: Tensor, room: Tensor | None) -> list[Tensor]:
         return self.parts(room) if self.has_part else self.step.gradients(grads)
@@ -236,7 +290,9 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
 
 
 class KeyRing:
-    """K and V of all ranks, one block in each step: first the own block, then that of the previous rank, and so on."""
+    """K and V of all ranks, one block in each step: first the own block, then that of the previous
+    rank, and so on.
+    """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.steps, self.blocks = ring.steps, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
@@ -262,12 +318,20 @@ def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[
     """Yield the part of each step of the ring."""
     for owner in range(call.ranks):
         mask, own = call.local_mask(owner), owner == call.rank
-        active = active_queries_of(mask, all_queries=True) if own else active_queries_of(visible_keys(mask)[1])
+        active = (
+            active_queries_of(mask, all_queries=True)
+            if own
+            else active_queries_of(visible_keys(mask)[1])
+        )
         yield from active_part(active, key_heads, forward, writes=own)
 
 
-def active_part(active: ActiveQueries, key_heads: int, forward: bool, writes: bool) -> Iterator[Part]:
-    """Yield the part of a step, unless no query sees a key and the step does not write the first results (``writes``)."""
+def active_part(
+    active: ActiveQueries, key_heads: int, forward: bool, writes: bool
+) -> Iterator[Part]:
+    """Yield the part of a step, unless no query sees a key and the step does not write the first
+    results (``writes``).
+    """
     if active.mask.bands or writes:
         if not writes:
             query_indices(active, META)
@@ -275,11 +339,24 @@ def active_part(active: ActiveQueries, key_heads: int, forward: bool, writes: bo
 
 
 VARIANTS = (
-    "whole_forward", "whole_backward", "forward_parts", "backward_parts", "masked_rows", "merges", "active_rows", "sinks",
-)  # fmt: skip
-RING = Algorithm(FAST, public_ring.RING, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
-ZIGZAG = Algorithm(FAST, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
-STRIPED = Algorithm(FAST, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
+    "whole_forward",
+    "whole_backward",
+    "forward_parts",
+    "backward_parts",
+    "masked_rows",
+    "merges",
+    "active_rows",
+    "sinks",
+)
+RING = Algorithm(
+    FAST, public_ring.RING, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
+)
+ZIGZAG = Algorithm(
+    FAST, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
+)
+STRIPED = Algorithm(
+    FAST, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
+)
 
 ring_attention = public_ring.ring_attention(RING)
 zigzag_attention = public_ring.zigzag_attention(ZIGZAG)

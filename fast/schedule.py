@@ -1,28 +1,33 @@
-"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function uses this order.
+"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function
+uses this order.
 
     time        before    step 0    step 1    step 2    step 3    end
     messages    0         1         2         3                           K and V of the step
     kernels               0         1         2         3
     messages                        0         1         2         3       dk and dv of the step
 
-A column shows the steps that are in flight or computed at the same time. The first message overlaps with nothing, unless the
-caller calls `receiving` earlier. dk and dv of a step are sent before its dq is launched, if dq has a kernel of its own.
+A column shows the steps that are in flight or computed at the same time. The first message overlaps
+with nothing, unless the caller calls `receiving` earlier. dk and dv of a step are sent before its
+dq is launched, if dq has a kernel of its own.
 
-    shared by ring, strided and magi                             their own part
-    `receiving`       starts messages one step ahead             messages (`messages.py`, `group_collectives.py`)
-    `run_forward`     the forward pass
-    `run_backward`    the backward pass                          `reduce`: where the sums of dk and dv are sent
-    `Step`            kernels of a forward step                  which keys and heads; where dk and dv are written
-    `StepBackward`    kernels of a backward step                 ring: a part of dk and dv, which is added to a sum
+    shared by ring, strided and magi             their own part
+    `receiving`      messages, one step ahead    how they are sent (`messages`, `group_collectives`)
+    `run_forward`    the forward pass
+    `run_backward`   the backward pass           `reduce`: where the sums of dk and dv are sent
+    `Step`           kernels, forward            which keys and heads; where dk and dv are written
+    `StepBackward`   kernels, backward           ring: a part of dk and dv, which is added to a sum
 
-`replayed` repeats a forward step as one pass. A backward step has two: dk and dv, then dq. So `forward`, `dkdv` and `dq` below
-run only to record a pass, or where it cannot be replayed. Both passes of a backward step share one scratch tensor:
+`replayed` repeats a forward step as one pass. A backward step has two: dk and dv, then dq. So
+`forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
+passes of a backward step share one scratch tensor:
 
-    dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is read in place
+    dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is
+                           read in place
     statistics             row statistics in the form of the kernel backend, if it has its own form
     dq                     the part of dq, if it is added to a running dq
 
-Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
+Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12
+(2025).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,11 +49,12 @@ ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
 
 
 def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
-    """Start the messages of step 0. Return an iterator over (step, tensors that its messages have brought).
+    """Start the messages of step 0. Return an iterator over (step, tensors that its messages have
+    brought).
 
-    ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors. Before the iterator returns
-    a step, it starts the messages of the next one. So set the tensors of a step to None before the next step.
-    """
+    ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors.
+    Before the iterator returns a step, it starts the messages of the next one. So set the tensors
+    of a step to None before the next step."""
     return iter(named_steps(_received(steps, fetch, fetch(0))))
 
 
@@ -62,7 +68,11 @@ def _received(steps: int, fetch: Callable[[int], Any], fetching: Any) -> Iterato
 
 
 def run_forward(
-    steps: Sequence["Step"], received: Iterator[tuple[int, Any]], q: Tensor, v: Tensor, max_logits: Tensor | None = None
+    steps: Sequence["Step"],
+    received: Iterator[tuple[int, Any]],
+    q: Tensor,
+    v: Tensor,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
 
@@ -90,13 +100,15 @@ def run_backward(
     grads: Iterator[Tensor | None],
     reduce: Callable[[int, Tensor | None, Tensor | None], Any],
 ) -> Any:
-    """Write dq. Return the result of the last reduction's ``wait()``, or None if nothing was reduced.
+    """Write dq. Return the result of the last reduction's ``wait()``, or None if nothing was
+    reduced.
 
     Args:
         received: of `receiving`.
         grads: yields the tensor for dk and dv of each step, None if they are not needed.
-        reduce: ``reduce(step, grads, room)`` starts to send dk and dv, and returns an object with ``wait()``, or None. At most
-            one reduction is in flight. ``room``: the scratch tensor of the step.
+        reduce: ``reduce(step, grads, room)`` starts to send dk and dv, and returns an object with
+            ``wait()``, or None. At most one reduction is in flight. ``room``: the scratch tensor of
+            the step.
     """
     reducing = None
     for number, held in received:
@@ -115,10 +127,11 @@ def run_backward(
 
 
 class Step:
-    """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``, over some keys.
+    """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``,
+    over some keys.
 
-    A step that ``writes`` initialises the results of its heads. Other steps merge their part into the results. A schedule
-    defines `keys` and `gradients`.
+    A step that ``writes`` initialises the results of its heads. Other steps merge their part into
+    the results. A schedule defines `keys` and `gradients`.
     """
 
     def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):
@@ -126,11 +139,15 @@ class Step:
         self.has_work = writes or bool(active.mask.bands)
 
     def keys(self, *held: Any) -> Sequence[Tensor]:
-        """Return K and V (b, keys, heads, width) of the step, as views of the tensors ``held`` that its message brought."""
+        """Return K and V (b, keys, heads, width) of the step, as views of the tensors ``held`` that
+        its message brought.
+        """
         raise NotImplementedError
 
     def gradients(self, grads: Tensor) -> Sequence[Tensor]:
-        """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other keys to 0."""
+        """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other
+        keys to 0.
+        """
         raise NotImplementedError
 
     def forward(
@@ -142,11 +159,21 @@ class Step:
         max_logits: Tensor | None,
         *held: Tensor | None,
     ) -> None:
-        """Compute the part of the step, into ``out`` and ``lse`` of all queries. ``result``: as in `ActiveQueries.merge`."""
+        """Compute the part of the step, into ``out`` and ``lse`` of all queries. ``result``: as in
+        `ActiveQueries.merge`.
+        """
         mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
         if self.writes:
             largest = None if max_logits is None else max_logits[heads]
-            forward_into(q[:, :, heads], *keys, mask, scale, out[:, :, heads], lse[:, heads], max_logits=largest)
+            forward_into(
+                q[:, :, heads],
+                *keys,
+                mask,
+                scale,
+                out[:, :, heads],
+                lse[:, heads],
+                max_logits=largest,
+            )
         else:
             options = {"scale": scale, "out_dtype": out.dtype, "max_logits": max_logits}
             part = forward_part(self.active.take(q), *keys, mask, **options)
@@ -191,11 +218,13 @@ class Scratch:
 class StepBackward:
     """The kernels of a step's backward pass, for one kind of call.
 
-    With ``adds_dq`` the part of dq is added to a running dq, else it is written there. ``scratch`` has the places of the
-    tensors that both parts use; a schedule may add its own.
+    With ``adds_dq`` the part of dq is added to a running dq, else it is written there. ``scratch``
+    has the places of the tensors that both parts use; a schedule may add its own.
     """
 
-    def __init__(self, step: Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, adds_dq: bool):
+    def __init__(
+        self, step: Step, inputs: QueryInputs, v: Tensor, dq: Tensor | None, adds_dq: bool
+    ):
         self.step: Any = step  # of the schedule's own class
         self.active, self.adds_dq = step.active, adds_dq and dq is not None
         self.scratch = Scratch()
@@ -209,20 +238,46 @@ class StepBackward:
         if self.adds_dq:
             self.scratch.add("dq", (dq.shape[0], tokens, *dq.shape[2:]), dq.dtype)
 
-    def dkdv(self, dout, q, lse, delta, dq: Tensor | None, grads: Tensor | None, room: Tensor | None, *held) -> None:
-        """Launch dk and dv; "fused" also launches dq. If ``grads`` is None, launch only what dq needs."""
+    def dkdv(
+        self,
+        dout,
+        q,
+        lse,
+        delta,
+        dq: Tensor | None,
+        grads: Tensor | None,
+        room: Tensor | None,
+        *held,
+    ) -> None:
+        """Launch dk and dv; "fused" also launches dq. If ``grads`` is None, launch only what dq
+        needs.
+        """
         inputs = QueryInputs(dout, q, lse, delta).heads(self.step.heads)
         written = (None, None) if grads is None else self.gradients(grads, room)
         if not self.active.in_place:
             self.active.copy_inputs(inputs, self._copies(room))
         self._launch(_dkdv, inputs, held, room, self._dq(dq, room), *written)
 
-    def dq(self, dout, q, lse, delta, dq: Tensor | None, grads: Tensor | None, room: Tensor | None, *held) -> None:
-        """Launch dq after `dkdv`, and add it to the running dq. ``grads``: as in `dkdv`; None changes the method."""
+    def dq(
+        self,
+        dout,
+        q,
+        lse,
+        delta,
+        dq: Tensor | None,
+        grads: Tensor | None,
+        room: Tensor | None,
+        *held,
+    ) -> None:
+        """Launch dq after `dkdv`, and add it to the running dq. ``grads``: as in `dkdv`; None
+        changes the method.
+        """
         if dq is None:
             return
         part = self._dq(dq, room)
-        self._launch(_dq, QueryInputs(dout, q, lse, delta).heads(self.step.heads), held, room, part, grads)
+        self._launch(
+            _dq, QueryInputs(dout, q, lse, delta).heads(self.step.heads), held, room, part, grads
+        )
         if self.adds_dq:
             self.active.add(dq, part)
 
@@ -230,9 +285,20 @@ class StepBackward:
         """Return the tensors to which the kernels write dk and dv."""
         return self.step.gradients(grads)
 
-    def _launch(self, launch, inputs: QueryInputs, held: Sequence[Tensor | None], room: Tensor | None, *grads) -> None:
-        dout, q, lse, delta = self.active.take_inputs(inputs) if self.active.in_place else self._copies(room)
-        statistics = self.scratch.view(room, "statistics") if "statistics" in self.scratch.places else None
+    def _launch(
+        self,
+        launch,
+        inputs: QueryInputs,
+        held: Sequence[Tensor | None],
+        room: Tensor | None,
+        *grads,
+    ) -> None:
+        dout, q, lse, delta = (
+            self.active.take_inputs(inputs) if self.active.in_place else self._copies(room)
+        )
+        statistics = (
+            self.scratch.view(room, "statistics") if "statistics" in self.scratch.places else None
+        )
         options = self.active.mask, self.step.call.scale, self.step.call.backward
         launch(q, *self.step.keys(*held), dout, lse, delta, statistics, *grads, *options)
 

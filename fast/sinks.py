@@ -1,8 +1,8 @@
 """Attention sinks in two kernels, one for each pass; `canon.reference.local` derives them.
 
-Both run after the kernels over the keys, from recorded launches (`replay/recordings.py`). PyTorch reduces dlse (b, h, t) to
-dsink, in a fixed order, if the sink needs a gradient. If only the sink needs one, dout of the keys is neither computed nor
-stored.
+Both run after the kernels over the keys, from recorded launches (`replay/recordings.py`). PyTorch
+reduces dlse (b, h, t) to dsink, in a fixed order, if the sink needs a gradient. If only the sink
+needs one, dout of the keys is neither computed nor stored.
 
 Memory and rounding: as `canon.reference.local`. Sources: the same.
 """
@@ -25,7 +25,9 @@ def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Sink(torch.autograd.Function):
-    """out (b, t, h, dv) times sigmoid(lse - sink), as a function of out, lse (b, h, t) and sink (h,)."""
+    """out (b, t, h, dv) times sigmoid(lse - sink), as a function of out, lse (b, h, t) and sink
+    (h,).
+    """
 
     @staticmethod
     def forward(ctx, out, lse, sink):
@@ -39,7 +41,11 @@ class _Sink(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor):
         out, lse, sink = ctx.saved_tensors
         dlse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-        dout_keys = torch.empty(out.shape, dtype=out.dtype, device=out.device) if ctx.needs_input_grad[0] else None
+        dout_keys = (
+            torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         replayed(_differentiate, (dout, out, lse, sink, dout_keys, dlse))
         dsink = -dlse.sum((0, 2)).to(sink.dtype) if ctx.needs_input_grad[2] else None
         return dout_keys, dlse if ctx.needs_input_grad[1] else None, dsink

@@ -1,26 +1,34 @@
-"""Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a step is computed.
+"""Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
+step is computed.
 
-Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same here.
-`schedule.py` runs the steps:
+Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same
+here. `schedule.py` runs the steps:
 
-    stream           step i
-    all-gather       K, V of step i + 1                                       the group's communicator
-    compute          kernel on K, V of step i; backward dk and dv first, then dq, if in kernels of their own
-    all to all       dk, dv of step i - 1, started before dq of i - 1         the same, or another one
-    communication    copy K, V of step i + 1; sum dk, dv of step i - 1        one stream
+    stream          step i
+    all-gather      K, V of step i + 1                                the group's communicator
+    compute         kernel on K, V of step i; backward dk and dv      dq, if in kernels of their own
+                    first, then
+    all to all      dk, dv of step i - 1, started before dq of i -    the same, or another one
+                    1
+    communication   copy K, V of step i + 1; sum dk, dv of step i -   one stream
+                    1
 
-- Kernels read K and V in the buffers that received them, with one stride from token to token. `gathered_mask` is in the
-  coordinates of these buffers. A rank loads only the keys from the first to the last that its queries see.
-- Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to reduce_dtype, into the sending
-  buffer. After the exchange one kernel sums them in rank order: the same inputs give the same bits.
+- Kernels read K and V in the buffers that received them, with one stride from token to token.
+  `gathered_mask` is in the coordinates of these buffers. A rank loads only the keys from the first
+  to the last that its queries see.
+- Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to
+  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order: the
+  same inputs give the same bits.
 
-Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n messages.
-Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages and (W - 1) N elements of
-reduce_dtype.
+Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n
+messages.
+Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages
+and (W - 1) N elements of reduce_dtype.
 
-    scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather, in the dtype of the inputs;
-                backward also two to send and one to receive, in reduce_dtype; delta; the scratch of the backward method.
-                With a single step, one buffer each.
+    scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather,
+                in the dtype of the inputs; backward also two to send and one to receive, in
+                reduce_dtype; delta; the scratch of the backward method. With a single step, one
+                buffer each.
 
 Sources: as `canon.reference.strided`.
 """
@@ -40,7 +48,13 @@ from canon.fast.local import forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.ring import ring_backward, steps_of_ring
 from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
-from canon.fast.transport.messages import AllGather, HeadGroup, ReduceScatter, gathered_mask, padded_tokens
+from canon.fast.transport.messages import (
+    AllGather,
+    HeadGroup,
+    ReduceScatter,
+    gathered_mask,
+    padded_tokens,
+)
 from canon.fast.transport.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, steps_of
 from canon.masks.plan_cache import PLANS
@@ -64,7 +78,9 @@ class _OwnerSchedule:
 
 
 class _Schedule:
-    """The steps of both passes for one kind of call. ``backward`` is None where the backward pass is that of the ring."""
+    """The steps of both passes for one kind of call. ``backward`` is None where the backward pass
+    is that of the ring.
+    """
 
     def __init__(self, call: Call, steps: Steps):
         self.call = call
@@ -108,7 +124,9 @@ def strided_forward(
     steps = call.plan.forward
     if call.ranks == 1:
         mask = call.local_mask(0)
-        return forward_part(q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits)
+        return forward_part(
+            q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
+        )
     keys = receiving(len(steps), AllGather(k, v, call, [step.group for step in steps]).fetch)
     return run_forward(steps, keys, q, v, max_logits)
 
@@ -117,7 +135,9 @@ def strided_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither computed nor sent."""
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
+    computed nor sent.
+    """
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -129,9 +149,18 @@ def strided_backward(
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
     reduction = None if dk is None else ReduceScatter(dk, dv, call, groups)
     key = StepBackward, schedule, needed, kinds_of(dout, q, lse), chosen_backend()
-    parts = PLANS.find(key, lambda: tuple(StepBackward(step, inputs, v, dq, adds_dq=False) for step in steps))
+    parts = PLANS.find(
+        key, lambda: tuple(StepBackward(step, inputs, v, dq, adds_dq=False) for step in steps)
+    )
     sent = cycle(reduction.sent) if reduction else repeat(None)
-    run_backward(parts, keys, inputs, dq, sent, lambda number, *_: reduction.start(number) if reduction else None)
+    run_backward(
+        parts,
+        keys,
+        inputs,
+        dq,
+        sent,
+        lambda number, *_: reduction.start(number) if reduction else None,
+    )
     return dq, dk, dv
 
 
@@ -167,7 +196,15 @@ def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
         yield Part(mask, heads, forward=False)
 
 
-VARIANTS = "whole_forward", "whole_backward", "backward_parts", "masked_rows", "active_rows", "sinks", "rank_sums"
+VARIANTS = (
+    "whole_forward",
+    "whole_backward",
+    "backward_parts",
+    "masked_rows",
+    "active_rows",
+    "sinks",
+    "rank_sums",
+)
 STRIDED = Algorithm(
     FAST,
     public_strided.STRIDED,

@@ -1,4 +1,6 @@
-"""Run notebooks as tests: `pytest --nbval` collects their cells and the tests, also with several workers."""
+"""Run notebooks as tests: `pytest --nbval` collects their cells and the tests, also with several
+workers.
+"""
 
 import os
 from collections.abc import Generator
@@ -8,7 +10,9 @@ import pytest
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    """Start the kernel of a notebook without TRITON_INTERPRET, which the tests set. A notebook sets it if it needs it."""
+    """Start the kernel of a notebook without TRITON_INTERPRET, which the tests set. A notebook sets
+    it if it needs it.
+    """
     interpreted = os.environ.pop("TRITON_INTERPRET", None)
     try:
         return (yield)

@@ -1,9 +1,10 @@
-"""Write the course: the notebooks with holes, where the student writes a function that the notebook checks.
+"""Write the course: the notebooks with holes, where the student writes a function that the notebook
+checks.
 
     python course.py FOLDER      (`make course` has build)
 
-The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository, because
-notebooks link to their files.
+The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository,
+because notebooks link to their files.
 
 A hole stands between two comments in the cell of a function. Its sentence names the lines to write:
 
@@ -11,7 +12,8 @@ A hole stands between two comments in the cell of a function. Its sentence names
     return weight * part
     # your turn ends
 
-In the course the hole raises NotImplementedError with this sentence. The solution is folded below the cell.
+In the course the hole raises NotImplementedError with this sentence. The solution is folded below
+the cell.
 """
 
 import argparse
@@ -33,10 +35,12 @@ HOLE = re.compile(
 )
 TWIN = re.compile(r"\]\((\w+)\.md(?=[)#])")  # a link to another notebook
 SOLVED = (
-    "*This copy is solved. `make course` writes a copy with holes, functions that you write, into `build/course`.*\n\n"
+    "*This copy is solved. `make course` writes a copy with holes, functions that you write, into "
+    "`build/course`.*\n\n"
 )
 OPEN = (
-    "In `{root}`, the command `.venv/bin/jupyter lab {above}` opens the folder of these notebooks. In `{folder}`, the command "
+    "In `{root}`, the command `.venv/bin/jupyter lab {above}` opens the folder of these "
+    "notebooks. In `{folder}`, the command "
     "`{root}/.venv/bin/canon check my_attention` checks all functions."
 )
 FOLDED = "<details><summary>Solution</summary>\n\n```python\n{}\n```\n\n</details>"
@@ -47,7 +51,10 @@ def with_hole(source: str) -> str:
 
     def hole(found: re.Match) -> str:
         sentence = re.sub(r"\n *# ", " ", found["sentence"])
-        return f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "Your turn: {sentence}"\n{found["indent"]})'
+        return (
+            f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "Your turn: '
+            f'{sentence}"\n{found["indent"]})'
+        )
 
     return HOLE.sub(hole, source)
 
@@ -59,11 +66,17 @@ def solution(source: str) -> str:
 
 def holes(notebook: NotebookNode) -> list[str]:
     """Return the source of each cell that has a hole."""
-    return [cell.source for cell in notebook.cells if cell.cell_type == "code" and HOLE.search(cell.source)]
+    return [
+        cell.source
+        for cell in notebook.cells
+        if cell.cell_type == "code" and HOLE.search(cell.source)
+    ]
 
 
 def unprofiled(source: str) -> str:
-    """Return the source without `named_steps`, which names the steps of a loop for a profiler. Pages leave it out."""
+    """Return the source without `named_steps`, which names the steps of a loop for a profiler.
+    Pages leave it out.
+    """
     return re.sub(r"named_steps\((.*)\):", r"\1:", source)
 
 
@@ -73,7 +86,9 @@ def from_root(folder: Path) -> Path:
 
 
 def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """Return the notebook with holes, folded solutions, links to notebooks, and the command that opens it in its first cell."""
+    """Return the notebook with holes, folded solutions, links to notebooks, and the command that
+    opens it in its first cell.
+    """
     first, place = notebook.cells[0], from_root(folder)
     opens = OPEN.format(root=HERE.parent, folder=place, above=place.parent)
     first.source = f"{first.source.replace(SOLVED, '')}\n\n{opens}"
@@ -90,15 +105,18 @@ def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
 
 
 def write(above: Path) -> Path:
-    """Write the course into ``above / "course"``, and return this folder: notebooks with holes, and their modules.
+    """Write the course into ``above / "course"``, and return this folder: notebooks with holes, and
+    their modules.
 
-    ``above`` gets links to the repository. A notebook that is there already has the student's cells, and stays.
-    Raises FileExistsError, before it writes anything, if something else has the name of a link.
-    """
+    ``above`` gets links to the repository. A notebook that is there already has the student's
+    cells, and stays. Raises FileExistsError, before it writes anything, if something else has the
+    name of a link."""
     folder, links = above / "course", {above / name: HERE.parent / name for name in LINKED}
     for link, target in links.items():
         if (link.is_symlink() or link.exists()) and link.resolve() != target:
-            raise FileExistsError(f"{link} is not a link to {target}: choose another folder, as a new one")
+            raise FileExistsError(
+                f"{link} is not a link to {target}: choose another folder, as a new one"
+            )
     (folder / "my_functions").mkdir(parents=True, exist_ok=True)
     for module in HERE.glob("*.py"):
         shutil.copy(module, folder)
@@ -114,10 +132,16 @@ def write(above: Path) -> Path:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="gets the folder course, and links beside it")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="gets the folder course, and links beside it"
+    )
     try:
         place = from_root(write(parser.parse_args().folder.resolve()))
     except FileExistsError as error:
         parser.error(str(error))
-    print(f"Start: .venv/bin/jupyter lab {place.parent}", f"First: {place.name}/00_softmax_in_pieces.ipynb", sep="\n")
+    print(
+        f"Start: .venv/bin/jupyter lab {place.parent}",
+        f"First: {place.name}/00_softmax_in_pieces.ipynb",
+        sep="\n",
+    )
     print("Notebooks that you have begun stay.")

@@ -1,4 +1,5 @@
-"""Compile every CUDA kernel without a GPU, and report registers, spills, shared memory and CTAs of an SM.
+"""Compile every CUDA kernel without a GPU, and report registers, spills, shared memory and CTAs of
+an SM.
 
 python notebooks/cuda_resources.py --arch 80 86 89 90 [--json]
 """
@@ -30,7 +31,9 @@ THREADS = {80: 2048, 86: 1536, 89: 1536, 90: 2048}
 
 
 class Resources(NamedTuple):
-    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared memory."""
+    """Registers and spilled bytes (stores and loads) of a thread, and bytes of static shared
+    memory.
+    """
 
     registers: int
     spilled: int
@@ -39,8 +42,16 @@ class Resources(NamedTuple):
 
 def resources(messages: str) -> Resources:
     """Return the resources of a program's one kernel, from the messages of `Program.compile`."""
-    numbers: Callable[[str], list[int]] = lambda pattern: [int(found) for found in re.findall(pattern, messages)]
-    registers, spilled = numbers(r"Used (\d+) registers"), numbers(r"(\d+) bytes spill (?:stores|loads)")
+    numbers: Callable[[str], list[int]] = lambda pattern: [
+        int(found) for found in re.findall(pattern, messages)
+    ]
+    registers, spilled = (
+        numbers(r"Used (\d+) registers"),
+        numbers(
+            r"(\d+) bytes spill "
+            r"(?:stores|loads)"
+        ),
+    )
     if len(registers) != 1:
         raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")
     return Resources(registers[0], sum(spilled), sum(numbers(r"(\d+) bytes smem")))
@@ -64,8 +75,14 @@ class Compiled:
     ctas: int  # that an SM holds
 
     def __str__(self) -> str:
-        text = f"sm_{self.arch} {self.kernel:8s} {self.dtype:9s} {self.d:3d}/{self.dv:<3d} {self.rows:3d}x{self.columns:<3d} "
-        text += f"{self.warps} warps {self.registers:3d} registers {self.spilled:4d} B spilled {self.shared / 1024:6.1f} KB "
+        text = (
+            f"sm_{self.arch} {self.kernel:8s} {self.dtype:9s} {self.d:3d}/{self.dv:<3d} "
+            f"{self.rows:3d}x{self.columns:<3d} "
+        )
+        text += (
+            f"{self.warps} warps {self.registers:3d} registers {self.spilled:4d} B spilled "
+            f"{self.shared / 1024:6.1f} KB "
+        )
         return text + f"shared {self.ctas} CTAs of an SM"
 
 
@@ -78,7 +95,9 @@ def main_cases(arch: int) -> Iterator[tuple[str, int, torch.dtype, int, int]]:
 
 
 def compile_case(kernel: str, arch: int, dtype: torch.dtype, d: int, dv: int) -> Compiled:
-    """Compile a kernel with its configuration for the architecture. Raises RuntimeError if it does not compile."""
+    """Compile a kernel with its configuration for the architecture. Raises RuntimeError if it does
+    not compile.
+    """
     chosen = config.choose(kernel, d, dv, gpu(arch))
     q, v = (torch.empty(1, 1, 1, width, dtype=dtype) for width in (d, dv))
     variant = launch.variant_of(chosen, q, v, dtype)
@@ -86,17 +105,25 @@ def compile_case(kernel: str, arch: int, dtype: torch.dtype, d: int, dv: int) ->
     shared = chosen.shared_bytes + found.shared
     held = ctas(arch, chosen.warps, found.registers, shared)
     sizes = chosen.rows, chosen.columns, chosen.warps
-    return Compiled(kernel, arch, str(dtype)[6:], d, dv, *sizes, found.registers, found.spilled, shared, held)
+    return Compiled(
+        kernel, arch, str(dtype)[6:], d, dv, *sizes, found.registers, found.spilled, shared, held
+    )
 
 
 def ctas(arch: int, warps: int, registers: int, shared: int) -> int:
     """Return how many CTAs an SM holds, by registers, shared memory and threads."""
     of_warp = -(-32 * registers // 256) * 256
-    return min(REGISTERS // (warps * of_warp), SHARED_MEMORY[arch] // (shared + 1024), THREADS[arch] // (32 * warps))
+    return min(
+        REGISTERS // (warps * of_warp),
+        SHARED_MEMORY[arch] // (shared + 1024),
+        THREADS[arch] // (32 * warps),
+    )
 
 
 def compile_all(arch: int, threads: int = 2) -> list[Compiled]:
-    """Compile the main cases of an architecture. Raises ValueError if it has too little shared memory for one of them."""
+    """Compile the main cases of an architecture. Raises ValueError if it has too little shared
+    memory for one of them.
+    """
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(lambda case: compile_case(*case), main_cases(arch)))
 
@@ -109,7 +136,9 @@ def gpu(arch: int) -> Gpu:
 def main() -> None:
     """Compile the main cases and print a line for each."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--arch", type=int, nargs="+", default=[80, 86, 89, 90], choices=SHARED_LIMIT)
+    parser.add_argument(
+        "--arch", type=int, nargs="+", default=[80, 86, 89, 90], choices=SHARED_LIMIT
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object for each kernel")
     arguments = parser.parse_args()
     for arch in arguments.arch:

@@ -1,4 +1,5 @@
-"""Figures of notebook 04: chunks by rank, work and traffic of each rank, messages between ranks, balance against traffic.
+"""Figures of notebook 04: chunks by rank, work and traffic of each rank, messages between ranks,
+balance against traffic.
 
 The notebook computes the data with the package. These functions only draw it.
 """
@@ -13,7 +14,9 @@ GREYS = LinearSegmentedColormap.from_list("greys", ["white", "#4a4a4a"])
 
 
 def plans_by_hand(mask, chunk, plans):
-    """Draw a small mask once for each plan, its rows in the colours of their ranks. plans[title] is a layout."""
+    """Draw a small mask once for each plan, its rows in the colours of their ranks. plans[title] is
+    a layout.
+    """
     figure, axes = plt.subplots(
         1, len(plans), figsize=(3.3 * len(plans) + 0.8, 3.5), squeeze=False, layout="constrained"
     )
@@ -27,7 +30,8 @@ def plans_by_hand(mask, chunk, plans):
             ax.axhline(edge - 0.5, color=INK, linewidth=0.8)
         middles = range(0, mask.queries, chunk)
         ax.set_yticks(
-            [start + chunk / 2 - 0.5 for start in middles], [f"chunk {number}" for number in range(len(middles))]
+            [start + chunk / 2 - 0.5 for start in middles],
+            [f"chunk {number}" for number in range(len(middles))],
         )
         ax.tick_params(labelleft=True)
         ax.set_xlabel("keys")
@@ -36,29 +40,45 @@ def plans_by_hand(mask, chunk, plans):
 
 
 def chunks(cu_seqlens, layouts, chunk):
-    """Draw the documents of a pack and, for each layout, its chunks in the colours of their ranks."""
+    """Draw the documents of a pack and, for each layout,
+    its chunks in the colours of their ranks.
+    """
     figure, ax = plt.subplots(figsize=(9.5, 0.9 + 0.42 * (1 + len(layouts))), layout="constrained")
     for number, (start, stop) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
-        ax.add_patch(Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2]))
+        ax.add_patch(
+            Rectangle((start, 0.1), stop - start, 0.8, facecolor=("#c9c9c4", PALE)[number % 2])
+        )
     for row, layout in enumerate(layouts.values(), 1):
         for rank, ranges in enumerate(layout.ranges_per_rank):
             for tokens in ranges:
                 for start in range(tokens.start, tokens.stop, chunk):
                     width = min(start + chunk, tokens.stop) - start
-                    ax.add_patch(Rectangle((start, row + 0.1), width, 0.8, color=colour(rank), linewidth=0))
+                    ax.add_patch(
+                        Rectangle((start, row + 0.1), width, 0.8, color=colour(rank), linewidth=0)
+                    )
     ax.set(xlim=(0, cu_seqlens[-1]), ylim=(1 + len(layouts), 0), xlabel="token")
-    ax.set_yticks([row + 0.5 for row in range(1 + len(layouts))], ["documents", *layouts], color=INK)
+    ax.set_yticks(
+        [row + 0.5 for row in range(1 + len(layouts))], ["documents", *layouts], color=INK
+    )
     bare(ax)
-    rank_legend(figure, max(layout.ranks for layout in layouts.values()), loc="outside right center")
+    rank_legend(
+        figure, max(layout.ranks for layout in layouts.values()), loc="outside right center"
+    )
     plt.show()
 
 
 def work(reports):
-    """Draw for each plan the work of each rank over the mean, and the tokens that each rank receives and sends."""
-    figure, axes = plt.subplots(2, len(reports), figsize=(3 * len(reports), 3.6), sharey="row", squeeze=False)
+    """Draw for each plan the work of each rank over the mean, and the tokens that each rank
+    receives and sends.
+    """
+    figure, axes = plt.subplots(
+        2, len(reports), figsize=(3 * len(reports), 3.6), sharey="row", squeeze=False
+    )
     for (upper, lower), (name, report) in zip(axes.T, reports.items(), strict=True):
         ranks, mean = range(len(report.areas)), sum(report.areas) / len(report.areas)
-        upper.bar(ranks, [area / mean for area in report.areas], color=[colour(rank) for rank in ranks])
+        upper.bar(
+            ranks, [area / mean for area in report.areas], color=[colour(rank) for rank in ranks]
+        )
         mean_line(upper)
         upper.set_title(f"{name}\nbalance {report.balance:.2f}, volume {report.volume:.2f}")
         traffic(lower, report)
@@ -67,14 +87,18 @@ def work(reports):
         upper.set_xticks(ranks)
     axes[0, 0].set_ylabel("area / mean")
     axes[1, 0].set_ylabel("tokens")
-    axes[1, 0].set_ylim(0, 1.3 * max(max(*report.received, *report.sent) for report in reports.values()))
+    axes[1, 0].set_ylim(
+        0, 1.3 * max(max(*report.received, *report.sent) for report in reports.values())
+    )
     axes[1, 0].legend(loc="upper left", ncols=2)
     figure.tight_layout()
     plt.show()
 
 
 def exchanges(tables):
-    """Draw the tokens that each rank (row) receives from each rank (column), one table for each plan."""
+    """Draw the tokens that each rank (row) receives from each rank (column), one table for each
+    plan.
+    """
     most = max(max(map(max, table)) for table in tables.values())
     figure, axes = plt.subplots(
         1, len(tables), figsize=(2.9 * len(tables) + 0.6, 3), squeeze=False, layout="constrained"
@@ -91,10 +115,14 @@ def exchanges(tables):
 
 
 def volumes(lines):
-    """Draw the volume, as a part of an all-gather, by number of ranks. lines[name] is {ranks: volume}."""
+    """Draw the volume, as a part of an all-gather, by number of ranks. lines[name] is {ranks:
+    volume}.
+    """
     _, ax = plt.subplots(figsize=(5, 3))
     for number, (name, points) in enumerate(lines.items()):
-        ax.plot(list(points), list(points.values()), "o-", color=RANKS[number], label=name, markersize=4)
+        ax.plot(
+            list(points), list(points.values()), "o-", color=RANKS[number], label=name, markersize=4
+        )
     ax.set_xscale("log", base=2)
     ticks = list(next(iter(lines.values())))
     ax.set_xticks(ticks, [f"{tick}" for tick in ticks])
@@ -108,13 +136,19 @@ def trade(curves):
     _, ax = plt.subplots(figsize=(5, 3))
     for number, (name, points) in enumerate(curves.items()):
         ax.plot(*zip(*points, strict=True), "o-", color=RANKS[number], label=name, markersize=4)
-    ax.set(xlabel="balance: largest area / lower bound", ylabel="keys moved / all-gather", ylim=(0, None))
+    ax.set(
+        xlabel="balance: largest area / lower bound",
+        ylabel="keys moved / all-gather",
+        ylim=(0, None),
+    )
     ax.legend()
     plt.show()
 
 
 def buffer(mask, local, own, keys, owner):
-    """Draw the global mask with the cells of one rank in colour, and its local mask over its buffer of keys."""
+    """Draw the global mask with the cells of one rank in colour, and its local mask over its buffer
+    of keys.
+    """
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(8.4, 3.6), width_ratios=[mask.keys, local.keys], layout="constrained"
     )
@@ -122,18 +156,31 @@ def buffer(mask, local, own, keys, owner):
     for row in own:
         for place, key in enumerate(keys):
             if mask.dense()[row, key]:
-                left.add_patch(Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
+                left.add_patch(
+                    Rectangle((key - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0)
+                )
     left.imshow(shown, cmap=GREYS, vmin=0, vmax=1)
     left.set(
-        title="the mask; the rank computes the coloured cells", xlabel="keys", ylabel="queries", xticks=[], yticks=[]
+        title="the mask; the rank computes the coloured cells",
+        xlabel="keys",
+        ylabel="queries",
+        xticks=[],
+        yticks=[],
     )
     cells = local.dense()
     for row in range(local.queries):
         for place in range(local.keys):
             if cells[row, place]:
-                right.add_patch(Rectangle((place - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0))
+                right.add_patch(
+                    Rectangle(
+                        (place - 0.5, row - 0.5), 1, 1, color=RANKS[owner[place]], linewidth=0
+                    )
+                )
     right.set(
-        xlim=(-0.5, local.keys - 0.5), ylim=(local.queries - 0.5, -0.5), title="its local mask", xlabel="buffer of keys"
+        xlim=(-0.5, local.keys - 0.5),
+        ylim=(local.queries - 0.5, -0.5),
+        title="its local mask",
+        xlabel="buffer of keys",
     )
     right.set_xticks(range(local.keys), keys, fontsize=7)
     right.set_yticks(range(local.queries), own, fontsize=7)

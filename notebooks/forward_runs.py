@@ -1,4 +1,5 @@
-"""Run Gluon's forward kernels in the simulator, on the CPU: the plain one, the one that calls run, and one without a line.
+"""Run Gluon's forward kernels in the simulator, on the CPU: the plain one, the one that calls run,
+and one without a line.
 
 run(PLAIN, q, k, v, mask)
 with without("mbarrier.wait(v.full.index(ring.slot), ring.parity)"):
@@ -38,33 +39,53 @@ def run(
     kernel: Config, q: Tensor, k: Tensor, v: Tensor, mask: Mask,
     *, order: str = "random", seed: int = 0, log: list[Event] | None = None,
 ) -> Attended:  # fmt: skip
-    """Return out and lse of a simulated forward kernel. ``order``, ``seed`` and ``log``: those of `simulator.simulated`."""
-    with config.forced(forward=kernel), fast.backend("gluon"), simulated_kernels.simulated(order, seed, log):
+    """Return out and lse of a simulated forward kernel. ``order``, ``seed`` and ``log``: those of
+    `simulator.simulated`.
+    """
+    with (
+        config.forced(forward=kernel),
+        fast.backend("gluon"),
+        simulated_kernels.simulated(order, seed, log),
+    ):
         return Attended(*fast.attention_forward(q, k, v, mask))
 
 
 @contextmanager
 def without(line: str) -> Iterator[None]:
-    """Leave out all occurrences of a line in the functions of `forward_plain`. Raise ValueError if there is none."""
+    """Leave out all occurrences of a line in the functions of `forward_plain`. Raise ValueError if
+    there is none.
+    """
     changed = {}
     for name, function in vars(forward_plain).items():
-        if isinstance(function, GluonJITFunction) and function.fn.__module__ == forward_plain.__name__:
+        if (
+            isinstance(function, GluonJITFunction)
+            and function.fn.__module__ == forward_plain.__name__
+        ):
             source = "".join(function.raw_src)
-            shorter = re.sub(rf"^( *){re.escape(line.strip())}(?=\s*(#.*)?$)", r"\1pass", source, flags=re.MULTILINE)
+            shorter = re.sub(
+                r"^( "
+                rf"*){re.escape(line.strip())}(?=\s*(#.*)?$)",
+                r"\1pass",
+                source,
+                flags=re.MULTILINE,
+            )
             if shorter != source:
                 changed[name] = copy.copy(function)
                 changed[name].raw_src = [shorter]
     if not changed:
-        raise ValueError(f"forward_plain.py has no line {line.strip()!r}: copy one from the page, whole")
+        raise ValueError(
+            f"forward_plain.py has no line {line.strip()!r}: copy one from the page, whole"
+        )
     with mock.patch.multiple(forward_plain, **changed):
         yield
 
 
 def fault_without(line: str, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Return the simulator's message about the plain kernel without a line, "" if it finds no fault.
+    """Return the simulator's message about the plain kernel without a line, "" if it finds no
+    fault.
 
-    It runs the first two tiles of keys, where no buffer is used twice, and then all tiles. Loads land at once.
-    """
+    It runs the first two tiles of keys, where no buffer is used twice, and then all tiles. Loads
+    land at once."""
     for keys in (2 * PLAIN.columns, k.shape[1]):
         try:
             with without(line):
@@ -75,13 +96,21 @@ def fault_without(line: str, q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def explained(fault: Fault) -> str:
-    """Return the message of a fault of the plain kernel. It shows lines of the source instead of their numbers."""
+    """Return the message of a fault of the plain kernel. It shows lines of the source instead of
+    their numbers.
+    """
 
     def source(found: re.Match) -> str:
         frames = _FRAME.findall(found[0])
-        name, _, number = next((frame for frame in frames if frame[1] == "forward_plain.py"), frames[0])
+        name, _, number = next(
+            (frame for frame in frames if frame[1] == "forward_plain.py"), frames[0]
+        )
         code = linecache.getline(forward_plain.__file__, int(number)).split("  #")[0].strip()
         return f"`{code.partition(' = ')[0] if name == KERNEL else code}`"
 
-    text = f"{type(fault).__name__}: " + _FRAMES.sub(source, str(fault).replace("allocated at ", ""))
-    return "\n".join(textwrap.fill(line, 120, subsequent_indent=" " * 4) for line in text.splitlines())
+    text = f"{type(fault).__name__}: " + _FRAMES.sub(
+        source, str(fault).replace("allocated at ", "")
+    )
+    return "\n".join(
+        textwrap.fill(line, 120, subsequent_indent=" " * 4) for line in text.splitlines()
+    )

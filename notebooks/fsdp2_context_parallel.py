@@ -1,14 +1,16 @@
-"""Train a Llama of Hugging Face transformers on a mesh of data x context ranks: FSDP2 shards it, Canon is its attention.
+"""Train a Llama of Hugging Face transformers on a mesh of data x context ranks: FSDP2 shards it,
+Canon is its attention.
 
     torchrun --nproc-per-node 4 fsdp2_context_parallel.py --context 2
 
-             context 0           context 1
-    data 0   part of pack 0      part of pack 0      the ranks of a row hold one pack of documents together
-    data 1   part of pack 1      part of pack 1      each row has its own documents, mask and layout
+             context 0        context 1
+    data 0   part of pack 0   part of pack 0   the ranks of a row hold one pack of documents
+                                               together
+    data 1   part of pack 1   part of pack 1   each row has its own documents, mask and layout
 
-FSDP2 shards parameters, gradients and optimizer states over all ranks. Attention communicates inside a row only. The loss
-is the mean over the tokens of all rows, so each token counts equally. Runs on CPUs (gloo), or with one GPU for each rank.
-"""
+FSDP2 shards parameters, gradients and optimizer states over all ranks. Attention communicates
+inside a row only. The loss is the mean over the tokens of all rows, so each token counts equally.
+Runs on CPUs (gloo), or with one GPU for each rank."""
 
 import argparse
 import os
@@ -40,7 +42,9 @@ def llama(attention: str) -> torch.nn.Module:
 
 
 def fully_sharded(model: torch.nn.Module, gpu: bool) -> torch.nn.Module:
-    """Return the model with its parameters divided among all ranks. Each layer is a unit of FSDP2, the rest is another."""
+    """Return the model with its parameters divided among all ranks. Each layer is a unit of FSDP2,
+    the rest is another.
+    """
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if gpu else MixedPrecisionPolicy()
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mp_policy=precision)
@@ -48,9 +52,15 @@ def fully_sharded(model: torch.nn.Module, gpu: bool) -> torch.nn.Module:
 
 
 def pack(step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return input_ids (1, TOKENS) and cu_seqlens of three documents. Each counts at its own speed, modulo VOCABULARY."""
+    """Return input_ids (1, TOKENS) and cu_seqlens of three documents. Each counts at its own speed,
+    modulo VOCABULARY.
+    """
     draw = torch.Generator().manual_seed(1000 * step + row)
-    ends = torch.cat([torch.tensor([0, TOKENS]), torch.randint(1, TOKENS, (2,), generator=draw)]).sort().values
+    ends = (
+        torch.cat([torch.tensor([0, TOKENS]), torch.randint(1, TOKENS, (2,), generator=draw)])
+        .sort()
+        .values
+    )
     starts, speeds = (torch.randint(1, high, (3,), generator=draw) for high in (VOCABULARY, 4))
     lengths = zip(starts, speeds, ends.diff(), strict=True)
     ids = torch.cat([start + speed * torch.arange(length) for start, speed, length in lengths])
@@ -58,12 +68,18 @@ def pack(step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(steps: int, context: int) -> list[float]:
-    """Train on all ranks of the default group, with ``context`` ranks for each pack. Return the loss of each step."""
+    """Train on all ranks of the default group, with ``context`` ranks for each pack. Return the
+    loss of each step.
+    """
     gpu = dist.get_backend() == "nccl"
-    device, half, attn = ("cuda", "fast", canon.fast) if gpu else ("cpu", "reference", canon.reference)
+    device, half, attn = (
+        ("cuda", "fast", canon.fast) if gpu else ("cpu", "reference", canon.reference)
+    )
     rows, rest = divmod(dist.get_world_size(), context)
     if rest:
-        raise ValueError(f"--context {context} does not divide the number of ranks, {dist.get_world_size()}")
+        raise ValueError(
+            f"--context {context} does not divide the number of ranks, {dist.get_world_size()}"
+        )
     mesh = dist.init_device_mesh(device, (rows, context), mesh_dim_names=("data", "context"))
     row, column = mesh["data"].get_local_rank(), mesh["context"].get_local_rank()
     register("canon")
@@ -76,8 +92,11 @@ def train(steps: int, context: int) -> list[float]:
         part = layout.shard_batch({"input_ids": ids, "labels": ids}, column, cu_seqlens=ends)
         part = {name: x.to(device) for name, x in part.items()}
         with sharded(mask, layout, mesh["context"], half=half, function="magi"):
-            logits = model(input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False).logits
-        loss = canon.training.sequence_loss(logits, part["shift_labels"])  # of all ranks: FSDP2 averages over them, too
+            logits = model(
+                input_ids=part["input_ids"], position_ids=part["position_ids"], use_cache=False
+            ).logits
+        # of all ranks: FSDP2 averages over them, too
+        loss = canon.training.sequence_loss(logits, part["shift_labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -89,7 +108,12 @@ def main() -> None:
     """Read the command line, join the group of torchrun, train, and print the losses on rank 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--context", type=int, default=2, help="ranks that hold one pack; divides the number of ranks")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=2,
+        help="ranks that hold one pack; divides the number of ranks",
+    )
     options = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -98,7 +122,8 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.4f}")
     if not torch.cuda.is_available():
-        dist.barrier()  # a thread of gloo that frees a tensor while Python ends would abort the process
+        # a thread of gloo that frees a tensor while Python ends would abort the process
+        dist.barrier()
     dist.destroy_process_group()
 
 

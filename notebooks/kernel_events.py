@@ -4,9 +4,9 @@
     simulated_passes(..., "split", log=log)
     steps, waits = steps_of(backward_events(log), "split")
 
-Names are those of the mathematics (S, dP, dV, dK, dQ). They are read from the line of the kernel's source of each event. The
-number of a step is its place in the order of the run. It is not a time: the simulator has no clock.
-"""
+Names are those of the mathematics (S, dP, dV, dK, dQ). They are read from the line of the kernel's
+source of each event. The number of a step is its place in the order of the run. It is not a time:
+the simulator has no clock."""
 
 import re
 from collections import Counter
@@ -20,9 +20,21 @@ NAMES = {
     "acc_v": "dV", "acc_k": "dK", "dq": "dQ", "acc": "dQ", "o": "O",
 }  # fmt: skip
 LANES = {  # partition of the kernel: the name of its lane
-    "forward": {"load_tiles [0]": "loader", "attend [1]": "warpgroup 0", "attend [2]": "warpgroup 1"},
-    "split": {"load_tiles [0]": "loader", "differentiate [1]": "warpgroup 0", "differentiate [2]": "warpgroup 1"},
-    "fused": {"load_tiles [2]": "loader", "differentiate [0]": "warpgroup 0", "differentiate [1]": "warpgroup 1"},
+    "forward": {
+        "load_tiles [0]": "loader",
+        "attend [1]": "warpgroup 0",
+        "attend [2]": "warpgroup 1",
+    },
+    "split": {
+        "load_tiles [0]": "loader",
+        "differentiate [1]": "warpgroup 0",
+        "differentiate [2]": "warpgroup 1",
+    },
+    "fused": {
+        "load_tiles [2]": "loader",
+        "differentiate [0]": "warpgroup 0",
+        "differentiate [1]": "warpgroup 1",
+    },
 }
 _SOURCE = re.compile(r"(\w+) = |.*\b(?:load_box|tma_load)\((\w+)_desc")
 _HELD = {"forward": ("Q",), "split": ("K", "V"), "fused": ("K", "V")}  # loaded once for a work tile
@@ -30,10 +42,11 @@ _HELD = {"forward": ("Q",), "split": ("K", "V"), "fused": ("K", "V")}  # loaded 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a run: an operation starts ("start"), has ended ("end"), or a warpgroup computes exponentials ("exp").
+    """A step of a run: an operation starts ("start"), has ended ("end"), or a warpgroup computes
+    exponentials ("exp").
 
-    ``tile`` counts the visited tiles. It is None for tensors that are loaded once, and for a discarded product. ``begun`` is
-    the number of the start, for an end.
+    ``tile`` counts the visited tiles. It is None for tensors that are loaded once, and for a
+    discarded product. ``begun`` is the number of the start, for an end.
     """
 
     lane: str
@@ -73,18 +86,24 @@ def total(events: Sequence[Event], kind: str) -> int:
 def steps_of(events: Sequence[Event], kernel: str) -> tuple[list[Step], list[tuple[Place, Place]]]:
     """Return the steps of the partitions in ``LANES[kernel]``, and the waits between lanes.
 
-    A wait is (lane and next step of the partition that arrives last at the barrier, lane and next step of the waiting one).
-    Waits for data that had already arrived, and waits after the last step, are left out.
-    """
+    A wait is (lane and next step of the partition that arrives last at the barrier, lane and next
+    step of the waiting one). Waits for data that had already arrived, and waits after the last
+    step, are left out."""
     lanes, steps, waits = LANES[kernel], [], []
     counts, starts = Counter(), {}
     published, last = {}, {}
     for place, event in enumerate(event for event in events if event.partition in lanes):
-        lane, name, landed = lanes[event.partition], name_of(event), event.kind == "done" and event.of.kind == "load"
+        lane, name, landed = (
+            lanes[event.partition],
+            name_of(event),
+            event.kind == "done" and event.of.kind == "load",
+        )
         if name and event.kind in ("load", "wgmma", "exp2"):
             tile = _tile(event, name, counts[lane, event.kind, name], kernel)
             counts[lane, event.kind, name] += 1
-            starts[event] = step = Step(lane, len(steps), "exp" if event.kind == "exp2" else "start", name, tile)
+            starts[event] = step = Step(
+                lane, len(steps), "exp" if event.kind == "exp2" else "start", name, tile
+            )
             steps.append(step)
         elif event.kind == "done" and event.of in starts:
             of = starts[event.of]
@@ -109,7 +128,8 @@ def _tile(event: Event, name: str, count: int, kernel: str) -> int | None:
 
 
 def in_flight(steps: Sequence[Step]) -> dict[str, dict[str, list[str]]]:
-    """Return for each warpgroup the MMAs in flight at each of its exponentials: its own, and those of the other one.
+    """Return for each warpgroup the MMAs in flight at each of its exponentials: its own, and those
+    of the other one.
 
     ``in_flight(steps)["warpgroup 0"]["own"]`` lists for each tile the names, such as "S 1, O 0".
     """
@@ -119,6 +139,10 @@ def in_flight(steps: Sequence[Step]) -> dict[str, dict[str, list[str]]]:
     for exp in (step for step in steps if step.kind == "exp"):
         flying = [x for x in starts if x.number < exp.number < ends[x.lane, x.number]]
         for whose, same in (("own", True), ("other", False)):
-            names = [x.text if x.tile is None else f"{x.text} {x.tile}" for x in flying if (x.lane == exp.lane) == same]
+            names = [
+                x.text if x.tile is None else f"{x.text} {x.tile}"
+                for x in flying
+                if (x.lane == exp.lane) == same
+            ]
             found.setdefault(exp.lane, {}).setdefault(whose, []).append(", ".join(names))
     return found

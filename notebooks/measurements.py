@@ -33,12 +33,18 @@ def timeline(schedule: str) -> list[list[tuple[float, float, str]]]:
 
 
 def _profiled(schedule: str) -> dict[str, Any]:
-    rows = [row for row in load("schedules_timeline_four_h200")["results"] if row["schedule"] == schedule]
+    rows = [
+        row
+        for row in load("schedules_timeline_four_h200")["results"]
+        if row["schedule"] == schedule
+    ]
     return next(row for row in rows if "default" in row.get("transport", "default"))
 
 
 def gather_rate() -> float:
-    """Return the bytes/s that a rank receives in a gather: K and V of 8 heads from three other H200s."""
+    """Return the bytes/s that a rank receives in a gather: K and V of 8 heads from three other
+    H200s.
+    """
     return 3 * 16_384 * 8 * 256 * 2 / (1e-6 * _slowest_first("strided zigzag 8", "AllGather"))
 
 
@@ -48,7 +54,9 @@ def hop_rate() -> float:
 
 
 def _slowest_first(schedule: str, kernel: str) -> float:
-    return max(next(us for _, us, name in kernels if kernel in name) for kernels in timeline(schedule))
+    return max(
+        next(us for _, us, name in kernels if kernel in name) for kernels in timeline(schedule)
+    )
 
 
 def spans(schedule: str) -> dict[str, list[Span]]:

@@ -1,12 +1,13 @@
 """My own Canon: the functions of `canon.reference`, with those that I have written in their place.
 
-The notebooks leave some functions to you. `mine` puts yours here, under its name, and all other functions of this module use
-it from then on. If the folder `my_functions` exists, it also keeps the source there, for the next notebook and for the shell:
+The notebooks leave some functions to you. `mine` puts yours here, under its name, and all other
+functions of this module use it from then on. If the folder `my_functions` exists, it also keeps the
+source there, for the next notebook and for the shell:
 
     canon check my_attention --only merge
 
-`make course` writes the notebooks with holes, and makes the folder. Without it, all functions are those of the reference.
-"""
+`make course` writes the notebooks with holes, and makes the folder. Without it, all functions are
+those of the reference."""
 
 import argparse
 import io
@@ -25,7 +26,8 @@ import torch
 from rich.console import Console
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is defined: it runs on the CPU
+    # read when a kernel is defined: it runs on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import triton
 import triton.language as tl  # noqa: F401 - a kept `forward_kernel` uses it
@@ -43,7 +45,16 @@ from canon.masks.band import Band
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
-from canon.reference import backward, group_collectives, local, magi, owner_computes, ring, strided, tiles
+from canon.reference import (
+    backward,
+    group_collectives,
+    local,
+    magi,
+    owner_computes,
+    ring,
+    strided,
+    tiles,
+)
 from canon.route.algorithm import Algorithm, Declaration, Side
 
 FOLDER = Path(__file__).parent / "my_functions"
@@ -51,7 +62,9 @@ interpreter.repair()
 
 
 class Row(NamedTuple):
-    """A function to write: the notebook that leaves it to you, and the options of `canon check` for its rows."""
+    """A function to write: the notebook that leaves it to you, and the options of `canon check` for
+    its rows.
+    """
 
     notebook: str
     options: str
@@ -60,13 +73,17 @@ class Row(NamedTuple):
 ROWS = {
     "merged": Row("00_softmax_in_pieces", "--only merge/"),
     "zigzag": Row("01_masks_and_layouts", "--only zigzag_attention/"),
-    "ring_forward": Row("02_ring_and_zigzag", "--only 'ring_attention/*/causal' --features forward"),
+    "ring_forward": Row(
+        "02_ring_and_zigzag", "--only 'ring_attention/*/causal' --features forward"
+    ),
     "ring_backward": Row("02_ring_and_zigzag", "--only 'ring_attention/*/causal'"),
     "pick": Row("02_ring_and_zigzag", "--only attention_forward/"),
     "strided_forward": Row("03_strided", "--only strided_attention/"),
     "start_cast": Row("04_magi", "--only group_cast/"),
     "scores": Row("05_backward", "--only attention_backward/"),
-    "forward_kernel": Row("06_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"),
+    "forward_kernel": Row(
+        "06_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"
+    ),
 }
 
 
@@ -74,7 +91,9 @@ def _here(function: Callable) -> Callable:
     """Return the function with the names of this module: it calls your functions."""
     if not isinstance(function, FunctionType):
         return function
-    placed = FunctionType(function.__code__, globals(), function.__name__, function.__defaults__, function.__closure__)
+    placed = FunctionType(
+        function.__code__, globals(), function.__name__, function.__defaults__, function.__closure__
+    )
     placed.__kwdefaults__, placed.__doc__ = function.__kwdefaults__, function.__doc__
     return placed
 
@@ -82,7 +101,9 @@ def _here(function: Callable) -> Callable:
 def _bring(modules: Iterable[ModuleType]) -> None:
     """Bring all names of modules of the reference here. Their functions then call yours."""
     for module in modules:
-        globals().update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+        globals().update(
+            {name: value for name, value in vars(module).items() if not name.startswith("__")}
+        )
     for module in modules:
         for name, value in vars(module).items():
             plain = unwrap(value) if isinstance(value, FunctionType) else value
@@ -93,7 +114,8 @@ def _bring(modules: Iterable[ModuleType]) -> None:
 _bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi))
 
 
-# ---------------------------------------------------------------------- functions to write that the reference names otherwise
+# ---------------------------------------------------------------------- functions to write that the
+# reference names otherwise
 def zigzag(n: int, ranks: int) -> list[list[range]]:
     """Return the tokens of each rank in a zigzag layout."""
     return [list(held) for held in Layout.zigzag(n, ranks).ranges_per_rank]
@@ -161,23 +183,32 @@ class _Backward(backward._Backward):
 
 
 def local_forward(call, q, k, v):
-    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of PyTorch.
+    """Return out and lse: by `forward_kernel` for a causal mask, if it is written, else by tiles of
+    PyTorch.
 
     With ``rank_invariant`` the sums have the tiles of the reference.
     """
-    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]) or call.options["rank_invariant"]:
+    if (
+        forward_kernel is None
+        or call.mask != Mask.causal(q.shape[1])
+        or call.options["rank_invariant"]
+    ):
         return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
     return launch(q, k, v, call.scale)
 
 
 def launch(q, k, v, scale, tile=64):
-    """Run `forward_kernel` with one program for each tile of queries of each head. Widths are padded to a power of two."""
+    """Run `forward_kernel` with one program for each tile of queries of each head. Widths are
+    padded to a power of two.
+    """
     (b, t, h, _), width = q.shape, max(16, triton.next_power_of_2(max(q.shape[-1], v.shape[-1])))
     padded = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     heads_first = [x.transpose(1, 2).contiguous() for x in padded]
     out, lse = torch.empty_like(heads_first[0]), q.new_empty(b, h, t, dtype=torch.float32)
     share = h // k.shape[2]
-    forward_kernel[triton.cdiv(t, tile), b * h](*heads_first, out, lse, t, scale, SHARE=share, D=width, TILE=tile)
+    forward_kernel[triton.cdiv(t, tile), b * h](
+        *heads_first, out, lse, t, scale, SHARE=share, D=width, TILE=tile
+    )
     return out[..., : v.shape[-1]].transpose(1, 2).contiguous(), lse
 
 
@@ -188,7 +219,9 @@ def _later(name: str) -> Callable:
 
 
 def _algorithm(declaration: Declaration, schedule: str, **more: Any) -> Algorithm:
-    return Algorithm(_MINE, declaration, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more)
+    return Algorithm(
+        _MINE, declaration, _later(f"{schedule}_forward"), _later(f"{schedule}_backward"), **more
+    )
 
 
 _MINE = Side("my_attention", local.under_sink)
@@ -221,14 +254,17 @@ __all__ = [
 
 # ---------------------------------------------------------------------- your functions
 def mine(function: Callable) -> Callable:
-    """Put ``function`` in the place of the one with its name, and return it. It may use all names of this module.
+    """Put ``function`` in the place of the one with its name, and return it. It may use all names
+    of this module.
 
-    If the folder `my_functions` exists, keep the source of a written function there, and print whether it was kept.
-    """
+    If the folder `my_functions` exists, keep the source of a written function there, and print
+    whether it was kept."""
     plain = getattr(function, "fn", function)  # of a Triton kernel
     name = plain.__name__
     if name not in ROWS:
-        raise NameError(f"my_attention has no place for {name!r}: expected one of {', '.join(ROWS)}")
+        raise NameError(
+            f"my_attention has no place for {name!r}: expected one of {', '.join(ROWS)}"
+        )
     source = getsource(plain)
     if FOLDER.is_dir():
         path, empty = FOLDER / f"{name}.py", "raise NotImplementedError" in source
@@ -242,19 +278,26 @@ def mine(function: Callable) -> Callable:
 
 
 def check(options: str) -> None:
-    """Print the command `canon check my_attention` with these options, and its table. Raise AssertionError unless all agree."""
+    """Print the command `canon check my_attention` with these options, and its table. Raise
+    AssertionError unless all agree.
+    """
     from canon.check import check_command
 
     parser = argparse.ArgumentParser()
     check_command.add_arguments(parser)
     console = Console(file=io.StringIO(), width=160, force_terminal=False, force_jupyter=False)
     with tempfile.TemporaryDirectory() as folder, redirect_stderr(io.StringIO()):
-        here = ["--world", "threads", "--record", f"{folder}/record.json"]  # ranks of this process call your functions
-        status = check_command.run(parser.parse_args(["my_attention", *shlex.split(options), *here]), console)
+        # ranks of this process call your functions
+        here = ["--world", "threads", "--record", f"{folder}/record.json"]
+        status = check_command.run(
+            parser.parse_args(["my_attention", *shlex.split(options), *here]), console
+        )
     lines = map(str.rstrip, console.file.getvalue().splitlines())
     shown = [line for line in lines if not line.startswith(("No GPU in use", "Skipped", "Record:"))]
     print(f"$ canon check my_attention {options}", *shown, sep="\n")
-    assert status == 0, f"canon check my_attention {options}: {shown[-1] if shown else 'invalid options'}"
+    assert status == 0, (
+        f"canon check my_attention {options}: {shown[-1] if shown else 'invalid options'}"
+    )
 
 
 for _path in sorted(FOLDER.glob("*.py")):

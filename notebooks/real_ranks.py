@@ -1,17 +1,20 @@
-"""Run one public function of both halves on real ranks, forward and backward, and judge the results of every rank.
+"""Run one public function of both halves on real ranks, forward and backward, and judge the results
+of every rank.
 
     two or more GPUs    one process for each GPU, over NCCL
     one GPU             ranks are threads that share it
-    none                processes over gloo; Triton's interpreter runs the kernels, on a short sequence
+    none                processes over gloo; Triton's interpreter runs the kernels, on a short
+                        sequence
 
     place = real_ranks.here()
     results = place.compare({"zigzag ring": FunctionCall("zigzag_attention", mask, layout)})
     print(real_ranks.table(results))
     real_ranks.require(results)
 
-Every rank runs reference and fast twice on bfloat16 inputs. The caller's process then compares each shard with the shards of
-the judge's oracle and honest results. A third run of fast is the timeline. On GPUs, torch's profiler gives the kernels. On
-the CPU, `recording` gives the steps: a message lasts from its post to the end of the wait for it.
+Every rank runs reference and fast twice on bfloat16 inputs. The caller's process then compares each
+shard with the shards of the judge's oracle and honest results. A third run of fast is the timeline.
+On GPUs, torch's profiler gives the kernels. On the CPU, `recording` gives the steps: a message
+lasts from its post to the end of the wait for it.
 
 The error of a rank reaches the caller as RuntimeError, with the traceback of that rank.
 """
@@ -47,7 +50,9 @@ NOT_DRAWN = ("Memset", "HtoD", "DtoH")
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """A public function by its name, the mask and the layout of the whole sequence, and further options."""
+    """A public function by its name, the mask and the layout of the whole sequence, and further
+    options.
+    """
 
     function: str
     mask: Mask
@@ -57,7 +62,9 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The verdicts, bits and times of one rank. Dicts are by half. ``milliseconds``: wall time of both passes, second run."""
+    """The verdicts, bits and times of one rank. Dicts are by half. ``milliseconds``: wall time of
+    both passes, second run.
+    """
 
     rank: int
     device: str
@@ -78,7 +85,12 @@ class RankResult:
     @property
     def exposed(self) -> float:
         """Return the milliseconds of messages during which no kernel of this rank runs."""
-        return _uncovered(*(_union(x for x in self.spans if (x.kind == "message") == sent) for sent in (True, False)))
+        return _uncovered(
+            *(
+                _union(x for x in self.spans if (x.kind == "message") == sent)
+                for sent in (True, False)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -101,9 +113,16 @@ class Place:
         if self.device == "cpu":
             how = "processes over gloo on the CPU, kernels in Triton's interpreter"
         else:
-            how = "threads that share one GPU" if self.shared else "processes over NCCL, one for each GPU"
+            how = (
+                "threads that share one GPU"
+                if self.shared
+                else ("processes over NCCL, one for each GPU")
+            )
             how += f" ({torch.cuda.get_device_name(0)})"
-        sizes = f"{self.tokens} tokens, {self.h} query heads, {self.g} key heads, width {self.d}, bfloat16"
+        sizes = (
+            f"{self.tokens} tokens, {self.h} query heads, {self.g} key heads, width {self.d}, "
+            "bfloat16"
+        )
         return f"{self.ranks} ranks: {how}\n{sizes}"
 
     def inputs(self, mask: Mask) -> list[Tensor]:
@@ -113,23 +132,30 @@ class Place:
         return [torch.randn(size, generator=draw).bfloat16() for size in sizes]
 
     def compare(self, calls: Mapping[str, FunctionCall]) -> dict[str, list[RankResult]]:
-        """Run all calls on all ranks, and return the judged results by name and rank. Raises the error of a rank."""
+        """Run all calls on all ranks, and return the judged results by name and rank. Raises the
+        error of a rank.
+        """
         by_rank = self._run(partial(_results, self, dict(calls)))
-        expected_of = {mask: _expected(self, mask) for mask in {call.mask for call in calls.values()}}
+        expected_of = {
+            mask: _expected(self, mask) for mask in {call.mask for call in calls.values()}
+        }
         results = {}
         for name, call in calls.items():
             expected = expected_of[call.mask]
             found = [results_of_rank[name] for results_of_rank in by_rank]
-            results[name] = [_judged(rank, call.layout, *one, *expected) for rank, one in enumerate(found)]
+            results[name] = [
+                _judged(rank, call.layout, *one, *expected) for rank, one in enumerate(found)
+            ]
             if self.shared:  # the kernels of all ranks are in one queue
                 results[name][0].spans.extend(_spans_of_threads(self, call))
         return results
 
     def exchange(self, plan: CastPlan) -> list[dict[str, Tensor]]:
-        """Run group_cast and group_reduce of both halves on all ranks. Return the tensors by "function half", of each rank.
+        """Run group_cast and group_reduce of both halves on all ranks. Return the tensors by
+        "function half", of each rank.
 
-        A row of the first cast has the position of its token. The reduce returns it, and the owner adds it to 1000.
-        """
+        A row of the first cast has the position of its token. The reduce returns it, and the owner
+        adds it to 1000."""
         return self._run(partial(_exchanged, self, plan))
 
     def _run(self, program: Callable[[], Any]) -> list[Any]:
@@ -137,12 +163,15 @@ class Place:
             return process_groups.threads(program, self.ranks)
         if self.device == "cuda":
             return process_groups.gpus(program, self.ranks)
-        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):  # the processes get it before they import Triton
+        # the processes get it before they import Triton
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="1"):
             return process_groups.processes(program, self.ranks)
 
 
 def here() -> Place:
-    """Return the ranks of this machine: all GPUs, threads on one GPU, or four processes on the CPU."""
+    """Return the ranks of this machine: all GPUs, threads on one GPU,
+    or four processes on the CPU.
+    """
     gpus = process_groups.kernel_gpus()
     if gpus:
         return Place("cuda", gpus if gpus > 1 else 4, 16384, h=16, g=8, d=128)
@@ -150,12 +179,18 @@ def here() -> Place:
 
 
 def table(results: Mapping[str, list[RankResult]]) -> str:
-    """Return one line for each call and rank: the worst error over its bound, the bits, and the times.
+    """Return one line for each call and rank: the worst error over its bound, the bits, and the
+    times.
 
-    "exposed" is the time of messages without a kernel, in the timeline of fast. Ranks that share a GPU share one timeline.
-    """
-    lines = [f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"]
-    lines.append(f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} {'fast':>10} {'ms':>9}")
+    "exposed" is the time of messages without a kernel, in the timeline of fast. Ranks that share a
+    GPU share one timeline."""
+    lines = [
+        f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"
+    ]
+    lines.append(
+        f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} "
+        f"{'fast':>10} {'ms':>9}"
+    )
     for name, of_ranks in results.items():
         for one in of_ranks:
             worst = [_worst(one.verdicts[half]) for half in HALVES]
@@ -163,12 +198,16 @@ def table(results: Mapping[str, list[RankResult]]) -> str:
             times = [one.milliseconds[half] for half in HALVES]
             first = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}"
             exposed = f"{one.exposed:.2f}" if one.spans else "-"
-            lines.append(f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}")
+            lines.append(
+                f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}"
+            )
     return "\n".join(lines)
 
 
 def require(results: Mapping[str, list[RankResult]]) -> None:
-    """Raise AssertionError that names the first difference, unless all results agree and both runs have equal bits."""
+    """Raise AssertionError that names the first difference, unless all results agree and both runs
+    have equal bits.
+    """
     for name, of_ranks in results.items():
         for one in of_ranks:
             for half in HALVES:
@@ -200,7 +239,9 @@ def _uncovered(intervals: list[tuple[float, float]], cover: list[tuple[float, fl
 
 # ---------------------------------------------------------------------- on every rank
 def _results(place: Place, calls: Mapping[str, FunctionCall]) -> dict[str, tuple]:
-    """Return for each call (results by half, equal bits by half, milliseconds by half, spans, name of the device)."""
+    """Return for each call (results by half, equal bits by half, milliseconds by half, spans, name
+    of the device).
+    """
     if place.device == "cpu":
         from canon.fast.kernels.interpreter import repair
 
@@ -228,14 +269,18 @@ def _shards(place: Place, call: FunctionCall) -> list[Tensor]:
 def _attended(half: str, call: FunctionCall, shards: list[Tensor]) -> list[Tensor]:
     """Return out, lse, dq, dk, dv of this rank, from the public function of a half."""
     function = getattr(import_module(f"canon.{half}"), call.function)
-    takes_layout = "layout" in signature(getattr(import_module("canon.reference"), call.function)).parameters
+    takes_layout = (
+        "layout" in signature(getattr(import_module("canon.reference"), call.function)).parameters
+    )
     layout = {"layout": call.layout} if takes_layout else {}
     leaves, dout = [x.detach().requires_grad_() for x in shards[:3]], shards[3]
     out, lse = function(*leaves, mask=call.mask, **layout, **call.options, return_lse=True)
     return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def _timed(place: Place, half: str, call: FunctionCall, shards: list[Tensor]) -> tuple[list[Tensor], float]:
+def _timed(
+    place: Place, half: str, call: FunctionCall, shards: list[Tensor]
+) -> tuple[list[Tensor], float]:
     dist.barrier()
     _synchronize(place)
     start = time.perf_counter()
@@ -305,18 +350,28 @@ def _profiled() -> Iterator[list[Span]]:
     spans: list[Span] = []
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         yield spans
-    on_gpu = [event for event in profiled.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
-    spans += spans_of([(event.time_range.start, event.time_range.end, event.name) for event in on_gpu])
+    on_gpu = [
+        event
+        for event in profiled.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spans += spans_of(
+        [(event.time_range.start, event.time_range.end, event.name) for event in on_gpu]
+    )
 
 
 def spans_of(ran: list[tuple[float, float, str]]) -> list[Span]:
-    """Return the spans of (start, end, name) in microseconds: kernels, and copies between GPUs, after `meet` if it ran.
+    """Return the spans of (start, end, name) in microseconds: kernels, and copies between GPUs,
+    after `meet` if it ran.
 
     Time 0 is the start of the first one.
     """
     ran = [one for one in after_meeting(ran) if not any(name in one[2] for name in NOT_DRAWN)]
     zero = min((start for start, _, _ in ran), default=0.0)
-    return [Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3) for start, end, name in ran]
+    return [
+        Span(kind_of(name), name, (start - zero) / 1e3, (end - zero) / 1e3)
+        for start, end, name in ran
+    ]
 
 
 # ---------------------------------------------------------------------- in the caller's process
@@ -325,8 +380,12 @@ def _expected(place: Place, mask: Mask) -> tuple[Attended, list[Attended]]:
     return oracle(*tensors, mask), orders(*tensors, mask)
 
 
-def _judged(rank, layout: Layout, results, equal, milliseconds, spans, device, exact, honest) -> RankResult:
-    """Judge the shard of a rank: its oracle and honest results are the same rows of those of the whole sequence."""
+def _judged(
+    rank, layout: Layout, results, equal, milliseconds, spans, device, exact, honest
+) -> RankResult:
+    """Judge the shard of a rank: its oracle and honest results are the same rows of those of the
+    whole sequence.
+    """
     exact, *honest = (_shard_of(whole, layout, rank) for whole in (exact, *honest))
     verdicts = {half: agreement(Attended(*results[half]), exact, honest) for half in HALVES}
     return RankResult(rank, device, layout.size(rank), verdicts, equal, milliseconds, spans)
@@ -334,4 +393,6 @@ def _judged(rank, layout: Layout, results, equal, milliseconds, spans, device, e
 
 def _shard_of(whole: Attended, layout: Layout, rank: int) -> Attended:
     dims = {"lse": 2}
-    return Attended(*(layout.shard(x, rank, dims.get(n, 1)) for n, x in zip(whole._fields, whole, strict=True)))
+    return Attended(
+        *(layout.shard(x, rank, dims.get(n, 1)) for n, x in zip(whole._fields, whole, strict=True))
+    )

@@ -1,4 +1,6 @@
-"""Record what a ring of `canon.reference` sends and computes, and require that every hop and every mask has the right owner."""
+"""Record what a ring of `canon.reference` sends and computes, and require that every hop and every
+mask has the right owner.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +16,9 @@ from canon.route.call import Call
 
 @dataclass(frozen=True)
 class SentHop:
-    """A message of a ring, in the order of its sender. By its ``step`` the ``tensors`` belong to the keys of ``owner``."""
+    """A message of a ring, in the order of its sender. By its ``step`` the ``tensors`` belong to
+    the keys of ``owner``.
+    """
 
     step: int
     sender: int
@@ -28,7 +32,9 @@ class SentHop:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the forward pass: ``rank`` computes with the keys ``k``, under the mask of ``owner`` (None: of no owner)."""
+    """A part of the forward pass: ``rank`` computes with the keys ``k``, under the mask of
+    ``owner`` (None: of no owner).
+    """
 
     rank: int
     k: Tensor
@@ -52,7 +58,9 @@ def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
 
 @contextmanager
 def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
-    """Yield a list of every part that the forward pass of the ring computes inside the block, on all ranks."""
+    """Yield a list of every part that the forward pass of the ring computes inside the block, on
+    all ranks.
+    """
     parts: list[Part] = []
     given: dict[int, tuple] = {}  # by the identity of a mask; it also keeps the masks
     local_mask, tiled_forward = Call.local_mask, ring.tiled_forward
@@ -75,7 +83,9 @@ def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
 
 @contextmanager
 def merged_dtypes(ring: ModuleType) -> Iterator[set[torch.dtype]]:
-    """Yield a set of the dtypes of every out and lse that a ring merges inside the block, on all ranks."""
+    """Yield a set of the dtypes of every out and lse that a ring merges inside the block, on all
+    ranks.
+    """
     dtypes: set[torch.dtype] = set()
     merged = ring.merged
 
@@ -89,20 +99,27 @@ def merged_dtypes(ring: ModuleType) -> Iterator[set[torch.dtype]]:
 
 def owner_of(k: Tensor, shards: Sequence[Tensor]) -> int | None:
     """Return the rank whose shard of the keys is ``k``, None if there is none."""
-    return next((rank for rank, shard in enumerate(shards) if torch.equal(k, shard.to(k.dtype))), None)
+    return next(
+        (rank for rank, shard in enumerate(shards) if torch.equal(k, shard.to(k.dtype))), None
+    )
 
 
-def keys_and_gradients(hops: Sequence[SentHop], shards: Sequence[Tensor]) -> tuple[list[SentHop], list[SentHop]]:
+def keys_and_gradients(
+    hops: Sequence[SentHop], shards: Sequence[Tensor]
+) -> tuple[list[SentHop], list[SentHop]]:
     """Return the hops of keys, and the others: they bring gradients."""
     owners = [owner_of(hop.tensors[0], shards) for hop in hops]
     keys, gradients = (
-        [hop for hop, owner in zip(hops, owners, strict=True) if (owner is None) == flag] for flag in (False, True)
+        [hop for hop, owner in zip(hops, owners, strict=True) if (owner is None) == flag]
+        for flag in (False, True)
     )
     return keys, gradients
 
 
 def require_key_hops(hops: Sequence[SentHop], shards: Sequence[Tensor], passes: int = 1) -> None:
-    """Raise AssertionError unless every rank sends the keys that it holds in each step of a pass but the last."""
+    """Raise AssertionError unless every rank sends the keys that it holds in each step of a pass
+    but the last.
+    """
     ranks = len(shards)
     for rank in range(ranks):
         own, expected = [hop for hop in hops if hop.sender == rank], passes * (ranks - 1)
@@ -113,35 +130,56 @@ def require_key_hops(hops: Sequence[SentHop], shards: Sequence[Tensor], passes: 
             held, where = (rank - step) % ranks, f"rank {rank}, step {step}"
             assert sent == held, f"{where}: it sends {_keys(sent)}, expected {_keys(held)}"
             named = f"{where}: the hop names owner {(hop.owner - 1) % ranks}"
-            assert hop.step == step, f"{named}, expected {(held - 1) % ranks}, the owner of the keys that it brings"
+            assert hop.step == step, (
+                f"{named}, expected {(held - 1) % ranks}, the owner of the keys that it brings"
+            )
 
 
 def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
-    """Raise AssertionError unless every rank computes once with the keys of each rank, under the mask of their owner."""
+    """Raise AssertionError unless every rank computes once with the keys of each rank, under the
+    mask of their owner.
+    """
     ranks = len(shards)
     for rank in range(ranks):
         own = [part for part in parts if part.rank == rank]
-        assert len(own) == ranks, f"rank {rank}: {len(own)} parts, expected {ranks}: one in each step"
+        assert len(own) == ranks, (
+            f"rank {rank}: {len(own)} parts, expected {ranks}: one in each step"
+        )
         for step, part in enumerate(own):
             held, where = owner_of(part.k, shards), f"rank {rank}, step {step}"
             assert held == (rank - step) % ranks, (
                 f"{where}: it holds {_keys(held)}, expected {_keys((rank - step) % ranks)}"
             )
-            assert part.owner == held, f"{where}: it holds {_keys(held)}, but the mask is that of owner {part.owner}"
+            assert part.owner == held, (
+                f"{where}: it holds {_keys(held)}, but the mask is that of owner {part.owner}"
+            )
 
 
 def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtype) -> None:
-    """Raise AssertionError unless every rank sends a gradient of this dtype in each step but the first."""
+    """Raise AssertionError unless every rank sends a gradient of this dtype in each step but the
+    first.
+    """
     for rank in range(ranks):
         own = [hop for hop in hops if hop.sender == rank]
         count = f"rank {rank}: {len(own)} gradient hops, expected {ranks - 1}"
-        assert len(own) == ranks - 1, f"{count}: the part of step 0 stays, and every later step sends"
+        assert len(own) == ranks - 1, (
+            f"{count}: the part of step 0 stays, and every later step sends"
+        )
         for step, hop in enumerate(own, 1):
-            where, dtypes = f"rank {rank}, step {step}: the gradient hop", {x.dtype for x in hop.tensors}
-            assert dtypes == {dtype}, f"{where} has {', '.join(map(str, dtypes))}, expected call.reduce_dtype, {dtype}"
+            where, dtypes = (
+                (f"rank {rank}, step {step}: the gradient hop"),
+                {x.dtype for x in hop.tensors},
+            )
+            assert dtypes == {dtype}, (
+                f"{where} has {', '.join(map(str, dtypes))}, expected call.reduce_dtype, {dtype}"
+            )
             named, expected = ((x - 1) % ranks for x in (hop.owner, rank - step))
-            assert hop.step == step, f"{where} names owner {named}, expected {expected}, the owner of what it brings"
-            assert all(x.is_contiguous() for x in hop.tensors), f"{where} has tensors that are not contiguous"
+            assert hop.step == step, (
+                f"{where} names owner {named}, expected {expected}, the owner of what it brings"
+            )
+            assert all(x.is_contiguous() for x in hop.tensors), (
+                f"{where} has tensors that are not contiguous"
+            )
 
 
 def _keys(owner: int | None) -> str:

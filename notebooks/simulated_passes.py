@@ -13,7 +13,8 @@ from canon.masks.mask import Mask
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 
-INTERLEAVINGS = (("late", 0), ("early", 1), ("random", 2), ("random", 3))  # order and seed of `simulator.simulated`
+# order and seed of `simulator.simulated`
+INTERLEAVINGS = (("late", 0), ("early", 1), ("random", 2), ("random", 3))
 
 
 def simulated_passes(
@@ -22,26 +23,39 @@ def simulated_passes(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return out, dq, dk and dv in float32, by name, from one interleaving of the Gluon kernels.
 
-    ``method``: that of `attention_backward`, or "fused in order" for the fixed order of the sums of dq.
-    ``order``, ``seed`` and ``log``: those of `simulator.simulated`. Triton's interpreter must be on (``TRITON_INTERPRET=1``).
-    """
+    ``method``: that of `attention_backward`, or "fused in order" for the fixed order of the sums of
+    dq. ``order``, ``seed`` and ``log``: those of `simulator.simulated`. Triton's interpreter must
+    be on (``TRITON_INTERPRET=1``)."""
     name = method.removesuffix(" in order")
     fixed = nullcontext() if name == method else peers.deterministic()
     with fast.backend("gluon"), simulated_kernels.simulated(order, seed, log), fixed:
         out, lse = fast.attention_forward(q, k, v, mask, out_dtype=torch.float32)
-        grads = fast.attention_backward(dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32)
+        grads = fast.attention_backward(
+            dout, q, k, v, out, lse, mask, method=name, grad_dtype=torch.float32
+        )
     return dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
 
 
-def agree_with_reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str) -> None:
-    """Print the errors of a simulated run over their bounds. Raise AssertionError that names the first difference."""
+def agree_with_reference(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str
+) -> None:
+    """Print the errors of a simulated run over their bounds. Raise AssertionError that names the
+    first difference.
+    """
     found = simulated_passes(q, k, v, dout, mask, method)
     verdicts.require(f"gluon, {method}", Attended(**found), q, k, v, dout, mask)
 
 
-def different_bits(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str) -> dict[str, int]:
-    """Return for each result how many different tensors four interleavings give: 1 means that all have the same bits."""
-    runs = [simulated_passes(q, k, v, dout, mask, method, order=order, seed=seed) for order, seed in INTERLEAVINGS]
+def different_bits(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask, method: str
+) -> dict[str, int]:
+    """Return for each result how many different tensors four interleavings give: 1 means that all
+    have the same bits.
+    """
+    runs = [
+        simulated_passes(q, k, v, dout, mask, method, order=order, seed=seed)
+        for order, seed in INTERLEAVINGS
+    ]
     return {name: len({run[name].numpy().tobytes() for run in runs}) for name in runs[0]}
 
 
@@ -58,7 +72,9 @@ class _Allocations(TorchFunctionMode):
 
 
 def allocated_bytes(method: str, mask: Mask, *, b: int, h: int, g: int, d: int, dv: int) -> int:
-    """Return the bytes of the float32 parts that a simulated backward pass allocates, for random bfloat16 inputs."""
+    """Return the bytes of the float32 parts that a simulated backward pass allocates, for random
+    bfloat16 inputs.
+    """
     widths = (mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)
     q, k, v, dout = (torch.randn(b, *x).bfloat16() for x in widths)
     with fast.backend("gluon"), simulated_kernels.simulated(), _Allocations() as allocations:

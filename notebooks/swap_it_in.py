@@ -1,21 +1,25 @@
-"""Train a byte-level transformer on packed documents. Its attention is that of one rank, of several, or of a peer.
+"""Train a byte-level transformer on packed documents. Its attention is that of one rank, of
+several, or of a peer.
 
     torchrun --nproc-per-node 2 swap_it_in.py --function magi --half reference
-    torchrun --nproc-per-node 2 swap_it_in.py --function magi --half fast           the same experiment, swapped
+    torchrun --nproc-per-node 2 swap_it_in.py --function magi --half fast           the same
+    experiment, swapped
 
-    --function    calls                       layout of the tokens
-    attention     attn.attention              one rank
-    reordered     attn.ring_attention         one rank, which holds the second half of each pack before the first
-    zigzag        attn.zigzag_attention       Layout.zigzag
-    strided       attn.strided_attention      Layout.zigzag
-    magi          attn.magi_attention         attn.dispatch, planned for each pack
-    sdpa          torch's SDPA                one rank; only with --causal
-    torch         torch's context_parallel    head and tail pieces; only with --causal, on two GPUs or more
+    --function   calls                      layout of the tokens
+    attention    attn.attention             one rank
+    reordered    attn.ring_attention        one rank, which holds the second half of each pack
+                                            before the first
+    zigzag       attn.zigzag_attention      Layout.zigzag
+    strided      attn.strided_attention     Layout.zigzag
+    magi         attn.magi_attention        attn.dispatch, planned for each pack
+    sdpa         torch's SDPA               one rank; only with --causal
+    torch        torch's context_parallel   head and tail pieces; only with --causal, on two GPUs or
+                                            more
 
-All of these see the same tokens and begin with the same weights. So their losses and gradients are equal up to rounding.
-Text: this repository, and docstrings of Python's standard library. A token is a byte. Runs on CPUs (gloo), or with one GPU
-for each rank (NCCL), there in bfloat16 with float32 weights. `--record FILE` writes times, memory and losses as JSON.
-"""
+All of these see the same tokens and begin with the same weights. So their losses and gradients are
+equal up to rounding. Text: this repository, and docstrings of Python's standard library. A token is
+a byte. Runs on CPUs (gloo), or with one GPU for each rank (NCCL), there in bfloat16 with float32
+weights. `--record FILE` writes times, memory and losses as JSON."""
 
 import argparse
 import ast
@@ -45,9 +49,38 @@ from canon import Layout, Mask
 from canon.check.documents import Documents
 from canon.testing import record
 
-MODULES = ("argparse", "ast", "bisect", "calendar", "copy", "csv", "datetime", "decimal", "difflib", "enum", "fractions",
-           "functools", "heapq", "inspect", "locale", "os", "pathlib", "pickle", "random", "shutil", "statistics", "string",
-           "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize", "traceback", "typing")  # fmt: skip
+MODULES = (
+    "argparse",
+    "ast",
+    "bisect",
+    "calendar",
+    "copy",
+    "csv",
+    "datetime",
+    "decimal",
+    "difflib",
+    "enum",
+    "fractions",
+    "functools",
+    "heapq",
+    "inspect",
+    "locale",
+    "os",
+    "pathlib",
+    "pickle",
+    "random",
+    "shutil",
+    "statistics",
+    "string",
+    "subprocess",
+    "tarfile",
+    "tempfile",
+    "textwrap",
+    "threading",
+    "tokenize",
+    "traceback",
+    "typing",
+)
 ONE_RANK = ("attention", "reordered", "sdpa")
 FUNCTIONS = (*ONE_RANK, "zigzag", "strided", "magi", "torch")
 
@@ -77,9 +110,13 @@ class Run:
         if self.function in ("sdpa", "torch") and not self.causal:
             raise ValueError(f"function={self.function!r} has no packed documents: add --causal")
         if self.rank_invariant and self.function not in ("attention", "strided", "magi"):
-            raise ValueError(f"function={self.function!r} has no rank_invariant: use attention, strided or magi")
+            raise ValueError(
+                f"function={self.function!r} has no rank_invariant: use attention, strided or magi"
+            )
         if self.fixed_order and not (self.rank_invariant and self.tokens % fixed_order.BLOCK == 0):
-            raise ValueError(f"fixed_order needs rank_invariant, and tokens in multiples of {fixed_order.BLOCK}")
+            raise ValueError(
+                f"fixed_order needs rank_invariant, and tokens in multiples of {fixed_order.BLOCK}"
+            )
 
 
 # --- the text
@@ -87,36 +124,54 @@ class Run:
 
 @cache
 def texts() -> tuple[bytes, ...]:
-    """Return the text files of this repository, and docstrings of some modules of the standard library."""
-    trees = [ast.parse((Path(os.__file__).parent / f"{name}.py").read_bytes()) for name in MODULES]  # not imported
-    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    """Return the text files of this repository, and docstrings of some modules of the standard
+    library.
+    """
+    # not imported
+    trees = [ast.parse((Path(os.__file__).parent / f"{name}.py").read_bytes()) for name in MODULES]
+    nodes = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef | ast.FunctionDef)
+    ]
     docstrings = [text.encode() for node in nodes if (text := ast.get_docstring(node))]
     return (*Documents.of().texts, *docstrings)
 
 
 @cache
 def corpus(longest: int) -> tuple[Tensor, Tensor]:
-    """Return shuffled documents of up to ``longest`` bytes as one sequence of bytes, and the end of each document."""
-    pieces = [text[start : start + longest] for text in texts() for start in range(0, len(text), longest)]
+    """Return shuffled documents of up to ``longest`` bytes as one sequence of bytes, and the end of
+    each document.
+    """
+    pieces = [
+        text[start : start + longest] for text in texts() for start in range(0, len(text), longest)
+    ]
     order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist()
     text = torch.frombuffer(bytearray(b"".join(pieces[i] for i in order)), dtype=torch.uint8)
     return text, torch.tensor([len(pieces[i]) for i in order]).cumsum(0)
 
 
 def pack(step: int, tokens: int, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return the bytes (1, tokens) of a training step, and cu_seqlens of its documents, or of one document if causal."""
+    """Return the bytes (1, tokens) of a training step, and cu_seqlens of its documents, or of one
+    document if causal.
+    """
     text, ends = corpus(max(1, 3 * tokens // 8))
     start = step * tokens % (len(text) - tokens)
     inside = ends[(ends > start) & (ends < start + tokens)] - start
     ids = text[start : start + tokens].long()[None]
-    return ids, torch.cat([torch.tensor([0]), inside[: 0 if causal else None], torch.tensor([tokens])])
+    return ids, torch.cat(
+        [torch.tensor([0]), inside[: 0 if causal else None], torch.tensor([tokens])]
+    )
 
 
 # --- the model
 
 
 class Block(nn.Module):
-    """A layer of the transformer. Only attention mixes tokens. It is computed between `before` and `after`."""
+    """A layer of the transformer. Only attention mixes tokens. It is computed between `before` and
+    `after`.
+    """
 
     def __init__(self, width: int, heads: int, key_heads: int):
         super().__init__()
@@ -125,16 +180,22 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, sum(self.heads) * (width // heads), bias=False)
         self.project = nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+            nn.Linear(width, 4 * width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * width, width, bias=False),
         )
 
     def before(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v (b, t, heads, width of a head)."""
-        q, k, v = self.qkv(self.norm(x)).unflatten(2, (sum(self.heads), -1)).split(self.heads, dim=2)
+        q, k, v = (
+            self.qkv(self.norm(x)).unflatten(2, (sum(self.heads), -1)).split(self.heads, dim=2)
+        )
         return rotated(q, positions), rotated(k, positions), v
 
     def after(self, x: Tensor, out: Tensor) -> Tensor:
-        """Return the input of the next layer from the input of this layer and the result of attention."""
+        """Return the input of the next layer from the input of this layer and the result of
+        attention.
+        """
         x = x + self.project(out.flatten(2))
         return x + self.mlp(self.norm_mlp(x))
 
@@ -145,7 +206,9 @@ class Transformer(nn.Module):
     def __init__(self, run: Run):
         super().__init__()
         self.text = nn.Embedding(256, run.width)
-        self.blocks = nn.ModuleList(Block(run.width, run.heads, run.key_heads) for _ in range(run.layers))
+        self.blocks = nn.ModuleList(
+            Block(run.width, run.heads, run.key_heads) for _ in range(run.layers)
+        )
         self.norm, self.head = nn.RMSNorm(run.width), nn.Linear(run.width, 256, bias=False)
 
     def forward(self, ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]) -> Tensor:
@@ -157,7 +220,9 @@ class Transformer(nn.Module):
 
 def rotated(x: Tensor, positions: Tensor) -> Tensor:
     """Return x (b, t, h, d) with a rotary embedding of the positions (b, t)."""
-    angles = positions[..., None, None] * 10000 ** -torch.linspace(0, 1, x.shape[3] // 2, device=x.device)
+    angles = positions[..., None, None] * 10000 ** -torch.linspace(
+        0, 1, x.shape[3] // 2, device=x.device
+    )
     cos, sin = angles.cos(), angles.sin()  # float32
     left, right = x.chunk(2, dim=3)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=3).to(x.dtype)
@@ -184,14 +249,20 @@ def canon_attention(run: Run, mask: Mask, ranks: int) -> tuple[Layout, Callable[
     if run.function == "strided":
         return zigzag, partial(attn.strided_attention, mask=mask, layout=zigzag, **invariant)
     planned = attn.dispatch(mask, ranks, **invariant)
-    return planned, partial(attn.magi_attention, mask=mask, layout=planned, own_keys_first=False, **invariant)
+    return planned, partial(
+        attn.magi_attention, mask=mask, layout=planned, own_keys_first=False, **invariant
+    )
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return torch's attention over one causal document, or over the shards of an open `context_parallel`."""
+    """Return torch's attention over one causal document, or over the shards of an open
+    `context_parallel`.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     # By its name each time: `context_parallel` replaces it.
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2)
 
 
@@ -200,7 +271,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Batch:
-    """This rank's part of a pack, the attention over the ranks that hold it, and a context for both passes."""
+    """This rank's part of a pack, the attention over the ranks that hold it, and a context for both
+    passes.
+    """
 
     part: dict[str, Tensor]  # ids, positions and labels
     layout: Layout
@@ -219,14 +292,24 @@ def seeded_model(run: Run, device: torch.device) -> Transformer:
 
 
 class Trainer:
-    """A model on this rank of the default process group, or of this process alone, and its optimizer."""
+    """A model on this rank of the default process group, or of this process alone, and its
+    optimizer.
+    """
 
     def __init__(self, run: Run):
         alone = not dist.is_initialized()
-        self.run, self.rank, self.ranks = run, 0 if alone else dist.get_rank(), 1 if alone else dist.get_world_size()
+        self.run, self.rank, self.ranks = (
+            run,
+            0 if alone else dist.get_rank(),
+            1 if alone else dist.get_world_size(),
+        )
         if run.function in ONE_RANK and self.ranks > 1:
-            raise ValueError(f"function={run.function!r} is for one rank, this group has {self.ranks}")
-        self.device = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
+            raise ValueError(
+                f"function={run.function!r} is for one rank, this group has {self.ranks}"
+            )
+        self.device = torch.device(
+            "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
+        )
         self.model = seeded_model(run, self.device).to(getattr(torch, run.dtype))
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=run.learning_rate, betas=(0.9, 0.95))
@@ -237,7 +320,9 @@ class Trainer:
             self.averaging = self.model if self.ranks == 1 else DistributedDataParallel(self.model)
 
     def batch(self, step: int) -> Batch:
-        """Return the part of this rank in a training step. Every rank computes the same pack, mask and layout."""
+        """Return the part of this rank in a training step. Every rank computes the same pack, mask
+        and layout.
+        """
         ids, ends = pack(step, self.run.tokens, self.run.causal)
         whole = Layout.contiguous(self.run.tokens, 1)
         if self.run.function in ("sdpa", "torch"):
@@ -246,12 +331,20 @@ class Trainer:
             layout, attend = canon_attention(self.run, Mask.documents(ends), self.ranks)
         batch, rank = {"ids": ids, "labels": ids}, 0 if layout.ranks == 1 else self.rank
         part = layout.shard_batch(batch, rank, cu_seqlens=ends)
-        part = {name: part[name].to(self.device) for name in ("ids", "position_ids", "shift_labels")}
-        around = self.torch_context(list(part.values())) if self.run.function == "torch" else nullcontext()
+        part = {
+            name: part[name].to(self.device) for name in ("ids", "position_ids", "shift_labels")
+        }
+        around = (
+            self.torch_context(list(part.values()))
+            if self.run.function == "torch"
+            else nullcontext()
+        )
         return Batch(part, layout, attend, around)
 
     def backward(self, batch: Batch) -> Tensor:
-        """Return the loss. Afterwards each parameter has the gradient of the mean over the tokens of all ranks."""
+        """Return the loss. Afterwards each parameter has the gradient of the mean over the tokens
+        of all ranks.
+        """
         part = batch.part
         with self.autocast():
             logits = self.averaging(part["ids"], part["position_ids"], batch.attend)
@@ -288,10 +381,11 @@ class Trainer:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Return the loss, the norm of the gradient and the seconds of each step, and a digest of the trained weights.
+    """Return the loss, the norm of the gradient and the seconds of each step, and a digest of the
+    trained weights.
 
-    All ranks of the default group call it. Sums of the loss and of gradients have the same bits on all ranks.
-    """
+    All ranks of the default group call it. Sums of the loss and of gradients have the same bits on
+    all ranks."""
     trainer, found = Trainer(run), {"loss": [], "gradient_norm": [], "seconds": []}
     batch, start = trainer.batch(0), perf_counter()
     for step in range(run.steps):
@@ -315,7 +409,9 @@ def interpreted() -> bool:
 def options() -> tuple[list[Run], Path | None]:
     """Return the runs that the command line describes, and the file of the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--function", choices=FUNCTIONS, nargs="+", default=["attention"], help="one run for each")
+    parser.add_argument(
+        "--function", choices=FUNCTIONS, nargs="+", default=["attention"], help="one run for each"
+    )
     choices = {"half": ("reference", "fast"), "dtype": ("float32", "float64")}
     for field in fields(Run)[1:]:
         name, default = "--" + field.name.replace("_", "-"), field.default
@@ -324,20 +420,25 @@ def options() -> tuple[list[Run], Path | None]:
         else:
             more = {"choices": choices.get(field.name), "help": "default: %(default)s"}
             parser.add_argument(name, type=type(default), default=default, **more)
-    parser.add_argument("--record", type=Path, help="write losses, times and peak memory to this file, on rank 0")
+    parser.add_argument(
+        "--record", type=Path, help="write losses, times and peak memory to this file, on rank 0"
+    )
     given = vars(parser.parse_args())
     path, functions = given.pop("record"), given.pop("function")
     return [Run(function, **given) for function in functions], path
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """Return the entry of a run in a record: its options, results, tokens per second and peak memory of this rank."""
+    """Return the entry of a run in a record: its options, results, tokens per second and peak
+    memory of this rank.
+    """
     gpu = torch.cuda.is_available() and not interpreted()
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     found = train(run)
-    speed = run.tokens / median(found["seconds"][run.steps // 2 :])  # the first steps compile kernels
+    # the first steps compile kernels
+    speed = run.tokens / median(found["seconds"][run.steps // 2 :])
     peak = torch.cuda.max_memory_allocated() if gpu else None
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return {**asdict(run), "ranks": ranks, "tokens_per_second": speed, "peak_bytes": peak, **found}
@@ -355,11 +456,16 @@ def main() -> None:
     for run in runs:
         entries.append(entry := measured(run))
         if first:
-            for step, (loss, norm) in enumerate(zip(entry["loss"], entry["gradient_norm"], strict=True)):
+            for step, (loss, norm) in enumerate(
+                zip(entry["loss"], entry["gradient_norm"], strict=True)
+            ):
                 print(f"step {step}: loss {loss:.6f}, gradient {norm:.4f}")
-            memory = f", peak memory {entry['peak_bytes'] / 1e9:.1f} GB" if entry["peak_bytes"] else ""
+            memory = (
+                (f", peak memory {entry['peak_bytes'] / 1e9:.1f} GB") if entry["peak_bytes"] else ""
+            )
             print(
-                f"{run.function} on {entry['ranks']} ranks: {entry['tokens_per_second']:.0f} tokens per second{memory}"
+                f"{run.function} on {entry['ranks']} ranks: {entry['tokens_per_second']:.0f} "
+                f"tokens per second{memory}"
             )
             print(f"digest of the weights: {entry['weights']}", flush=True)
         if first and path:
@@ -370,9 +476,9 @@ def main() -> None:
 def leave_group() -> None:
     """End the default process group, if there is one.
 
-    A thread of gloo that frees a tensor while Python ends aborts the process ("terminate called without an active exception").
-    So the group must end first. torch keeps it if torch._dynamo is imported later, as optimizers do. The barrier gives such a
-    thread time.
+    A thread of gloo that frees a tensor while Python ends aborts the process ("terminate called
+    without an active exception"). So the group must end first. torch keeps it if torch._dynamo is
+    imported later, as optimizers do. The barrier gives such a thread time.
     """
     if dist.is_initialized():
         if dist.get_backend() == "gloo":

@@ -1,6 +1,8 @@
-"""Distribute the tile schedule of the Hopper kernel for dk and dv over equally fast SMs, and count their work.
+"""Distribute the tile schedule of the Hopper kernel for dk and dv over equally fast SMs, and count
+their work.
 
-A work tile is one tile of keys of one owner. Its cost is the number of tiles of queries that it visits.
+A work tile is one tile of keys of one owner. Its cost is the number of tiles of queries that it
+visits.
 """
 
 from dataclasses import dataclass
@@ -29,7 +31,10 @@ class Claims:
     @property
     def visits(self) -> list[int]:
         """The tiles of queries that each SM visits."""
-        return [sum(visits for work_tile in work_tiles for _, visits in work_tile) for work_tiles in self.by_sm]
+        return [
+            sum(visits for work_tile in work_tiles for _, visits in work_tile)
+            for work_tiles in self.by_sm
+        ]
 
     @property
     def busiest(self) -> float:
@@ -37,12 +42,15 @@ class Claims:
         return max(self.visits) * len(self.visits) / sum(self.visits)
 
 
-def claims_of(mask: Mask, *, b: int, h: int, g: int, d: int, sms: int, by_query_head: bool = False) -> Claims:
-    """Return the work tiles of each SM. An SM that has finished claims the next work tile of the schedule.
+def claims_of(
+    mask: Mask, *, b: int, h: int, g: int, d: int, sms: int, by_query_head: bool = False
+) -> Claims:
+    """Return the work tiles of each SM. An SM that has finished claims the next work tile of the
+    schedule.
 
-    b, h, g, d: sequences, query heads, key heads and their width. ``by_query_head``: each query head has its own owners, as in
-    "head_parallel". Otherwise the query heads of a key head share an owner, as in "split".
-    """
+    b, h, g, d: sequences, query heads, key heads and their width. ``by_query_head``: each query
+    head has its own owners, as in "head_parallel". Otherwise the query heads of a key head share an
+    owner, as in "split"."""
     heads = h if by_query_head else g
     tile, each = config.choose("dkdv" if d <= 128 else "dkdv_hdim256", d, d)[0], h // heads
     read = each * mask.queries * 2 * d * 2  # bytes of q and dout for an owner

@@ -1,4 +1,5 @@
-"""Record the walk of a backward pass of `canon.reference` over tiles: its products, its order, and the owner of each addition.
+"""Record the walk of a backward pass of `canon.reference` over tiles: its products, its order, and
+the owner of each addition.
 
     walk = recorded_walk("fused", Mask.causal(512))
     walk.products, walk.exponentials            for each visited tile of scores
@@ -21,9 +22,11 @@ from canon.reference.tiles import TILE
 
 
 class TileWalk(TorchFunctionMode):
-    """A recorded backward pass. ``visits`` lists (by keys, row, column) of the tiles of scores, in order.
+    """A recorded backward pass. ``visits`` lists (by keys, row, column) of the tiles of scores, in
+    order.
 
-    ``added`` lists (by keys, name, tile, owner) of the additions to gradients. ``operations`` counts FLOPs.
+    ``added`` lists (by keys, name, tile, owner) of the additions to gradients. ``operations``
+    counts FLOPs.
     """
 
     def __init__(self):
@@ -71,10 +74,16 @@ class TileWalk(TorchFunctionMode):
 
     def order(self, by_keys: bool) -> list[tuple[int, int, int]]:
         """Return (row, column, owner) of the tiles of one loop, in order."""
-        return [(row, column, column if by_keys else row) for loop, row, column in self.visits if loop == by_keys]
+        return [
+            (row, column, column if by_keys else row)
+            for loop, row, column in self.visits
+            if loop == by_keys
+        ]
 
     def owners(self, by_keys: bool) -> dict[str, dict[int, list[int]]]:
-        """Return the owners that add to each tile of a gradient in one loop: ``owners[name][tile]``."""
+        """Return the owners that add to each tile of a gradient in one loop:
+        ``owners[name][tile]``.
+        """
         found: dict[str, dict[int, list[int]]] = {}
         for loop, name, tile, owner in self.added:
             if loop == by_keys:
@@ -86,10 +95,14 @@ class TileWalk(TorchFunctionMode):
     def most_owners(self) -> int:
         """The largest number of owners that add to one tile of a gradient."""
         both = (self.owners(by_keys) for by_keys in (False, True))
-        return max(len(owners) for found in both for tiles in found.values() for owners in tiles.values())
+        return max(
+            len(owners) for found in both for tiles in found.values() for owners in tiles.values()
+        )
 
 
-def recorded_walk(method: str, mask: Mask, *, h: int = 4, g: int = 2, d: int = 8, dv: int = 6) -> TileWalk:
+def recorded_walk(
+    method: str, mask: Mask, *, h: int = 4, g: int = 2, d: int = 8, dv: int = 6
+) -> TileWalk:
     """Return the walk of one backward pass with this method, on random float64 inputs."""
     q, dout = (torch.randn(1, mask.queries, h, width).double() for width in (d, dv))
     k, v = (torch.randn(1, mask.keys, g, width).double() for width in (d, dv))

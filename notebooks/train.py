@@ -1,13 +1,16 @@
-"""Train a small model on packed documents, which the ranks hold together. The loss does not depend on their number.
+"""Train a small model on packed documents, which the ranks hold together. The loss does not depend
+on their number.
 
     torchrun --nproc-per-node 4 notebooks/train.py
 
-Runs on CPUs (gloo, `canon.reference`), or with one GPU for each rank (NCCL, `canon.fast`). The loss falls from about 5.7
-to below 1.0.
+Runs on CPUs (gloo, `canon.reference`), or with one GPU for each rank (NCCL, `canon.fast`). The loss
+falls from about 5.7 to below 1.0.
 
     dispatch         plans the layout: the tokens of each rank
-    shard_batch      returns a rank's part of the batch, with positions inside each document and shifted labels
-    sequence_loss    returns the mean over the labelled tokens of all ranks; the averaging of DDP and FSDP2 gives its gradient
+    shard_batch      returns a rank's part of the batch, with positions inside each document and
+                     shifted labels
+    sequence_loss    returns the mean over the labelled tokens of all ranks; the averaging of DDP
+                     and FSDP2 gives its gradient
 """
 
 import os
@@ -32,7 +35,8 @@ class Model(nn.Module):
     def forward(self, text, positions, mask, layout):
         x = self.text(text) + self.position(positions)
         q, k, v = self.qkv(x).unflatten(2, (8, 64)).split([4, 2, 2], dim=2)  # (b, t, heads, width)
-        out = attn.magi_attention(q, k, v, mask, layout)  # an exchange brings all keys that this rank needs
+        # an exchange brings all keys that this rank needs
+        out = attn.magi_attention(q, k, v, mask, layout)
         return self.head(x + self.project(out.flatten(2)))
 
 
@@ -46,9 +50,13 @@ torch.manual_seed(0)
 model = nn.parallel.DistributedDataParallel(Model().to(device))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
 for step in range(20):
-    ends = torch.tensor([0, 50 + 10 * step, 600, 1024])  # three packed documents: put your data loader here
+    # three packed documents: put your data loader here
+    ends = torch.tensor([0, 50 + 10 * step, 600, 1024])
     text = (
-        torch.cat([speed * torch.arange(length) for speed, length in enumerate(ends.diff(), 1)])[None].to(device) % 256
+        torch.cat([speed * torch.arange(length) for speed, length in enumerate(ends.diff(), 1)])[
+            None
+        ].to(device)
+        % 256
     )
     mask = canon.Mask.documents(ends)  # of all 1024 tokens; causal inside each document
     layout = attn.dispatch(mask, ranks)  # each rank computes the same layout; all layers use it

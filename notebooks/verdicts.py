@@ -9,7 +9,9 @@ from canon.testing.judge import Agreement, Attended, agreement, orders
 
 
 def first_difference(verdict: Agreement) -> str:
-    """Return the first fault of a verdict, such as "lse is 3.1 times the bound"; "" if it agrees."""
+    """Return the first fault of a verdict, such as "lse is 3.1 times the bound";
+    "" if it agrees.
+    """
     if verdict.agrees:
         return ""
     wrong = next((measure for measure in verdict.measures if not measure.ratio <= 1), None)
@@ -17,11 +19,14 @@ def first_difference(verdict: Agreement) -> str:
     return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if finite else verdict.faults[0]
 
 
-def require(name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask) -> None:
-    """Print the largest error of each tensor over its bound. Raise AssertionError that names the first difference.
+def require(
+    name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask
+) -> None:
+    """Print the largest error of each tensor over its bound. Raise AssertionError that names the
+    first difference.
 
-    Errors are against `canon.reference` in float64 on the same inputs. An error may be twice that of plain attention in the
-    dtype of q, plus one rounding.
+    Errors are against `canon.reference` in float64 on the same inputs. An error may be twice that
+    of plain attention in the dtype of q, plus one rounding.
     """
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     out, lse = reference.attention(*leaves, mask, return_lse=True)
@@ -30,5 +35,8 @@ def require(name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: T
     worst: dict[str, float] = {}
     for measure in verdict.measures:
         worst[measure.tensor] = max(measure.ratio, worst.get(measure.tensor, 0.0))
-    print(f"{name}: error / bound", ", ".join(f"{tensor} {ratio:.2f}" for tensor, ratio in worst.items()))
+    print(
+        f"{name}: error / bound",
+        ", ".join(f"{tensor} {ratio:.2f}" for tensor, ratio in worst.items()),
+    )
     assert verdict.agrees, f"{name}: {first_difference(verdict)}"

@@ -1,4 +1,6 @@
-"""Compute the tables of `records.md` about the kernels in CUDA C++: a policy's shape, its layers, and causal sequences."""
+"""Compute the tables of `records.md` about the kernels in CUDA C++: a policy's shape, its layers,
+and causal sequences.
+"""
 
 from kernel_tables import clocks, row_of, speed
 from records import load, median, table
@@ -27,13 +29,27 @@ def policy() -> dict[str, str]:
     record, rows, both = "kernels_cuda_h200", [], {}
     for contender, (label, forward) in CONTENDERS.items():
         row, first = row_of(record, POLICY, contender), row_of(record, POLICY, forward)
-        wall, gpu = median(row["both_wall_ms"]), median(first["forward_ms"]) + median(row["backward_ms"])
+        wall, gpu = (
+            median(row["both_wall_ms"]),
+            median(first["forward_ms"]) + median(row["backward_ms"]),
+        )
         both[contender] = gpu
         ahead = clocks(record, POLICY, forward, "forward")
-        rows.append([label, f"{ahead[0]:.3f} [{ahead[1]:.3f}]", f"{wall:.3f} [{gpu:.3f}]", f"{row['peak_mb']:.0f}"])
+        rows.append(
+            [
+                label,
+                f"{ahead[0]:.3f} [{ahead[1]:.3f}]",
+                f"{wall:.3f} [{gpu:.3f}]",
+                f"{row['peak_mb']:.0f}",
+            ]
+        )
     layers = {row["contender"]: row for row in load("layers_h200")["results"]}
     stacked = [
-        [label, f"{median(row['both_wall_ms']):.1f} [{median(row['both_ms']):.1f}]", f"{row['peak_mb']:.0f}"]
+        [
+            label,
+            f"{median(row['both_wall_ms']):.1f} [{median(row['both_ms']):.1f}]",
+            f"{row['peak_mb']:.0f}",
+        ]
         for label, row in ((label, layers[name]) for name, label in LAYERS.items())
     ]
     return {
@@ -43,14 +59,20 @@ def policy() -> dict[str, str]:
 
 
 def causal() -> dict[str, str]:
-    """Return the table of causal sequences of 8,192 tokens, and the ratios to FlashAttention-2 in SDPA."""
+    """Return the table of causal sequences of 8,192 tokens, and the ratios to FlashAttention-2 in
+    SDPA.
+    """
     record, rows, ratios = "kernels_cuda_causal_h200", [], {"forward": [], "backward": []}
-    shapes = {int(row["shape"].split()[4].replace("D", "")): row["shape"] for row in load(record)["results"]}
+    shapes = {
+        int(row["shape"].split()[4].replace("D", "")): row["shape"]
+        for row in load(record)["results"]
+    }
     for width, shape in sorted(shapes.items()):
         cells = []
         for name in ("forward", "backward"):
             found = [
-                speed(record, shape, who, name) for who in ("canon cuda split", "canon triton split", "SDPA flash")
+                speed(record, shape, who, name)
+                for who in ("canon cuda split", "canon triton split", "SDPA flash")
             ]
             ratios[name].append(f"{found[0] / found[2]:.2f}")
             cells += [f"{each:.0f}" for each in found]

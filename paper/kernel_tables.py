@@ -1,4 +1,6 @@
-"""Compute the tables and numbers of `measured.md` and `records.md` about agreement, kernels and compilation."""
+"""Compute the tables and numbers of `measured.md` and `records.md` about agreement, kernels and
+compilation.
+"""
 
 import re
 from statistics import geometric_mean
@@ -44,7 +46,9 @@ CUT_OFF = (  # text records of runs that a time limit ended
 
 
 def semaphore() -> list[float]:
-    """Return the time of the ordered dq with release and acquire over the time without, for each shape."""
+    """Return the time of the ordered dq with release and acquire over the time without, for each
+    shape.
+    """
     times: dict[tuple[str, str], list[float]] = {}
     for row in load("kernels_semaphore_h200")["results"]:
         if row["what"] == "ordered" and row["run"] == "3":
@@ -65,13 +69,18 @@ def row_of(record: str, shape: str, contender: str) -> dict:
 
 
 def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, float]:
-    """Return the medians of wall time and GPU time (ms) of the "forward" or of "both" passes; zeros without figures.
+    """Return the medians of wall time and GPU time (ms) of the "forward" or of "both" passes; zeros
+    without figures.
 
     A contender that shares its forward with another one has the other one's GPU time there.
     """
     if not (row := row_of(record, shape, contender)) or f"{name}_wall_ms" not in row:
         return 0.0, 0.0
-    sharing = (x for x in rows_of(record, shape) if x["forward_of"] == row["forward_of"] and "forward_ms" in x)
+    sharing = (
+        x
+        for x in rows_of(record, shape)
+        if x["forward_of"] == row["forward_of"] and "forward_ms" in x
+    )
     forward = row if "forward_ms" in row else next(sharing)
     passes = [forward["forward_ms"], *([] if name == "forward" else [row["backward_ms"]])]
     return median(row[f"{name}_wall_ms"]), sum(map(median, passes))
@@ -84,13 +93,23 @@ def speed(record: str, shape: str, contender: str, name: str) -> float:
 
 
 def forward(record: str, shape: str) -> float:
-    """Return the mean of both timings of the forward kernel, which a run times as "split" and as "auto"."""
-    return (speed(record, shape, "canon gluon split", "forward") + speed(record, shape, "canon auto", "forward")) / 2
+    """Return the mean of both timings of the forward kernel, which a run times as "split" and as
+    "auto".
+    """
+    return (
+        speed(record, shape, "canon gluon split", "forward")
+        + speed(record, shape, "canon auto", "forward")
+    ) / 2
 
 
 def repeatable(record: str, shape: str) -> tuple[float, str]:
-    """Return the speed of Canon's fastest backward that repeats its bits, and the name of its method."""
-    return max((speed(record, shape, f"canon gluon {key}", "backward"), name) for key, name in REPEATABLE.items())
+    """Return the speed of Canon's fastest backward that repeats its bits, and the name of its
+    method.
+    """
+    return max(
+        (speed(record, shape, f"canon gluon {key}", "backward"), name)
+        for key, name in REPEATABLE.items()
+    )
 
 
 def best_peer(record: str, shape: str, name: str) -> float:
@@ -99,18 +118,32 @@ def best_peer(record: str, shape: str, name: str) -> float:
 
 
 def agreeing(*records: str) -> str:
-    """Return how many schedules of Canon agree in every record. Raises ValueError if one does not, or if the lists differ."""
-    judged = [[row for row in load(name)["results"] if row["schedule"] != "one GPU"] for name in records]
-    found = [{row["schedule"] for row in rows if not row["schedule"].startswith("torch")} for rows in judged]
-    if not all(row.get("agrees") for rows in judged for row in rows) or found != found[:1] * len(found):
+    """Return how many schedules of Canon agree in every record. Raises ValueError if one does not,
+    or if the lists differ.
+    """
+    judged = [
+        [row for row in load(name)["results"] if row["schedule"] != "one GPU"] for name in records
+    ]
+    found = [
+        {row["schedule"] for row in rows if not row["schedule"].startswith("torch")}
+        for rows in judged
+    ]
+    if not all(row.get("agrees") for rows in judged for row in rows) or found != found[:1] * len(
+        found
+    ):
         raise ValueError(f"{records}: a schedule does not agree, or the schedules differ")
     return str(len(found[0]))
 
 
 def _equal_bits(record: str) -> str:
-    """Return "A of N": the cells of `canon check --bits` with equal bits, of those that were computed."""
+    """Return "A of N": the cells of `canon check --bits` with equal bits, of those that were
+    computed.
+    """
     rows = [row["verdict"] for row in load(record)["results"] if row["row"] != "whole call"]
-    return f"{rows.count('equal')} of {sum(verdict not in ('declined', 'no option') for verdict in rows)}"
+    return (
+        f"{rows.count('equal')} of "
+        f"{sum(verdict not in ('declined', 'no option') for verdict in rows)}"
+    )
 
 
 def _random(record: str) -> str:
@@ -140,7 +173,15 @@ def agreement() -> dict[str, str]:
         )
     for record, what, dtypes in CUT_OFF:
         agree, planned = cut_off_cases(record)
-        rows.append([f"{what} ([record](data/{record}))", dtypes, f"{agree} of {agree}; {planned} planned", "", ""])
+        rows.append(
+            [
+                f"{what} ([record](data/{record}))",
+                dtypes,
+                f"{agree} of {agree}; {planned} planned",
+                "",
+                "",
+            ]
+        )
     again = load("check_again_two_h200")["results"]
     passed = [line for line in lines("tests_h200.txt") if " passed" in line]
     cpu = [line for line in lines("tests_cpu.txt") if " passed" in line]
@@ -149,12 +190,24 @@ def agreement() -> dict[str, str]:
     return {
         "random_cpu": _random("random_cpu"),
         "random_distinct": tokens(
-            len({(run["seed"], row[0]) for run in load("random_cpu")["runs"] for row in run["cases"]})
+            len(
+                {
+                    (run["seed"], row[0])
+                    for run in load("random_cpu")["runs"]
+                    for row in run["cases"]
+                }
+            )
         ),
         "random_gpu": _random("random_gpu_h200"),
         "random_trees": _random("random_trees_cpu"),
         "agreement": table(
-            ("run", "dtypes", "cases that agree", "cases that repeat their bits", "largest error over its bound"),
+            (
+                "run",
+                "dtypes",
+                "cases that agree",
+                "cases that repeat their bits",
+                "largest error over its bound",
+            ),
             rows,
             left=2,
         ),
@@ -190,13 +243,26 @@ def table_of_kernels() -> str:
     rows = []
     for shape in SHAPES:
         ours, (ordered, method) = forward(RECORD, shape), repeatable(RECORD, shape)
-        cells = [ours, *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4"))]
+        cells = [
+            ours,
+            *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4")),
+        ]
         rest = "canon gluon fused", "SDPA cudnn", "flash-attn-4", "flash-attn-4 deterministic"
         back = [speed(RECORD, shape, name, "backward") for name in rest]
         shown = [f"{c:.0f}" if c else "-" for c in (*cells, *back)]
         rows.append([named(shape), *shown[:3], f"{ordered:.0f} ({method})", *shown[3:]])
-    header = ("batch x tokens, query/key heads, width, mask", "forward: Canon", "cuDNN", "flash-attn-4")
-    header += ("backward, same bits every time: Canon", "any order: Canon fused", "cuDNN", "flash-attn-4")
+    header = (
+        "batch x tokens, query/key heads, width, mask",
+        "forward: Canon",
+        "cuDNN",
+        "flash-attn-4",
+    )
+    header += (
+        "backward, same bits every time: Canon",
+        "any order: Canon fused",
+        "cuDNN",
+        "flash-attn-4",
+    )
     return table((*header, "flash-attn-4 deterministic"), rows)
 
 
@@ -208,10 +274,17 @@ def kernels() -> dict[str, str]:
         fused = speed(RECORD, shape, "canon gluon fused", "backward")
         ratios["forward"].append(ours / best_peer(RECORD, shape, "forward"))
         ratios["fastest"].append(max(fused, ordered) / best_peer(RECORD, shape, "backward"))
-        ratios["repeatable"].append(ordered / speed(RECORD, shape, "flash-attn-4 deterministic", "backward"))
+        ratios["repeatable"].append(
+            ordered / speed(RECORD, shape, "flash-attn-4 deterministic", "backward")
+        )
     causal = "B1 S16384 Hq32 Hk8 D128 causal"
-    cudnn = [speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")]
-    flex = [speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape) for shape in SHAPES]
+    cudnn = [
+        speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")
+    ]
+    flex = [
+        speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape)
+        for shape in SHAPES
+    ]
     return {
         "forward_over_peer": span(ratios["forward"]),
         "backward_over_peer": span(ratios["fastest"]),
@@ -228,7 +301,9 @@ def kernels() -> dict[str, str]:
 
 
 def wall() -> dict[str, str]:
-    """Return the table of wall times of an earlier commit, and Canon's over those of the fastest peer."""
+    """Return the table of wall times of an earlier commit, and Canon's over those of the fastest
+    peer.
+    """
     rows, ratios = [], {"forward": [], "both": []}
     for shape in SHAPES:
         cells = []
@@ -259,14 +334,20 @@ def portable() -> dict[str, str]:
     """Return the table of the Triton backend, and the costs of masks and of "auto"."""
     record, rows = "kernels_triton_h200", []
     for shape in dict.fromkeys(row["shape"] for row in load(record)["results"]):
-        back = max(speed(record, shape, f"canon triton {key}", "backward") for key in ("split", "head_parallel"))
+        back = max(
+            speed(record, shape, f"canon triton {key}", "backward")
+            for key in ("split", "head_parallel")
+        )
         cells = [speed(record, shape, "canon triton split", "forward"), back]
         for peer in ("FlexAttention", "SDPA flash", "SDPA cudnn"):
             cells += [speed(record, shape, peer, name) for name in ("forward", "backward")]
         pairs = zip(cells[::2], cells[1::2], strict=True)
-        rows.append([named(shape), *(f"{one:.0f} / {two:.0f}" if one else "-" for one, two in pairs)])
+        rows.append(
+            [named(shape), *(f"{one:.0f} / {two:.0f}" if one else "-" for one, two in pairs)]
+        )
     over = lambda name: [
-        speed(record, shape, "canon triton split", "forward") / speed(record, shape, name, "forward")
+        speed(record, shape, "canon triton split", "forward")
+        / speed(record, shape, name, "forward")
         for shape in dict.fromkeys(row["shape"] for row in load(record)["results"])
     ]
     return {
@@ -289,14 +370,19 @@ def lengths() -> dict[str, str]:
     record = "kernels_sweep_widths_h200"
     rows, chosen = [], (512, 1024, 2048, 4096, 8192, 16384)
     found = {
-        (row["d"], row["n"], row["contender"]): (row.get("forward_tflops", 0.0), row.get("backward_tflops", 0.0))
+        (row["d"], row["n"], row["contender"]): (
+            row.get("forward_tflops", 0.0),
+            row.get("backward_tflops", 0.0),
+        )
         for row in load(record)["results"]
     }
     for d in (64, 128, 256):
         for i, name in enumerate(("forward", "backward")):
             ratios = [found[d, n, "canon auto"][i] / found[d, n, "SDPA cudnn"][i] for n in chosen]
             rows.append([f"D {d}, {name}", *(f"{ratio:.2f}" for ratio in ratios)])
-    worst = min(found[d, 512, "canon auto"][0] / found[d, 512, "SDPA cudnn"][0] for d in (64, 128, 256))
+    worst = min(
+        found[d, 512, "canon auto"][0] / found[d, 512, "SDPA cudnn"][0] for d in (64, 128, 256)
+    )
     return {
         "short_worst": f"{1 / worst:.2f}",
         "lengths": table(("Canon over cuDNN", *(f"{tokens(n)} tokens" for n in chosen)), rows),
@@ -313,38 +399,62 @@ def compilation() -> dict[str, str]:
         for backend in ("gluon", "triton"):
             kernels = [row["spilled"] for row in results if row["case"]["backend"] == backend]
             spilled = [bytes_ for bytes_ in kernels if bytes_]
-            cells.append(f"{len(spilled)} of {len(kernels)}" + (f", at most {max(spilled)} bytes" if spilled else ""))
+            cells.append(
+                (f"{len(spilled)} of {len(kernels)}")
+                + ((f", at most {max(spilled)} bytes") if spilled else "")
+            )
         rows.append([f"[{version}](data/{record}.json)", *cells])
-    return {"compilation": table(("Triton", "Hopper kernels (Gluon) that spill", "Triton kernels that spill"), rows)}
+    return {
+        "compilation": table(
+            ("Triton", "Hopper kernels (Gluon) that spill", "Triton kernels that spill"), rows
+        )
+    }
 
 
 def tiles() -> dict[str, str]:
-    """Return the fastest tile sizes of the Triton backend on a causal sequence, from the records of `canon bench tune`."""
+    """Return the fastest tile sizes of the Triton backend on a causal sequence, from the records of
+    `canon bench tune`.
+    """
     rows = []
     for kernel in ("forward", "dq", "dkdv"):
         cells = []
         for suffix in ("_64", "", "_256_more" if kernel == "dq" else "_256"):
             record = f"tune_triton_{kernel}{suffix}_h200"
-            timed = [row for row in load(record)["results"] if row.get("ms") and row["shape"].endswith("causal")]
+            timed = [
+                row
+                for row in load(record)["results"]
+                if row.get("ms") and row["shape"].endswith("causal")
+            ]
             speeds = {row["config"]: row["tflops"] for row in timed}
             config = max(speeds, key=lambda each: speeds[each])
             keys, columns, _ = config.split(",", 2)
             best, worst = speeds[config], min(speeds.values())
-            cells.append(f"[{keys} x {columns}](data/{record}.json): {best:.0f} (worst {worst:.0f})")
+            cells.append(
+                f"[{keys} x {columns}](data/{record}.json): {best:.0f} (worst {worst:.0f})"
+            )
         rows.append([kernel, *cells])
     return {"tiles": table(("kernel", "D 64", "D 128", "D 256"), rows, left=4)}
 
 
 def beside_peers() -> dict[str, str]:
-    """Return tables of both passes beside peers in one run, ratios, and the cost of ``rank_invariant=True``."""
+    """Return tables of both passes beside peers in one run, ratios, and the cost of
+    ``rank_invariant=True``.
+    """
     shapes = list(dict.fromkeys(row["shape"] for row in load(BESIDE)["results"]))
     tflops = lambda name, shape, kind: row_of(BESIDE, shape, name).get(f"{kind}_tflops", 0)
     cell = lambda number, form=".0f": f"{number:{form}}" if number else "-"
     forwards, backwards = ("canon auto", "SDPA cudnn", "flash-attn-4"), tuple(OF_BESIDE)
-    speeds = [[named(shape), *(cell(tflops(name, shape, "forward")) for name in forwards),
-               *(cell(tflops(name, shape, "backward")) for name in backwards)] for shape in shapes]  # fmt: skip
+    speeds = [
+        [
+            named(shape),
+            *(cell(tflops(name, shape, "forward")) for name in forwards),
+            *(cell(tflops(name, shape, "backward")) for name in backwards),
+        ]
+        for shape in shapes
+    ]
     wall = [
-        [named(shape), *(cell(clocks(BESIDE, shape, name, "both")[0], ".2f") for name in backwards)] for shape in shapes
+        [named(shape), *(cell(clocks(BESIDE, shape, name, "both")[0], ".2f") for name in backwards)]
+        for shape in shapes
     ]
 
     def ratio(one: str, other: str, kind: str = "backward") -> dict[str, float]:
@@ -360,11 +470,15 @@ def beside_peers() -> dict[str, str]:
     }
     found = {f"{name}_mean": f"{geometric_mean(x.values()):.2f}" for name, x in ratios.items()}
     found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
-    found |= {f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}" for name, x in ratios.items()}
+    found |= {
+        f"{name}_slower": (f"{sum(y < 1 for y in x.values())} of {len(x)}")
+        for name, x in ratios.items()
+    }
     full = ratio("canon gluon fused in order", "canon gluon split")
     repeatable = "canon gluon split", "canon gluon fused in order"
     behind = max(
-        max(tflops(name, shape, "backward") for name in repeatable) / tflops("canon auto", shape, "backward")
+        max(tflops(name, shape, "backward") for name in repeatable)
+        / tflops("canon auto", shape, "backward")
         for shape in shapes
     )
     names = "canon auto, rank invariant", "canon auto"
@@ -379,31 +493,65 @@ def beside_peers() -> dict[str, str]:
     costs = [(shape.split()[4], cost(shape, "both")) for shape in shapes]
     return {
         **found,
-        "peers": table(("TFLOP/s of GPU time", *(f"forward: {OF_FORWARD[x]}" for x in forwards),
-                         *(f"backward: {OF_BESIDE[x]}" for x in backwards)), speeds),
+        "peers": table(
+            (
+                "TFLOP/s of GPU time",
+                *(f"forward: {OF_FORWARD[x]}" for x in forwards),
+                *(f"backward: {OF_BESIDE[x]}" for x in backwards),
+            ),
+            speeds,
+        ),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
         "short_cudnn": f"{short_cudnn} of {len(short)}",
         "auto_behind": f"{behind - 1:.0%}",
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),
         "invariant_both": span(cost for _, cost in costs),
-        **{f"invariant_{x}_now": f"{cost(documents(x), 'both', 'rank_invariant_h200'):.2f}" for x in (256, 1024)},
-        **{f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"]) for d in (64, 128, 256)},
-    }  # fmt: skip
+        **{
+            f"invariant_{x}_now": f"{cost(documents(x), 'both', 'rank_invariant_h200'):.2f}"
+            for x in (256, 1024)
+        },
+        **{
+            f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"])
+            for d in (64, 128, 256)
+        },
+    }
 
 
 def one_h100() -> dict[str, str]:
-    """Return tables of split beside ordered dq, and of trees, on one H100, and the equal bits of all records."""
+    """Return tables of split beside ordered dq, and of trees, on one H100, and the equal bits of
+    all records.
+    """
     tflops = lambda shape, name: row_of("kernels_split_h100", shape, name).get("backward_tflops", 0)
     methods = "canon gluon split", "canon gluon fused in order"
-    shapes = [row["shape"] for row in load("kernels_split_h100")["results"] if row["contender"] == methods[0]]
+    shapes = [
+        row["shape"]
+        for row in load("kernels_split_h100")["results"]
+        if row["contender"] == methods[0]
+    ]
     trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
-    times = [[row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"] for row in trees]
+    times = [
+        [row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"]
+        for row in trees
+    ]
     return {
-        "split_over_h100": span(tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes),
+        "split_over_h100": span(
+            tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes
+        ),
         "trees": table(("both passes", "wall ms", "GPU ms"), times),
         **{key: _equal_bits(record) for key, record in BITS.items()},
     }
 
 
-PARTS = (agreement, planted, kernels, wall, portable, lengths, compilation, tiles, beside_peers, one_h100)
+PARTS = (
+    agreement,
+    planted,
+    kernels,
+    wall,
+    portable,
+    lengths,
+    compilation,
+    tiles,
+    beside_peers,
+    one_h100,
+)

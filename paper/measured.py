@@ -1,12 +1,13 @@
-"""Write `measured.md`, `records.md`, the articles, their figures and the index of the records, from the files under `data`.
+"""Write `measured.md`, `records.md`, the articles, their figures and the index of the records, from
+the files under `data`.
 
     python paper/measured.py                 pages and figures, in place
     python paper/measured.py --out FOLDER    the same, elsewhere
     python paper/measured.py --text          pages only; needs no matplotlib
 
-A page is a template under `templates` in which `{{name}}` stands for a table or a number. `kernel_tables.py`,
-`schedule_tables.py`, `cuda_tables.py`, `choice.py` and `articles` compute these from records.
-"""
+A page is a template under `templates` in which `{{name}}` stands for a table or a number.
+`kernel_tables.py`, `schedule_tables.py`, `cuda_tables.py`, `choice.py` and `articles` compute these
+from records."""
 
 import argparse
 import re
@@ -30,7 +31,10 @@ ARTICLES = {
 }
 PAGES = ("measured", "records")
 INDEX = "README.md"  # under `data`
-NOTE = "<!-- Written by measured.py from templates/{name}.md.template and data: change those, not this file. -->\n\n"
+NOTE = (
+    "<!-- Written by measured.py from templates/{name}.md.template and data: change those, not "
+    "this file. -->\n\n"
+)
 FIELD = re.compile(r"\{\{(\w+)\}\}")
 IN_PAPER = re.compile(r'\bv\("(\w+)"\)')
 LINK = re.compile(r"\]\((?:paper/)?data/([\w.*-]+)\)")
@@ -45,7 +49,9 @@ def filled(name: str, values: dict[str, str]) -> str:
     """Return the page ``name``. Raises ValueError unless the template uses exactly these values."""
     template, used = (HERE / "templates" / f"{name}.md.template").read_text(), fields(name)
     if used != values.keys():
-        raise ValueError(f"{name}: unknown {sorted(used - values.keys())}, unused {sorted(values.keys() - used)}")
+        raise ValueError(
+            f"{name}: unknown {sorted(used - values.keys())}, unused {sorted(values.keys() - used)}"
+        )
     spaced = {key: re.sub(r"(?<=\d)%", " %", value) for key, value in values.items()}
     return NOTE.format(name=name) + FIELD.sub(lambda match: spaced[match[1]], template)
 
@@ -56,24 +62,37 @@ def quoted(text: str) -> set[str]:
 
 
 def measured() -> dict[str, str]:
-    """Return all tables and numbers of `measured.md` and `records.md`, and those that only the paper uses."""
+    """Return all tables and numbers of `measured.md` and `records.md`, and those that only the
+    paper uses.
+    """
     parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS, choice.values)
     return {key: value for part in parts for key, value in part().items()}
 
 
 def pages() -> dict[str, str]:
-    """Return the text of every page, by name. Raises ValueError for a value that neither a page nor the paper uses."""
+    """Return the text of every page, by name. Raises ValueError for a value that neither a page nor
+    the paper uses.
+    """
     values, used = measured(), {name: fields(name) for name in PAGES}
-    in_paper = set(IN_PAPER.findall((HERE / "canon.typ").read_text())) | {"host_calls"}  # a table of the paper
+    # a table of the paper
+    in_paper = set(IN_PAPER.findall((HERE / "canon.typ").read_text())) | {"host_calls"}
     if unused := sorted(values.keys() - in_paper.union(*used.values())):
         raise ValueError(f"unused {unused}")
-    found = {name: filled(name, {key: values[key] for key in used[name] & values.keys()}) for name in PAGES}
+    found = {
+        name: filled(name, {key: values[key] for key in used[name] & values.keys()})
+        for name in PAGES
+    }
     return found | {name: filled(name, article.values()) for name, article in ARTICLES.items()}
 
 
 def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
-    parts = (choice.FIGURES, measured_figures.FIGURES, readme_figures.FIGURES, paper_figures.FIGURES)
+    parts = (
+        choice.FIGURES,
+        measured_figures.FIGURES,
+        readme_figures.FIGURES,
+        paper_figures.FIGURES,
+    )
     return {name: figure for part in parts for name, figure in part.items()} | {
         "order_of_dq": order_of_dq.FIGURE,
         **{name: article.FIGURE for name, article in ARTICLES.items()},
@@ -87,8 +106,12 @@ def unquoted(pages: dict[str, str], *more: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE, metavar="FOLDER", help="where pages and figures go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HERE, metavar="FOLDER", help="where pages and figures go"
+    )
     parser.add_argument("--text", action="store_true", help="write no figures")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -30,9 +30,19 @@ def kernels():
             for peer, label, colour, mark in peers
         ]
         if name == "forward":
-            series.append(("Canon", VERMILION, "o", VERMILION, [kernel_tables.forward(record, s) for s in shapes]))
+            series.append(
+                (
+                    "Canon",
+                    VERMILION,
+                    "o",
+                    VERMILION,
+                    [kernel_tables.forward(record, s) for s in shapes],
+                )
+            )
         else:
-            strict = [kernel_tables.speed(record, s, "flash-attn-4 deterministic", name) for s in shapes]
+            strict = [
+                kernel_tables.speed(record, s, "flash-attn-4 deterministic", name) for s in shapes
+            ]
             series.append(("flash-attn-4, deterministic", BLUE, "s", BLUE, strict))
             any_order = [kernel_tables.speed(record, s, "canon gluon fused", name) for s in shapes]
             series.append(("Canon, any order", VERMILION, "o", "none", any_order))
@@ -47,7 +57,14 @@ def kernels():
             )
         for label, colour, mark, face, values in series:
             points = [(value, -i) for i, value in enumerate(values) if value]
-            axes.plot(*zip(*points, strict=True), mark, color=colour, markerfacecolor=face, markersize=7, label=label)
+            axes.plot(
+                *zip(*points, strict=True),
+                mark,
+                color=colour,
+                markerfacecolor=face,
+                markersize=7,
+                label=label,
+            )
         axes.set_yticks([-i for i in range(len(shapes))], [short(s) for s in shapes])
         axes.set_xlim(left=0)
         finish(axes, name, "TFLOP/s of visible cells", grid="both")
@@ -63,7 +80,9 @@ def kernels():
 
 
 def wall():
-    """Draw wall time and GPU time of Canon and its peers, as parts of cuDNN's or flash-attn-4's wall time."""
+    """Draw wall time and GPU time of Canon and its peers, as parts of cuDNN's or flash-attn-4's
+    wall time.
+    """
     figure, grid = new(2, width=10, height=5.6, sharey=True)
     record, host = kernel_tables.RECORD, load("host_h200")["results"]
     short_shapes = list(dict.fromkeys(row["shape"] for row in host))
@@ -74,9 +93,15 @@ def wall():
     )  # fmt: skip
     for axes, name in zip(grid[0], ("forward", "both"), strict=True):
         for i, shape in enumerate(shapes):
-            known = lambda who, shape=shape, name=name: kernel_tables.clocks(record, shape, who, name)
+            known = lambda who, shape=shape, name=name: kernel_tables.clocks(
+                record, shape, who, name
+            )
             if shape in short_shapes:
-                times = {r["contender"]: (median(r[f"{name}_wall_ms"]), 0.0) for r in host if r["shape"] == shape}
+                times = {
+                    r["contender"]: (median(r[f"{name}_wall_ms"]), 0.0)
+                    for r in host
+                    if r["shape"] == shape
+                }
             else:
                 times = {who: known(who) for who, *_ in series}
             unit = times.get("SDPA cudnn", (0.0, 0.0))[0] or times["flash-attn-4"][0]
@@ -85,7 +110,9 @@ def wall():
                 if wall:
                     axes.plot(wall / unit, -i, mark, color=colour, markersize=7)
                 if gpu:
-                    axes.plot(gpu / unit, -i, mark, color=colour, markerfacecolor="none", markersize=7)
+                    axes.plot(
+                        gpu / unit, -i, mark, color=colour, markerfacecolor="none", markersize=7
+                    )
         axes.axvline(1.0, color=GREY, linewidth=0.8)
         axes.set_yticks([-i for i in range(len(shapes))], [short(shape) for shape in shapes])
         axes.set_xlim(0, 1.9)
@@ -95,10 +122,14 @@ def wall():
             "wall time of cuDNN, else of flash-attn-4, = 1",
             grid="both",
         )
-    handles = [grid[0][0].plot([], [], mark, color=colour, label=label)[0] for _, label, colour, mark in series]
+    handles = [
+        grid[0][0].plot([], [], mark, color=colour, label=label)[0]
+        for _, label, colour, mark in series
+    ]
     figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(
-        f"Eager calls back to back on {ONE}. Filled: wall time. Hollow: GPU time. Less is better", fontsize=10
+        f"Eager calls back to back on {ONE}. Filled: wall time. Hollow: GPU time. Less is better",
+        fontsize=10,
     )
     return figure
 
@@ -115,14 +146,22 @@ def lengths():
                 ("SDPA cudnn", "cuDNN", ORANGE, "^"),
             ):
                 points = sorted(
-                    (row["n"], row[f"{name}_tflops"]) for row in rows if row["d"] == d and row["contender"] == peer
+                    (row["n"], row[f"{name}_tflops"])
+                    for row in rows
+                    if row["d"] == d and row["contender"] == peer
                 )
-                axes.plot(*zip(*points, strict=True), marker=mark, color=colour, markersize=4, label=label)
+                axes.plot(
+                    *zip(*points, strict=True), marker=mark, color=colour, markersize=4, label=label
+                )
             axes.set_xscale("log", base=2)
             axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
             axes.set_ylim(0, 850)
             finish(
-                axes, f"{name}, D {d}", "tokens in a sequence" if line else "", "" if column else "TFLOP/s", grid="both"
+                axes,
+                f"{name}, D {d}",
+                "tokens in a sequence" if line else "",
+                "" if column else "TFLOP/s",
+                grid="both",
             )
     grid[0][0].legend(fontsize=8, loc="lower right", frameon=True)
     figure.suptitle(f"Causal sequences of different lengths on {ONE}", fontsize=10)
@@ -131,7 +170,11 @@ def lengths():
 
 def schedules():
     """Draw the speeds of schedules on two, four and eight GPUs."""
-    records = (("schedules_two_h200", 32768, 2), ("schedules_four_h200", 65536, 4), ("schedules_eight_h200", 131072, 8))
+    records = (
+        ("schedules_two_h200", 32768, 2),
+        ("schedules_four_h200", 65536, 4),
+        ("schedules_eight_h200", 131072, 8),
+    )
     chosen = (
         ("one GPU", "one GPU, the whole sequence", GREY),
         ("ring contiguous", "ring, contiguous", SKY),
@@ -146,12 +189,22 @@ def schedules():
     )
     figure, grid = new(3, width=10, height=4.2, sharex=True, sharey=True)
     for axes, (record, n, gpus) in zip(grid[0], records, strict=True):
-        found = {row["schedule"]: row["both_tflops"] for row in load(record)["results"] if f" S{n} " in row["shape"]}
+        found = {
+            row["schedule"]: row["both_tflops"]
+            for row in load(record)["results"]
+            if f" S{n} " in row["shape"]
+        }
         for i, (name, _, colour) in enumerate(chosen):
             if name in found:
                 axes.barh(-i, found[name], color=colour, height=0.7)
                 axes.text(
-                    found[name] - 12, -i, f"{found[name]:.0f}", ha="right", va="center", fontsize=8, color="black"
+                    found[name] - 12,
+                    -i,
+                    f"{found[name]:.0f}",
+                    ha="right",
+                    va="center",
+                    fontsize=8,
+                    color="black",
                 )
             else:
                 axes.text(8, -i, "not in this record", va="center", fontsize=7, color="black")
@@ -159,7 +212,8 @@ def schedules():
         axes.set_yticks([-i for i in range(len(chosen))], [label for _, label, _ in chosen])
         finish(axes, f"{gpus} GPUs, {tokens(n)} tokens", "TFLOP/s per GPU, both passes")
     figure.suptitle(
-        "Schedules on NVIDIA H200s with NVLink: one causal sequence, 16,384 tokens a GPU, 32/8 heads, D 128",
+        "Schedules on NVIDIA H200s with NVLink: one causal sequence, 16,384 tokens a GPU, 32/8 "
+        "heads, D 128",
         fontsize=10,
     )
     return figure
@@ -179,9 +233,16 @@ def packs():
                 axes.barh(-line + offset, mean, color=colour, height=0.36, alpha=0.75)
                 axes.plot(values, [-line + offset] * len(values), "|", color="black", markersize=6)
                 axes.text(
-                    8, -line + offset, f"{mean:.0f}", va="center", fontsize=7, color="white" if j == 0 else "black"
+                    8,
+                    -line + offset,
+                    f"{mean:.0f}",
+                    va="center",
+                    fontsize=7,
+                    color="white" if j == 0 else "black",
                 )
-        labels = [label.replace("`", "").replace("the same, ", "      the same, ") for _, label in chosen]
+        labels = [
+            label.replace("`", "").replace("the same, ", "      the same, ") for _, label in chosen
+        ]
         axes.set_yticks([-line for line in range(len(chosen))], labels)
         finish(axes, title, "TFLOP/s per GPU; a tick is one pack")
     grid[0][1].barh([-1], [0], color=BLUE, label="forward")
@@ -196,9 +257,11 @@ FIGURES = {
     "wall": Drawing(wall, ("kernels_h200.json", "host_h200.json")),
     "lengths": Drawing(lengths, ("kernels_sweep_widths_h200.json",)),
     "schedules": Drawing(
-        schedules, ("schedules_two_h200.json", "schedules_four_h200.json", "schedules_eight_h200.json")
+        schedules,
+        ("schedules_two_h200.json", "schedules_four_h200.json", "schedules_eight_h200.json"),
     ),
     "packs": Drawing(
-        packs, tuple(f"packs_{name}_h200.json" for name in ("eight", "later_eight", "magi_eight", "four"))
+        packs,
+        tuple(f"packs_{name}_h200.json" for name in ("eight", "later_eight", "magi_eight", "four")),
     ),
 }

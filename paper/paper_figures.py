@@ -21,7 +21,10 @@ def _cells(axes, cells, left: float, top: float, colour: str = BLUE) -> None:
     extent = (left, left + columns, top + rows, top)
     colours = ListedColormap(["#efefef", colour])
     axes.imshow(cells.numpy(), cmap=colours, extent=extent, interpolation="nearest", vmin=0, vmax=1)
-    xs, ys = [left, left + columns, left + columns, left, left], [top, top, top + rows, top + rows, top]
+    xs, ys = (
+        [left, left + columns, left + columns, left, left],
+        [top, top, top + rows, top + rows, top],
+    )
     axes.plot(xs, ys, color=GREY, linewidth=0.6)
 
 
@@ -46,7 +49,12 @@ def bands():
     picked = band.pick(every, every)
     panels = (
         ("a band", band, n, n),
-        (f"crop: rows {rows.start}–{rows.stop - 1}, columns {columns.start}–{columns.stop - 1}", crop, n, n),
+        (
+            f"crop: rows {rows.start}–{rows.stop - 1}, columns {columns.start}–{columns.stop - 1}",
+            crop,
+            n,
+            n,
+        ),
         ("shift: local coordinates", local, len(rows), len(columns)),
         ("stride: tokens 1, 4, 7, 10, 13", picked, len(every), len(every)),
     )
@@ -64,12 +72,16 @@ def bands():
 
 
 def steps_of_schedules():
-    """Return (name, messages, masks) of each schedule: the masks of the steps of one rank, from the library."""
+    """Return (name, messages, masks) of each schedule: the masks of the steps of one rank, from the
+    library.
+    """
     from canon import Layout, Mask
     from canon.reference import cast_plan, dispatch
 
     causal, packed = Mask.causal(TOKENS), Mask.documents(ENDS)
-    ring = lambda layout: [layout.local_mask(causal, RANK, (RANK - step) % RANKS).dense() for step in range(RANKS)]
+    ring = lambda layout: [
+        layout.local_mask(causal, RANK, (RANK - step) % RANKS).dense() for step in range(RANKS)
+    ]
     zigzag, planned = Layout.zigzag(TOKENS, RANKS), dispatch(packed, RANKS, chunk=4)
     plan = cast_plan(packed, planned, own_keys_first=True)
     gathered = zigzag.local_mask(causal, RANK, range(RANKS)).dense()
@@ -78,7 +90,11 @@ def steps_of_schedules():
         ("ring, zigzag", "one hop a step", ring(zigzag)),
         ("ring, striped", "one hop a step", ring(Layout.striped(TOKENS, RANKS))),
         ("strided, zigzag", "one gather a step, of some heads", [gathered, gathered]),
-        ("magi, planned", "one group cast a step", [plan.local_mask(s, RANK).dense() for s in range(plan.steps)]),
+        (
+            "magi, planned",
+            "one group cast a step",
+            [plan.local_mask(s, RANK).dense() for s in range(plan.steps)],
+        ),
     )
 
 
@@ -100,7 +116,13 @@ def schedules():
         fontsize=SMALL,
         va="top",
     )
-    axes.text(48, 2 * line + 1, f"Rank {RANK} of {RANKS}: rows are its queries, columns", fontsize=SMALL, va="top")
+    axes.text(
+        48,
+        2 * line + 1,
+        f"Rank {RANK} of {RANKS}: rows are its queries, columns",
+        fontsize=SMALL,
+        va="top",
+    )
     axes.text(48, 2 * line + 4, "are the keys that it holds in a step.", fontsize=SMALL, va="top")
     axes.set_xlim(-0.5, 48 + 2 * TOKENS + gap + 0.5)
     axes.set_ylim(3 * line - 4, -3.5)
@@ -117,24 +139,49 @@ def kernels():
     forward = (
         ("cuDNN", ORANGE, "^", ORANGE, speeds("SDPA cudnn", "forward")),
         ("flash-attn-4", BLUE, "s", BLUE, speeds("flash-attn-4", "forward")),
-        ("Canon", VERMILION, "o", VERMILION, [kernel_tables.forward(record, shape) for shape in shapes]),
+        (
+            "Canon",
+            VERMILION,
+            "o",
+            VERMILION,
+            [kernel_tables.forward(record, shape) for shape in shapes],
+        ),
     )
     same_bits = [kernel_tables.repeatable(record, shape)[0] for shape in shapes]
     backward = (
         ("cuDNN", ORANGE, "^", ORANGE, speeds("SDPA cudnn", "backward")),
         ("flash-attn-4", BLUE, "s", BLUE, speeds("flash-attn-4", "backward")),
-        ("flash-attn-4, same bits", BLUE, "s", "none", speeds("flash-attn-4 deterministic", "backward")),
+        (
+            "flash-attn-4, same bits",
+            BLUE,
+            "s",
+            "none",
+            speeds("flash-attn-4 deterministic", "backward"),
+        ),
         ("Canon", VERMILION, "o", VERMILION, speeds("canon gluon fused", "backward")),
         ("Canon, same bits", VERMILION, "o", "none", same_bits),
     )
-    for axes, name, series in zip(grid[0], ("forward", "backward"), (forward, backward), strict=True):
+    for axes, name, series in zip(
+        grid[0], ("forward", "backward"), (forward, backward), strict=True
+    ):
         for label, colour, mark, face, found in series:
             points = [(value, -i) for i, value in enumerate(found) if value]
-            axes.plot(*zip(*points, strict=True), mark, color=colour, markerfacecolor=face, markersize=4.5, label=label)
+            axes.plot(
+                *zip(*points, strict=True),
+                mark,
+                color=colour,
+                markerfacecolor=face,
+                markersize=4.5,
+                label=label,
+            )
         axes.set_yticks([-i for i in range(len(shapes))], [short(shape) for shape in shapes])
         _small(axes, f"{name}, {ONE}", "TFLOP/s of visible cells, GPU time", grid="both")
     figure.legend(
-        *grid[0][1].get_legend_handles_labels(), fontsize=SMALL, loc="outside lower center", ncols=5, frameon=False
+        *grid[0][1].get_legend_handles_labels(),
+        fontsize=SMALL,
+        loc="outside lower center",
+        ncols=5,
+        frameon=False,
     )
     return figure
 
@@ -156,7 +203,14 @@ def several_gpus():
         for offset, colour, j in ((0.2, BLUE, 0), (-0.2, ORANGE, 1)):
             values = [row[j] for row in found[name, 0]]
             two.barh(-i + offset, sum(values) / len(values), color=colour, height=0.36, alpha=0.8)
-            two.plot(values, [-i + offset] * len(values), "|", color="black", markersize=4, markeredgewidth=0.6)
+            two.plot(
+                values,
+                [-i + offset] * len(values),
+                "|",
+                color="black",
+                markersize=4,
+                markeredgewidth=0.6,
+            )
     two.set_yticks([-i for i in range(len(PACKED))], [label for _, label in PACKED])
     two.barh([0], [0], color=BLUE, label="forward")
     two.barh([0], [0], color=ORANGE, label="backward")
@@ -206,7 +260,10 @@ def dq_order():
     axes.barh([0], [0], color=SKY, label="ordered, longest first")
     axes.barh([0], [0], color=VERMILION, label="ordered, alternating")
     axes.plot([], [], color="black", linewidth=1.3, label="split")
-    labels = [f"{b} × {tokens(int(s))}, {h}/{g}" for b, s, h, g, *_ in (text.split(",") for text in cases)]
+    labels = [
+        (f"{b} × {tokens(int(s))}, {h}/{g}")
+        for b, s, h, g, *_ in (text.split(",") for text in cases)
+    ]
     axes.set_yticks([-i for i in range(len(cases))], labels)
     axes.legend(fontsize=SMALL, loc="lower right", frameon=True)
     _small(axes, "", "% more time than additions in any order")
@@ -219,13 +276,27 @@ def lengths():
     axes, record = grid[0][0], load("kernels_sweep_widths_h200")["results"]
     for d, colour, mark in ((64, SKY, "o"), (128, VERMILION, "s"), (256, GREEN, "^")):
         for name, style, face in (("forward", "-", colour), ("backward", "--", "white")):
-            found = {(row["n"], row["contender"]): row.get(f"{name}_tflops") for row in record if row["d"] == d}
+            found = {
+                (row["n"], row["contender"]): row.get(f"{name}_tflops")
+                for row in record
+                if row["d"] == d
+            }
             pairs = (
-                (n, found[n, "canon auto"], found.get((n, "SDPA cudnn"))) for n, who in found if who == "canon auto"
+                (n, found[n, "canon auto"], found.get((n, "SDPA cudnn")))
+                for n, who in found
+                if who == "canon auto"
             )
             points = sorted((n, ours / theirs) for n, ours, theirs in pairs if ours and theirs)
-            axes.plot(*zip(*points, strict=True), style, marker=mark, color=colour, markerfacecolor=face, markersize=3.5,
-                      linewidth=1, label=f"{name}, width {d}")  # fmt: skip
+            axes.plot(
+                *zip(*points, strict=True),
+                style,
+                marker=mark,
+                color=colour,
+                markerfacecolor=face,
+                markersize=3.5,
+                linewidth=1,
+                label=f"{name}, width {d}",
+            )
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
@@ -238,7 +309,10 @@ def judge():
     """Draw the errors of all recorded cases as parts of their bounds, by tensor and dtype."""
     figure, grid = new(width=NARROW, height=2.2)
     axes = grid[0][0]
-    names, dtypes = ("out", "lse", "dq", "dk", "dv"), (("bfloat16", BLUE), ("float16", GREEN), ("float32", ORANGE))
+    names, dtypes = (
+        ("out", "lse", "dq", "dk", "dv"),
+        (("bfloat16", BLUE), ("float16", GREEN), ("float32", ORANGE)),
+    )
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in (row for record, *_ in kernel_tables.CHECKS for row in load(record)["results"]):
         dtype = next((dtype for dtype, _ in dtypes if dtype in row["case"].split("/")), "")
@@ -247,10 +321,26 @@ def judge():
     for i, name in enumerate(names):
         for offset, (dtype, colour) in zip((0.25, 0, -0.25), dtypes, strict=True):
             found = sorted(ratios[name, dtype])
-            low, middle, high = (found[int(share * (len(found) - 1))] for share in (0.05, 0.5, 0.95))
-            axes.plot([low, high], [-i + offset] * 2, color=colour, linewidth=3, alpha=0.6, solid_capstyle="butt")
+            low, middle, high = (
+                found[int(share * (len(found) - 1))] for share in (0.05, 0.5, 0.95)
+            )
+            axes.plot(
+                [low, high],
+                [-i + offset] * 2,
+                color=colour,
+                linewidth=3,
+                alpha=0.6,
+                solid_capstyle="butt",
+            )
             axes.plot([middle], [-i + offset], "|", color="black", markersize=6)
-            axes.plot([found[-1]], [-i + offset], "o", color=colour, markersize=3.5, label=dtype if i == 0 else None)
+            axes.plot(
+                [found[-1]],
+                [-i + offset],
+                "o",
+                color=colour,
+                markersize=3.5,
+                label=dtype if i == 0 else None,
+            )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.text(0.985, 0.45, "bound", fontsize=SMALL, ha="right", va="center")
     axes.set_yticks([-i for i in range(len(names))], names)

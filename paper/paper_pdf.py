@@ -1,12 +1,13 @@
-"""Build `canon.pdf`, the paper, from `canon.typ`, `references.bib`, the records, the figures and the listed functions.
+"""Build `canon.pdf`, the paper, from `canon.typ`, `references.bib`, the records, the figures and
+the listed functions.
 
     python paper/paper_pdf.py                   the PDF, in place
     python paper/paper_pdf.py --out FILE        the PDF, elsewhere
     python paper/paper_pdf.py --pages FOLDER    also each page as an image
 
-`canon.typ` holds no measured number: `v("name")` stands for a value of `paper_values`, and `records("name")` for a table.
-The same inputs and the same release of Typst give the same bytes. Needs Typst, with the fonts that it brings.
-"""
+`canon.typ` holds no measured number: `v("name")` stands for a value of `paper_values`, and
+`records("name")` for a table. The same inputs and the same release of Typst give the same bytes.
+Needs Typst, with the fonts that it brings."""
 
 import argparse
 import json
@@ -26,7 +27,9 @@ def inputs(text: str) -> dict[str, str]:
 
 
 def built(text: Path = TEXT, kind: str = "pdf", ppi: float = 110.0) -> list[bytes]:
-    """Return the paper as one PDF, or with ``kind`` "png" as one image for each page. Raises ValueError or TypstError."""
+    """Return the paper as one PDF, or with ``kind`` "png" as one image for each page. Raises
+    ValueError or TypstError.
+    """
     import typst
 
     found = typst.compile(
@@ -41,9 +44,15 @@ def built(text: Path = TEXT, kind: str = "pdf", ppi: float = 110.0) -> list[byte
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=HERE / "canon.pdf", metavar="FILE", help="the PDF")
-    parser.add_argument("--pages", type=Path, metavar="FOLDER", help="write each page as an image, too")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=HERE / "canon.pdf", metavar="FILE", help="the PDF"
+    )
+    parser.add_argument(
+        "--pages", type=Path, metavar="FOLDER", help="write each page as an image, too"
+    )
     options = parser.parse_args()
     options.out.write_bytes(built()[0])
     if options.pages:

@@ -1,7 +1,7 @@
 """Compute the numbers and the tables of the paper from the records.
 
-`values` returns every number by name. The numbers of an article have the first word of the article's name in front, as in
-"backward_fused_total". A table is a header and rows of text.
+`values` returns every number by name. The numbers of an article have the first word of the
+article's name in front, as in "backward_fused_total". A table is a header and rows of text.
 """
 
 import re
@@ -34,7 +34,13 @@ TABLED = (  # records behind tables and numbers that no figure has
         "kernels_triton_h200",
         "kernels_semaphore_h200",
     ),
-    *("schedules_four_h200", "packs_four_h200", "schedules_timeline_four_h200", "host_h200", "agreement_two_h200"),
+    *(
+        "schedules_four_h200",
+        "packs_four_h200",
+        "schedules_timeline_four_h200",
+        "host_h200",
+        "agreement_two_h200",
+    ),
     "schedules_two_h100",
     *kernel_tables.BITS.values(),
 )
@@ -53,17 +59,34 @@ SCHEDULES = (  # name in the record, name in the paper
 
 
 def values() -> dict[str, str]:
-    """Return every number by name. The text of a number has its unit only where the record's page has it, too."""
+    """Return every number by name. The text of a number has its unit only where the record's page
+    has it, too.
+    """
     found = measured.measured()
     for name, article in measured.ARTICLES.items():
         found |= {f"{name.split('_')[0]}_{key}": value for key, value in article.values().items()}
     found |= faults() | wall() | checks_and_plans() | schedule_ratios()
-    return {key: re.sub(r"(?<=\d)%", "\u00a0%", value) for key, value in found.items() if "|" not in value}
+    return {
+        key: re.sub(r"(?<=\d)%", "\u00a0%", value)
+        for key, value in found.items()
+        if "|" not in value
+    }
 
 
 def tables() -> dict[str, Table]:
     """Return every table by name."""
-    parts = (kernels, checks, schedules, packs, wall_times, plans, mutants, clocks, launches, sources)
+    parts = (
+        kernels,
+        checks,
+        schedules,
+        packs,
+        wall_times,
+        plans,
+        mutants,
+        clocks,
+        launches,
+        sources,
+    )
     return {part.__name__: part() for part in parts}
 
 
@@ -86,13 +109,18 @@ def faults() -> dict[str, str]:
 
 
 def wall() -> dict[str, str]:
-    """Return the ratios of Canon's wall time to the fastest peer's, by measured call, and the number of shapes."""
+    """Return the ratios of Canon's wall time to the fastest peer's, by measured call, and the
+    number of shapes.
+    """
     rows = load("host_h200")["results"]
     shapes = dict.fromkeys(row["shape"] for row in rows)
     found = {"wall_shapes": str(len(shapes))}
     for key in ("forward", "both", "chain"):
         time = {(row["shape"], row["contender"]): median(row[f"{key}_wall_ms"]) for row in rows}
-        peers = {s: min(ms for (shape, who), ms in time.items() if shape == s and "SDPA" in who) for s in shapes}
+        peers = {
+            s: min(ms for (shape, who), ms in time.items() if shape == s and "SDPA" in who)
+            for s in shapes
+        }
         found[f"wall_{key}"] = span([time[s, "canon auto"] / peers[s] for s in shapes])
     return found
 
@@ -109,8 +137,14 @@ def checks_and_plans() -> dict[str, str]:
     speed = lambda shape: f"{kernel_tables.forward('kernels_h200', shape):.0f}"
     worst = min(float(row[1]) for row in cells(kernel_tables.lengths()["lengths"]))
     volumes = ", ".join(f"{mean(row['volume']):.3f} on {row['ranks']}" for row in plans)
-    releases = sorted(path.stem.removeprefix("compile_triton_") for path in DATA.glob("compile_triton_*.json"))
-    spilled = [row["spilled"] for release in releases for row in load(f"compile_triton_{release}")["results"]]
+    releases = sorted(
+        path.stem.removeprefix("compile_triton_") for path in DATA.glob("compile_triton_*.json")
+    )
+    spilled = [
+        row["spilled"]
+        for release in releases
+        for row in load(f"compile_triton_{release}")["results"]
+    ]
     return {
         "check_declined": str(sum(row["verdict"] == "declined" for row in cases)),
         "check_agree": str(sum(row["verdict"] == "agrees" for row in cases)),
@@ -138,10 +172,17 @@ def schedule_ratios() -> dict[str, str]:
     speed = lambda record, name, n: schedule_tables.schedule(record, name, n)["both_tflops"]
     timed = (("schedules_eight_h200", 32768), ("schedules_eight_h200", 131072))
     timed += (("schedules_four_h200", 16384), ("schedules_four_h200", 65536))
-    ends = [speed(r, "strided zigzag 4, small ends", n) / speed(r, "strided zigzag 4", n) for r, n in timed]
+    ends = [
+        speed(r, "strided zigzag 4, small ends", n) / speed(r, "strided zigzag 4", n)
+        for r, n in timed
+    ]
     packs = schedule_tables.pack_speeds()
     mean = lambda name, i, j: sum(row[j] for row in packs[name, i]) / len(packs[name, i])
-    stages = [mean("magi, 1 stages", i, j) / mean("magi, 0 stages", i, j) for i in range(2) for j in range(2)]
+    stages = [
+        mean("magi, 1 stages", i, j) / mean("magi, 0 stages", i, j)
+        for i in range(2)
+        for j in range(2)
+    ]
     return {
         "ring_launches": f"{median(host['both_launches_ms']):.1f}",
         "ring_gpu": f"{median(host['both_ms']):.1f}",
@@ -152,8 +193,13 @@ def schedule_ratios() -> dict[str, str]:
 
 # ------------------------------------------------------------------ tables
 def cells(markdown: str, columns: Sequence[int] | None = None) -> list[list[str]]:
-    """Return the rows of a Markdown table without its header, as plain text, and of some columns only."""
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown.splitlines()[2:]]
+    """Return the rows of a Markdown table without its header, as plain text, and of some columns
+    only.
+    """
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in markdown.splitlines()[2:]
+    ]
     plain = [[re.sub(r" \(\[[^]]*\]\([^)]*\)\)|`|\*\*", "", cell) for cell in row] for row in rows]
     return plain if columns is None else [[row[column] for column in columns] for row in plain]
 
@@ -163,7 +209,10 @@ def kernels() -> Table:
     header = ["batch × tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
     header += ["Canon, same bits", "Canon, any order", "cuDNN", "FA4", "FA4, same bits"]
     rows = [[_short(row[0]), *row[1:]] for row in cells(kernel_tables.table_of_kernels())]
-    return {"header": header, "rows": [[re.sub(r" \((.*)\)", r" \1", cell) for cell in row] for row in rows]}
+    return {
+        "header": header,
+        "rows": [[re.sub(r" \((.*)\)", r" \1", cell) for cell in row] for row in rows],
+    }
 
 
 def checks() -> Table:
@@ -178,11 +227,16 @@ def schedules() -> Table:
     columns = (("schedules_eight_h200", 32768), ("schedules_eight_h200", 131072))
     columns += (("schedules_four_h200", 16384), ("schedules_four_h200", 65536))
     numbers = {"eight": 8, "four": 4}
-    header = ["schedule", *(f"{numbers[record.split('_')[1]]} GPUs, {tokens(n)}" for record, n in columns)]
+    header = [
+        "schedule",
+        *((f"{numbers[record.split('_')[1]]} GPUs, {tokens(n)}") for record, n in columns),
+    ]
     rows = []
     for name, label in SCHEDULES:
         found = [schedule_tables.schedule(record, name, n) for record, n in columns]
-        rows.append([label, *(f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}" for row in found)])
+        rows.append(
+            [label, *((f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}") for row in found)]
+        )
     return {"header": header, "rows": rows}
 
 
@@ -199,7 +253,10 @@ def wall_times() -> Table:
         [_short(named(row[0])), names.get(row[1], row[1]), *row[2:]]
         for row in cells(schedule_tables.host()["host_calls"])
     ]
-    return {"header": ["wall (host) ms", "", "forward", "both passes", "chain of 8, per layer"], "rows": rows}
+    return {
+        "header": ["wall (host) ms", "", "forward", "both passes", "chain of 8, per layer"],
+        "rows": rows,
+    }
 
 
 def plans() -> Table:
@@ -209,13 +266,19 @@ def plans() -> Table:
 
 
 def mutants() -> Table:
-    """Return the number of mutants of each kernel, by the end of the first interleaving, and of those that survive."""
+    """Return the number of mutants of each kernel, by the end of the first interleaving, and of
+    those that survive.
+    """
     ends = ("deadlock", "fault", "other bits", "survives")
     rows = [row for row in load(FAULTS)["results"] if row["what"] == "mutants"]
     counted = [
-        [MUTATED.get(row["kernel"], row["kernel"]), *(str(row["ends"].get(end, 0)) for end in ends)] for row in rows
+        [MUTATED.get(row["kernel"], row["kernel"]), *(str(row["ends"].get(end, 0)) for end in ends)]
+        for row in rows
     ]
-    return {"header": ["kernel", "deadlock", "other fault", "other bits", "survive"], "rows": counted}
+    return {
+        "header": ["kernel", "deadlock", "other fault", "other bits", "survive"],
+        "rows": counted,
+    }
 
 
 def clocks() -> Table:
@@ -228,7 +291,10 @@ def clocks() -> Table:
 def launches() -> Table:
     """Return the host time and the GPU time of both passes on eight GPUs."""
     rows = cells(schedule_tables.host()["host_schedules"])
-    return {"header": ["ms, both passes", "host", "GPU"], "rows": [[row[0].replace("`", ""), *row[1:]] for row in rows]}
+    return {
+        "header": ["ms, both passes", "host", "GPU"],
+        "rows": [[row[0].replace("`", ""), *row[1:]] for row in rows],
+    }
 
 
 def sources() -> Table:
@@ -243,5 +309,11 @@ def sources() -> Table:
 
 
 def _short(shape: str) -> str:
-    """Return a named shape with "32/8" for "32/8 heads" and "~4096" for "documents of mean 4096"."""
-    return shape.replace(" heads", "").replace("documents of mean ", "documents ~").replace(" x ", " × ")
+    """Return a named shape with "32/8" for "32/8 heads" and "~4096" for "documents of mean
+    4096".
+    """
+    return (
+        shape.replace(" heads", "")
+        .replace("documents of mean ", "documents ~")
+        .replace(" x ", " × ")
+    )

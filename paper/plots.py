@@ -1,7 +1,7 @@
 """Set up, finish and save figures. Needs matplotlib, which it imports late.
 
-Each SVG holds a digest of the records that it was drawn from, so that a test can find one that is out of date.
-"""
+Each SVG holds a digest of the records that it was drawn from, so that a test can find one that is
+out of date."""
 
 import hashlib
 import re
@@ -19,7 +19,9 @@ ONE = "one NVIDIA H200, bfloat16"
 
 
 class Drawing(NamedTuple):
-    """A figure that can be drawn: its function, and the files under `data` that it is drawn from."""
+    """A figure that can be drawn: its function,
+    and the files under `data` that it is drawn from.
+    """
 
     make: Callable[[], Any]
     records: Sequence[str]
@@ -67,4 +69,7 @@ def save(drawings: dict[str, Drawing], folder: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "canon"
     folder.mkdir(parents=True, exist_ok=True)
     for name, (make, records) in drawings.items():
-        make().savefig(folder / f"{name}.svg", metadata={"Date": None, "Description": f"records {digest(records)}"})
+        make().savefig(
+            folder / f"{name}.svg",
+            metadata={"Date": None, "Description": f"records {digest(records)}"},
+        )

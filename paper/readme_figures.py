@@ -1,7 +1,7 @@
 """Draw the figures of `README.md`, and compute its numbers from records.
 
-The masks of the zigzag ring come from `canon.Layout` and `canon.Mask`. Its timeline is a sketch without a scale.
-"""
+The masks of the zigzag ring come from `canon.Layout` and `canon.Mask`. Its timeline is a sketch
+without a scale."""
 
 import kernel_tables
 import schedule_tables
@@ -9,7 +9,8 @@ from plots import BLUE, GREY, ORANGE, SKY, Drawing, finish, new
 from records import load, median, span, table
 
 RANKS, TOKENS = 4, 32
-SIZE, PITCH = TOKENS // RANKS, (TOKENS // RANKS + 2, TOKENS // RANKS + 3.2)  # of the picture of one mask, in tokens
+# of the picture of one mask, in tokens
+SIZE, PITCH = TOKENS // RANKS, (TOKENS // RANKS + 2, TOKENS // RANKS + 3.2)
 STEP, GAP = 2.0, 0.08  # the time of a step, and the white space after a kernel
 
 
@@ -39,9 +40,23 @@ def _masks(axes) -> None:
             cells = layout.local_mask(mask, rank, owner(rank, step)).dense()
             left, top = step * PITCH[0], rank * PITCH[1]
             right, bottom = left + SIZE, top + SIZE
-            axes.imshow(cells, cmap=colours, extent=(left, right, bottom, top), interpolation="nearest")
-            axes.plot([left, right, right, left, left], [top, top, bottom, bottom, top], color=GREY, lw=0.6)
-            axes.text(left + SIZE / 2, bottom + 1.4, f"K{owner(rank, step)}", ha="center", va="center", fontsize=7)
+            axes.imshow(
+                cells, cmap=colours, extent=(left, right, bottom, top), interpolation="nearest"
+            )
+            axes.plot(
+                [left, right, right, left, left],
+                [top, top, bottom, bottom, top],
+                color=GREY,
+                lw=0.6,
+            )
+            axes.text(
+                left + SIZE / 2,
+                bottom + 1.4,
+                f"K{owner(rank, step)}",
+                ha="center",
+                va="center",
+                fontsize=7,
+            )
     for i in range(RANKS):
         axes.text(i * PITCH[0] + SIZE / 2, -1.4, f"step {i}", ha="center", fontsize=8)
         axes.text(-1, i * PITCH[1] + SIZE / 2, f"rank {i}", ha="right", va="center", fontsize=8)
@@ -67,7 +82,9 @@ def _timeline(axes) -> None:
         axes.text(-0.15, height + 0.4, text, ha="right", va="center", fontsize=8)
     axes.text(0, 5.25, "forward", fontsize=8, weight="bold")
     axes.text(0, 2.25, "backward", fontsize=8, weight="bold")
-    axes.annotate("", (RANKS * STEP, -0.25), (0, -0.25), arrowprops={"arrowstyle": "->", "color": GREY})
+    axes.annotate(
+        "", (RANKS * STEP, -0.25), (0, -0.25), arrowprops={"arrowstyle": "->", "color": GREY}
+    )
     axes.text(RANKS * STEP, -0.65, "time", ha="right", fontsize=8)
     axes.set_xlim(-1.5, RANKS * STEP + 0.1)
     axes.set_ylim(-0.8, 5.7)
@@ -75,7 +92,9 @@ def _timeline(axes) -> None:
     axes.set_title("Rank 0: messages travel while kernels compute", fontsize=9)
 
 
-def _box(axes, left: float, bottom: float, width: float, colour: str, text: str, ink: str = "black") -> None:
+def _box(
+    axes, left: float, bottom: float, width: float, colour: str, text: str, ink: str = "black"
+) -> None:
     axes.barh(bottom, width, 0.8, left, align="edge", color=colour)
     axes.text(left + width / 2, bottom + 0.4, text, ha="center", va="center", fontsize=7, color=ink)
 
@@ -100,17 +119,28 @@ ON_ONE = (
     ("SDPA cudnn", "cuDNN"),
     ("flash-attn-4", "flash-attn-4, any order"),
 )
-FASTER = ("both passes", "other system", "Canon's", "wall time", "GPU time", "record")  # of the table of ratios
+# of the table of ratios
+FASTER = ("both passes", "other system", "Canon's", "wall time", "GPU time", "record")
 
 
 def numbers() -> dict[str, str]:
-    """Return the numbers of `README.md` by name, computed from single times. Lengths are in tokens on eight GPUs."""
-    two = {row["function"]: median(row["seconds"][row["steps"] // 2 :]) for row in load(STEP_OF_TWO)["results"]}
+    """Return the numbers of `README.md` by name, computed from single times. Lengths are in tokens
+    on eight GPUs.
+    """
+    two = {
+        row["function"]: median(row["seconds"][row["steps"] // 2 :])
+        for row in load(STEP_OF_TWO)["results"]
+    }
     both = lambda name, n: median(schedule_tables.schedule(EIGHT, name, n)["both_ms"])
     share = lambda name, n: f"{100 * both('one GPU', n) / 8 / both(name, n):.0f} %"
-    found = {f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "strided", "magi")}
+    found = {
+        f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "strided", "magi")
+    }
     for n in LENGTHS:
-        found[f"share {n}"], found[f"zigzag share {n}"] = share("strided zigzag 8", n), share("ring zigzag", n)
+        found[f"share {n}"], found[f"zigzag share {n}"] = (
+            share("strided zigzag 8", n),
+            share("ring zigzag", n),
+        )
     found["strided over zigzag"] = span(
         schedule_tables.schedule(record, "strided zigzag 8", n)["both_tflops"]
         / schedule_tables.schedule(record, "ring zigzag", n)["both_tflops"]
@@ -124,15 +154,23 @@ def _on_several() -> list[list[str]]:
     """Return rows of `FASTER` for several GPUs. The record of eight GPUs has no wall time."""
     rows = []
     for n in (8192, 32768):
-        for peer, label in (("ring-flash-attn zigzag", "ring-flash-attn"), ("torch cudnn allgather", "torch")):
+        for peer, label in (
+            ("ring-flash-attn zigzag", "ring-flash-attn"),
+            ("torch cudnn allgather", "torch"),
+        ):
             row, ours = (schedule_tables.schedule(PAIR, name, n) for name in (peer, "ring zigzag"))
-            ratios = (f"{median(row[clock]) / median(ours[clock]):.2f}" for clock in ("both_wall_ms", "both_ms"))
+            ratios = (
+                f"{median(row[clock]) / median(ours[clock]):.2f}"
+                for clock in ("both_wall_ms", "both_ms")
+            )
             rows.append([f"two H100s, {n:,} tokens", label, "zigzag", *ratios, _link(PAIR)])
     for n in sorted(LENGTHS):
         peers = [row for row in load(EIGHT)["results"] if row["peer"] and f" S{n} " in row["shape"]]
         ours = median(schedule_tables.schedule(EIGHT, "strided zigzag 8", n)["both_ms"])
         ratio = min(median(row["both_ms"]) for row in peers) / ours
-        rows.append([f"eight H200s, {n:,} tokens", "torch", "strided", "-", f"{ratio:.2f}", _link(EIGHT)])
+        rows.append(
+            [f"eight H200s, {n:,} tokens", "torch", "strided", "-", f"{ratio:.2f}", _link(EIGHT)]
+        )
     return rows
 
 
@@ -145,10 +183,15 @@ def _on_one() -> list[list[str]]:
         ("both", (DETERMINISTIC,), "flash-attn-4, deterministic"),
     ):
         ratios = [_fastest_over_canon(shape, passes, peers) for shape in shapes]
-        title = f"one H200, {len(shapes)} shapes" + (", forward alone" if passes == "forward" else "")
+        title = (f"one H200, {len(shapes)} shapes") + (
+            ", forward alone" if passes == "forward" else ""
+        )
         rows.append([title, label, "attention", *map(span, zip(*ratios, strict=True)), _link(ONE)])
     largest = (f"{ratio:.2f}" for ratio in _fastest_over_canon(LARGEST, "both", PEERS))
-    return [*rows, ["the same, 16,384 causal tokens", "flash-attn-4", "attention", *largest, _link(ONE)]]
+    return [
+        *rows,
+        ["the same, 16,384 causal tokens", "flash-attn-4", "attention", *largest, _link(ONE)],
+    ]
 
 
 def _link(record: str) -> str:
@@ -165,18 +208,32 @@ def _fastest_over_canon(shape: str, passes: str, peers: tuple[str, ...]) -> tupl
 def readme_speed():
     """Draw the speed of both passes on one and on eight GPUs, next to other libraries."""
     gpu_ms = {name: kernel_tables.clocks(ONE, LARGEST, name, "both")[1] for name, _ in ON_ONE}
-    flops = 14 * 32 * 128 * 16384 * 16385 / 2  # of both passes: 14 d for each visible cell of a head
-    groups = [("1 GPU, 16,384 tokens", [(label, flops / gpu_ms[name] / 1e9) for name, label in ON_ONE])]
+    # of both passes: 14 d for each visible cell of a head
+    flops = 14 * 32 * 128 * 16384 * 16385 / 2
+    groups = [
+        ("1 GPU, 16,384 tokens", [(label, flops / gpu_ms[name] / 1e9) for name, label in ON_ONE])
+    ]
     for n in LENGTHS:
         speed = lambda name, n=n: schedule_tables.schedule(EIGHT, name, n)["both_tflops"]
-        groups.append((f"8 GPUs, {n:,} tokens, an older commit", [(label, speed(name)) for name, label in ON_EIGHT]))
+        groups.append(
+            (
+                f"8 GPUs, {n:,} tokens, an older commit",
+                [(label, speed(name)) for name, label in ON_EIGHT],
+            )
+        )
     figure, grid = new(width=9, height=5.2)
     axes, line, labels = grid[0][0], 0.0, []
     for title, bars in groups:
         axes.text(0, line, title, va="center", fontsize=9, weight="bold")
         for label, value in bars:
             line -= 1
-            colour = ORANGE if not label.startswith("Canon") else SKY if label.startswith("Canon on one") else BLUE
+            colour = (
+                ORANGE
+                if not label.startswith("Canon")
+                else SKY
+                if label.startswith("Canon on one")
+                else BLUE
+            )
             axes.barh(line, value, 0.8, color=colour)
             axes.text(value + 6, line, f"{value:.0f}", va="center", fontsize=8)
             labels.append((line, label))

@@ -1,7 +1,8 @@
 """Load the records under `data`, and format what pages quote from them.
 
-A record is a JSON file that a benchmark wrote, a listing of a profiler (CSV or text), or the text of a run that was cut off.
-`TEXTS` holds the provenance of the records that cannot hold it themselves.
+A record is a JSON file that a benchmark wrote, a listing of a profiler (CSV or text), or the text
+of a run that was cut off. `TEXTS` holds the provenance of the records that cannot hold it
+themselves.
 """
 
 import csv
@@ -18,7 +19,9 @@ DATA = HERE / "data"
 TIMES = re.compile(r"(_|^)(ms|us|seconds)(_by_rank)?$")  # keys of single times
 
 PROFILER = "Nsight Compute"
-TEXTS = {  # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made it
+# name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made
+# it
+TEXTS = {
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
     "tests_cpu.txt": ("9cdf157", "2026-11-25", "none", "make test"),
     "tests_h200.txt": ("28cf8d8", "2026-11-24", "1 and 2 H200", "pytest --gpu tests"),
@@ -33,9 +36,10 @@ INDEX = """\
 
 # The records and their commands
 
-"Single times" counts the times that a record keeps; an empty cell means that a record keeps medians, errors or
-counters. "With changes" means that the run measured changes on top of the commit. The commit of a profile is the one
-that added the record. A GPU entry of "none" is a run on a CPU.
+"Single times" counts the times that a record keeps; an empty cell means that a record keeps
+medians, errors or counters. "With changes" means that the run measured changes on top of the
+commit. The commit of a profile is the one that added the record. A GPU entry of "none" is a run on
+a CPU.
 
 {table}
 
@@ -64,7 +68,9 @@ def samples(name: str) -> tuple[dict[str, str], ...]:
 
 
 def cell(name: str, metric: str) -> float:
-    """Return the value of a metric from the profiler's text `data/NAME.txt`: the first line that starts with its name."""
+    """Return the value of a metric from the profiler's text `data/NAME.txt`: the first line that
+    starts with its name.
+    """
     row = next(row for row in lines(f"{name}.txt") if row.strip().startswith(metric))
     return float(row.split()[-1].replace(",", ""))
 
@@ -81,9 +87,13 @@ def only(rows: Iterable[dict], **wanted: Any) -> dict:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """Return a Markdown table. The first ``left`` columns are aligned to the left, the others to the right."""
+    """Return a Markdown table. The first ``left`` columns are aligned to the left, the others to
+    the right.
+    """
     rule = ["---" if i < left else "---:" for i in range(len(header))]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [list(header), rule, *map(list, rows)])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [list(header), rule, *map(list, rows)]
+    )
 
 
 def span(values: Iterable[float], digits: int = 2) -> str:
@@ -112,7 +122,9 @@ def case(text: str) -> str:
 
 
 def single_times(value: Any) -> int:
-    """Count the single times that a record holds: numbers in lists under keys that name a unit of time, at any depth."""
+    """Count the single times that a record holds: numbers in lists under keys that name a unit of
+    time, at any depth.
+    """
     if isinstance(value, dict):
         return sum(
             _numbers(some) if _timed(key) and not isinstance(some, float) else single_times(some)
@@ -151,13 +163,21 @@ def provenance(name: str) -> tuple[str, str, str, str, int]:
     if "peers" in record:
         versions.append(f"cuDNN {machine['cudnn']}")
     versions += [
-        f"{peer} {version}" for peer, version in record.get("peers", {}).items() if "not installed" not in version
+        f"{peer} {version}"
+        for peer, version in record.get("peers", {}).items()
+        if "not installed" not in version
     ]
     if len(gpus) > 1:
         versions.append(f"NCCL {machine['nccl']}")
     kinds = {gpu.removeprefix("NVIDIA ") for gpu in gpus}
     used = f"{len(gpus)} {kinds.pop()}" if gpus else "none"
-    return f"{_commit(record)}", record["date"][:10], used, ", ".join(versions), single_times(record)
+    return (
+        f"{_commit(record)}",
+        record["date"][:10],
+        used,
+        ", ".join(versions),
+        single_times(record),
+    )
 
 
 def command(name: str) -> str:
@@ -176,24 +196,34 @@ def _commit(record: dict) -> str:
     found = record.get("commit") or record.get("commits") or ""
     found = " ".join(found.values()) if isinstance(found, dict) else found
     hashes = re.findall(r"\b[0-9a-f]{7,40}\b", found)
-    changed = " with changes" if "+changes" in found or (" " in found.strip() and len(hashes) == 1) else ""
+    changed = (
+        " with changes"
+        if "+changes" in found or (" " in found.strip() and len(hashes) == 1)
+        else ""
+    )
     return " ".join(f"`{each[:7]}`" for each in hashes) + changed if hashes else "in the record"
 
 
 def index() -> str:
-    """Return the index of the records: a table with the provenance of each, and the commands under it."""
+    """Return the index of the records: a table with the provenance of each, and the commands under
+    it.
+    """
     names = sorted(path.name for path in DATA.iterdir() if path.suffix != ".md")
     rows = []
     for name in names:
         commit, date, gpus, versions, count = provenance(name)
-        rows.append([f"[{name}]({name})", commit, date, gpus, versions, tokens(count) if count else ""])
+        rows.append(
+            [f"[{name}]({name})", commit, date, gpus, versions, tokens(count) if count else ""]
+        )
     header = ("record", "commit", "date", "GPUs", "versions", "single times")
     commands = "\n".join(f"- [{name}]({name}): {command(name)}" for name in names)
     return INDEX.format(table=table(header, rows, left=5), commands=commands)
 
 
 def cut_off_cases(name: str) -> tuple[int, int]:
-    """Return (cases that agree, cases planned) of the printed table of `canon check`. Raises ValueError if one disagrees."""
+    """Return (cases that agree, cases planned) of the printed table of `canon check`. Raises
+    ValueError if one disagrees.
+    """
     found = [re.match(r"(\d+)/(\d+) \S+ (\w+)$", line) for line in lines(name)]
     cases = [match.groups() for match in found if match]
     if any(verdict != "agrees" for _, _, verdict in cases):

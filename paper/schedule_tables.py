@@ -1,4 +1,6 @@
-"""Compute tables and numbers of `measured.md` and `records.md`: several GPUs, packed documents, host time and plans."""
+"""Compute tables and numbers of `measured.md` and `records.md`: several GPUs, packed documents,
+host time and plans.
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +26,12 @@ SCHEDULES = (  # name in the record, name on the page
     ("one GPU", "one GPU, the whole sequence"),
 )
 UNLISTED = (  # in the records, and in no table of causal sequences
-    *("strided contiguous 8", "strided zigzag 2", "strided zigzag 4, small ends", "magi, 0 stages, keys kept"),
+    *(
+        "strided contiguous 8",
+        "strided zigzag 2",
+        "strided zigzag 4, small ends",
+        "magi, 0 stages, keys kept",
+    ),
     *("magi, 1 stages, keys kept", "torch cudnn alltoall", "torch flash alltoall"),
 )
 PACKED = (
@@ -37,9 +44,13 @@ PACKED = (
 
 
 def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
-    """Return the table of schedules, with the speed of the forward and of both passes by the number of tokens."""
+    """Return the table of schedules, with the speed of the forward and of both passes by the number
+    of tokens.
+    """
     found = {
-        (row["schedule"], int(row["shape"].split()[1][1:])): f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}"
+        (row["schedule"], int(row["shape"].split()[1][1:])): (
+            f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}"
+        )
         for record in records
         for row in load(record)["results"]
     }
@@ -53,7 +64,11 @@ def schedule_table(records: Sequence[str], lengths: Sequence[int]) -> str:
 
 def schedule(record: str, name: str, n: int) -> dict:
     """Return the row of a record for a schedule and a number of tokens."""
-    return next(row for row in load(record)["results"] if row["schedule"] == name and f" S{n} " in row["shape"])
+    return next(
+        row
+        for row in load(record)["results"]
+        if row["schedule"] == name and f" S{n} " in row["shape"]
+    )
 
 
 def schedules() -> dict[str, str]:
@@ -76,7 +91,9 @@ def schedules() -> dict[str, str]:
     eight, four = "schedules_eight_h200", "schedules_four_h200"
     share = lambda record, name, n: f"{both(record, name, n) / both(record, 'one GPU', n):.0%}"
     runs = [(eight, n) for n in (32768, 131072)] + [(four, n) for n in (16384, 65536, 262144)]
-    strided_over = lambda kind: span(best(r, "strided zigzag", n) / best(r, kind, n) for r, n in runs)
+    strided_over = lambda kind: span(
+        best(r, "strided zigzag", n) / best(r, kind, n) for r, n in runs
+    )
     return {
         "eight": schedule_table((eight, "schedules_long_eight_h200"), (32768, 131072, 524288)),
         "four": schedule_table((four,), (16384, 65536, 262144)),
@@ -104,11 +121,15 @@ def schedules() -> dict[str, str]:
 
 
 def pack_speeds() -> dict[tuple[str, int], list[tuple[float, float, float | None]]]:
-    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and column: 0 is 8 GPUs, 1 is 4.
+    """Return (forward, backward alone, ms that no kernel hides) of each pack, by schedule and
+    column: 0 is 8 GPUs, 1 is 4.
 
     The ms are None where the profiler's were impossible.
     """
-    groups = (("packs_eight_h200", "packs_later_eight_h200", "packs_magi_eight_h200"), ("packs_four_h200",))
+    groups = (
+        ("packs_eight_h200", "packs_later_eight_h200", "packs_magi_eight_h200"),
+        ("packs_four_h200",),
+    )
     found: dict[tuple[str, int], list[tuple[float, float, float | None]]] = {}
     for i, records in enumerate(groups):
         seen = set()
@@ -128,13 +149,19 @@ def packs() -> dict[str, str]:
     found = pack_speeds()
     mean = lambda key, i: sum(row[i] for row in found[key]) / len(found[key])
     rows = [
-        [label, *(f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}" for i in range(2))] for name, label in PACKED
+        [label, *((f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}") for i in range(2))]
+        for name, label in PACKED
     ]
     one, ring, whole = "magi, 0 stages", "ring zigzag", "one GPU"
     both = [(i, j) for i in range(2) for j in range(2)]
     return {
         "packs": table(
-            ("forward / backward alone", "8 GPUs, 65,536 tokens, 9 packs", "4 GPUs, 32,768 tokens, 10 packs"), rows
+            (
+                "forward / backward alone",
+                "8 GPUs, 65,536 tokens, 9 packs",
+                "4 GPUs, 32,768 tokens, 10 packs",
+            ),
+            rows,
         ),
         "packs_over_ring": span([mean((one, i), j) / mean((ring, i), j) for i, j in both], 1),
         "packs_share": span([100 * mean((one, i), j) / mean((whole, i), j) for i, j in both], 0),
@@ -148,14 +175,24 @@ NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
 def host() -> dict[str, str]:
     """Return the tables of host time."""
     results = load("host_h200")["results"]
-    clocks = lambda row, name: f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
+    clocks = lambda row, name: (
+        f"{median(row[f'{name}_wall_ms']):.3f} ({median(row[f'{name}_host_ms']):.3f})"
+    )
     rows = [
-        [row["shape"], row["contender"], *(clocks(row, name) for name in ("forward", "both", "chain"))]
+        [
+            row["shape"],
+            row["contender"],
+            *(clocks(row, name) for name in ("forward", "both", "chain")),
+        ]
         for row in results
     ]
     header = ("shape", "wall (host) ms", "forward", "both passes", "a layer of 8")
     new_masks = [
-        [row["shape"], f"{median(row['documents']):.0f}", *(f"{median(row[name]):.1f}" for name in NEW_MASK)]
+        [
+            row["shape"],
+            f"{median(row['documents']):.0f}",
+            *(f"{median(row[name]):.1f}" for name in NEW_MASK),
+        ]
         for row in load("masks_h200")["results"]
         if "first_ms" in row
     ]
@@ -171,39 +208,61 @@ def host() -> dict[str, str]:
     timed = {(row["shape"], row["contender"]): row for row in results}
     short = dict.fromkeys(shape for shape, _ in timed if "S8192" not in shape)
     wall = lambda shape, who, name: median(timed[shape, who][f"{name}_wall_ms"])
-    to_cudnn = lambda name: span(wall(x, "canon auto", name) / wall(x, "SDPA cudnn", name) for x in short)
+    to_cudnn = lambda name: span(
+        wall(x, "canon auto", name) / wall(x, "SDPA cudnn", name) for x in short
+    )
     share = [wall(x, "no kernels", "both") / wall(x, "canon auto", "both") for x in short]
     labels = dict(SCHEDULES)
     launching = []
     for name in names:
         row = schedule("schedules_eight_h200", name, 32768)
-        launching.append([labels[name], f"{median(row['both_launches_ms']):.1f}", f"{median(row['both_ms']):.1f}"])
+        launching.append(
+            [
+                labels[name],
+                f"{median(row['both_launches_ms']):.1f}",
+                f"{median(row['both_ms']):.1f}",
+            ]
+        )
     return {
         "host_calls": table(header, rows, left=2),
-        "host_short": table(header, [row for row in rows if row[1] in ("canon auto", "SDPA cudnn")], left=2),
+        "host_short": table(
+            header, [row for row in rows if row[1] in ("canon auto", "SDPA cudnn")], left=2
+        ),
         "short_forward": to_cudnn("forward"),
         "short_both": to_cudnn("both"),
         "short_chain": to_cudnn("chain"),
         "no_kernels": span([100 * x for x in share], 0),
-        "new_masks": table(("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks),
-        "agreed_us": " and ".join(f"{us:.0f}" for us in load("agreement_two_h200")["agreed_call_us"]),
+        "new_masks": table(
+            ("shape", "documents", "first ms", "repeated ms", "new mask ms"), new_masks
+        ),
+        "agreed_us": " and ".join(
+            f"{us:.0f}" for us in load("agreement_two_h200")["agreed_call_us"]
+        ),
         "ring_with_first": _ring_wall(0, True),
         "ring_without_first": _ring_wall(0, False),
         "ring_with": _ring_wall(1, True),
         "ring_without": _ring_wall(1, False),
-        "host_schedules": table(("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching),
+        "host_schedules": table(
+            ("ms, both passes, 8 GPUs, 32,768 tokens", "host: launches", "GPU"), launching
+        ),
     }
 
 
 def plans() -> dict[str, str]:
-    """Return the table of plans, with means over packs, and the worst send of a planner that counts received tokens only."""
+    """Return the table of plans, with means over packs, and the worst send of a planner that counts
+    received tokens only.
+    """
     results, rows = load("plans")["results"], []
     mean = lambda values: sum(values) / len(values)
     packs = [row for row in results if row["kind"] == "packs"]  # 8 ranks first
     received = [row for row in load("plans_received")["results"] if row["kind"] == "packs"]
-    quality = lambda row: [f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive", "worst_send")]
+    quality = lambda row: [
+        f"{mean(row[key]):.3f}" for key in ("balance", "volume", "worst_receive", "worst_send")
+    ]
     for row in packs:
-        rows.append([str(row["ranks"]), tokens(row["tokens"]), *quality(row), f"{median(row['ms']):.0f} ms"])
+        rows.append(
+            [str(row["ranks"]), tokens(row["tokens"]), *quality(row), f"{median(row['ms']):.0f} ms"]
+        )
     large = next(row for row in results if row["kind"] == "a large pack")
     header = ("ranks", "tokens", "balance", "volume", "worst receive", "worst send", "planned in")
     return {
@@ -216,12 +275,18 @@ def plans() -> dict[str, str]:
 
 
 def training() -> dict[str, str]:
-    """Return the table of the training experiment: tokens per second and peak memory, by function."""
+    """Return the table of the training experiment: tokens per second and peak memory,
+    by function.
+    """
     causal, packed, two = (
         {row["function"]: row for row in load(f"swap_{name}_h200")["results"]}
         for name in ("causal", "packed", "causal_two")
     )
-    speed = lambda row: f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)" if row else "-"
+    speed = lambda row: (
+        (f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)")
+        if row
+        else "-"
+    )
     names = dict.fromkeys((*causal, *two))
     rows = [[name, *(speed(found.get(name)) for found in (causal, packed, two))] for name in names]
     header = (
@@ -234,9 +299,13 @@ def training() -> dict[str, str]:
 
 
 def messages() -> dict[str, str]:
-    """Return the ms of gathers beside kernels and alone, and the gains of a message that starts first and of copy engines."""
+    """Return the ms of gathers beside kernels and alone, and the gains of a message that starts
+    first and of copy engines.
+    """
     profile = only(
-        load("schedules_timeline_four_h200")["results"], schedule="strided zigzag 4", transport="NCCL's default"
+        load("schedules_timeline_four_h200")["results"],
+        schedule="strided zigzag 4",
+        transport="NCCL's default",
     )
     ranks = [
         [(begin, length / 1000) for begin, length, kernel in kernels if "AllGather" in kernel]
@@ -245,10 +314,15 @@ def messages() -> dict[str, str]:
     longest = [max(length for _, length in found) for found in ranks]
     alone = [length for found in ranks for begin, length in found if begin < 1000]
     waiting, late = (load(f"packs_{name}_four_h200")["results"] for name in ("begun", "not_begun"))
-    pairs = [(one, two) for one, two in zip(waiting, late, strict=True) if one["schedule"].startswith("magi, 1")]
+    pairs = [
+        (one, two)
+        for one, two in zip(waiting, late, strict=True)
+        if one["schedule"].startswith("magi, 1")
+    ]
     gain = lambda key: span(one[f"{key}_tflops"] / two[f"{key}_tflops"] for one, two in pairs)
     copied = [
-        row["both_tflops"] / schedule("schedules_eight_h200", row["schedule"], 131072)["both_tflops"]
+        row["both_tflops"]
+        / schedule("schedules_eight_h200", row["schedule"], 131072)["both_tflops"]
         for row in load("schedules_copy_engines_eight_h200")["results"]
     ]
     return {
@@ -287,9 +361,13 @@ def two_gpus() -> dict[str, str]:
     rows = [[label, *(times(schedule, n) for n in lengths)] for schedule, label in TWO_H100]
     found = {"two_h100": table(header, rows)}
     ms = lambda name, n, clock: median(schedule("schedules_two_h100", name, n)[clock])
-    over = lambda n, clock: f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
+    over = lambda n, clock: (
+        f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
+    )
     beside = "ring zigzag", "strided zigzag, no options"
-    pair = {clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")}
+    pair = {
+        clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")
+    }
     return found | {
         "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
         "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
@@ -301,12 +379,18 @@ def two_gpus() -> dict[str, str]:
 
 def few_queries() -> dict[str, str]:
     """Return the table of few queries over many keys."""
-    rows = [x for x in load("few_queries_h100")["results"] if x["shape"].startswith("B1 ") and " D128 " in x["shape"]]
+    rows = [
+        x
+        for x in load("few_queries_h100")["results"]
+        if x["shape"].startswith("B1 ") and " D128 " in x["shape"]
+    ]
     names = "SDPA cudnn", "canon auto", "canon auto, rank invariant"
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         found = {
-            row["contender"]: f"{1e3 * median(row['wall_ms']):.0f} / {1e3 * median(row['gpu_ms']):.1f}"
+            row["contender"]: (
+                f"{1e3 * median(row['wall_ms']):.0f} / {1e3 * median(row['gpu_ms']):.1f}"
+            )
             for row in rows
             if row["shape"] == shape and "gpu_ms" in row
         }
@@ -320,9 +404,17 @@ def few_queries() -> dict[str, str]:
         found = {row["schedule"]: cell(row) for row in made if row["shape"] == shape}
         decoding.append([tokens(int(shape.split(":")[1])), *(found[way] for way in ways)])
     return {
-        "few": table(("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits", "a copy"), lines),
+        "few": table(
+            ("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits", "a copy"),
+            lines,
+        ),
         "decoding": table(
-            ("wall us / MB, 1 query, keys", "merged parts", *(f"same bits, {way}" for way in ways[1:])), decoding
+            (
+                "wall us / MB, 1 query, keys",
+                "merged parts",
+                *(f"same bits, {way}" for way in ways[1:]),
+            ),
+            decoding,
         ),
     }
 
@@ -331,6 +423,10 @@ PARTS = (schedules, two_gpus, few_queries, packs, host, plans, training, message
 
 
 def _ring_wall(rank: int, checked: bool) -> str:
-    """Return the median wall time of a rank's forward, with or without the comparison of arguments."""
+    """Return the median wall time of a rank's forward,
+    with or without the comparison of arguments.
+    """
     rows = load("agreement_two_h200")["results"]
-    return tokens(round(median(row["forward_us"][rank] for row in rows if row["checked"] is checked)))
+    return tokens(
+        round(median(row["forward_us"][rank] for row in rows if row["checked"] is checked))
+    )

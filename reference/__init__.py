@@ -1,4 +1,5 @@
-"""Every algorithm in plain PyTorch: the definition of the results, written to be read. Read the files in this order:
+"""Every algorithm in plain PyTorch: the definition of the results, written to be read. Read the
+files in this order:
 
     tiles, local, backward               attention on one rank, tile by tile, and its gradients
     ring, strided                        several ranks: keys travel, or are gathered
@@ -6,14 +7,16 @@
     owner_computes                       equal bits on any number of ranks
     latent, decode, preparation          latents that travel; few queries; plans made ahead
 
-A call of `zigzag_attention` takes six steps to the product of queries and keys, because both halves share its route:
+A call of `zigzag_attention` takes six steps to the product of queries and keys, because both halves
+share its route:
 
-    zigzag_attention    canon.faces.public_ring    the signature, its docstring and its defaults
-    attend              canon.route.attend         look up or check the call, and compare it between ranks
-    Attention.forward   canon.route.autograd       an autograd Function
-    ring_forward        ring                       the loop over steps
-    tiled_forward       local                      the online softmax
-    scores_of           tiles                      q k^T
+    zigzag_attention    canon.faces.public_ring   the signature, its docstring and its defaults
+    attend              canon.route.attend        look up or check the call, and compare it between
+                                                  ranks
+    Attention.forward   canon.route.autograd      an autograd Function
+    ring_forward        ring                      the loop over steps
+    tiled_forward       local                     the online softmax
+    scores_of           tiles                     q k^T
 """
 
 from canon.masks.band import Band
@@ -22,7 +25,14 @@ from canon.masks.mask import Mask
 from canon.reference.decode import decode_attention
 from canon.reference.latent import latent_attention
 from canon.reference.local import attention, attention_backward, attention_forward, merge
-from canon.reference.magi import cast_plan, dispatch, group_cast, group_reduce, magi_attention, plan_report
+from canon.reference.magi import (
+    cast_plan,
+    dispatch,
+    group_cast,
+    group_reduce,
+    magi_attention,
+    plan_report,
+)
 from canon.reference.preparation import prepare
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention

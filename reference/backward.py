@@ -1,39 +1,53 @@
 """The gradients of attention on one rank, tile by tile, from the saved out and lse.
 
-    scores = scale * q k^T               p = exp(scores - lse)        the weights of the forward pass, computed again
-    delta = rowsum(dout * out) - dlse    dp = dout v^T                ds = p * (dp - delta)
-    dv = p^T dout                        dk = scale * ds^T q          dq = scale * ds k
+    scores = scale * q k^T              p = exp(scores - lse)   the weights of the forward pass,
+                                                                computed again
+    delta = rowsum(dout * out) - dlse   dp = dout v^T           ds = p * (dp - delta)
+    dv = p^T dout                       dk = scale * ds^T q     dq = scale * ds k
 
 With a soft-cap, the factor of ds is the slope of each score, scale * (1 - (score / softcap)^2).
 
-lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight of a key. Parts of dq,
-dk and dv from disjoint keys or queries add up. delta belongs to a query: a call computes it once for all steps.
+lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight
+of a key. Parts of dq, dk and dv from disjoint keys or queries add up. delta belongs to a query: a
+call computes it once for all steps.
 
-dq is a sum along rows of the scores (over keys). dk and dv are sums along columns (over queries). One loop cannot finish both
-tile by tile, so three methods compute the same sums:
+dq is a sum along rows of the scores (over keys). dk and dv are sums along columns (over queries).
+One loop cannot finish both tile by tile, so three methods compute the same sums:
 
-    method           loops over tiles                                  matrix products of a tile    dq on a GPU
-    "fused"          keys outside, queries inside: dk and dv are       5: s dp dv dk dq             atomic additions,
-                     finished, dq grows with every tile of keys                                     in any order
-    "split"          keys outside for dk and dv, then queries          4: s dp dv dk, 3: s dp dq    one owner of each
-                     outside for dq                                                                 element
-    "head_parallel"  as "split"; each query head has its own dk and    4 + 3                        one owner of each
-                     dv, added over its share in head order                                         element
+    method            loops over tiles           matrix products of a       dq on a GPU
+                                                 tile
+    "fused"           keys outside, queries      5: s dp dv dk dq           atomic additions, in any
+                      inside: dk and dv are                                 order
+                      finished, dq grows with
+                      every tile of keys
+    "split"           keys outside for dk and    4: s dp dv dk, 3: s dp     one owner of each
+                      dv, then queries outside   dq                         element
+                      for dq
+    "head_parallel"   as "split"; each query     4 + 3                      one owner of each
+                      head has its own dk and                               element
+                      dv, added over its share
+                      in head order
 
-A *share* is the query heads that share one key head. This half adds in one fixed order with every method; "auto" is "split".
-The walks as pictures, and the bits that they repeat: notebooks/05_backward.md; shares: notebooks/06_grouped_heads.md.
+A *share* is the query heads that share one key head. This half adds in one fixed order with every
+method; "auto" is "split". The walks as pictures, and the bits that they repeat:
+notebooks/05_backward.md; shares: notebooks/06_grouped_heads.md.
 
-Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile cost as much:
+Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
+cost as much:
 
-    method           FLOPs                         exponentials     float32 memory, beyond inputs and outputs
-    "fused"          2 b h area (3 d + 2 dv)       b h area         dq, dk, dv; b h tiles of scores; boolean tiles of one column
-    "split"          2 b h area (4 d + 3 dv)       2 b h area       the same, boolean tiles of one row or column
-    "head_parallel"  2 b h area (4 d + 3 dv)       2 b h area       the same, and dk, dv of every query head
+    method            FLOPs                     exponentials   float32 memory, beyond inputs and
+                                                               outputs
+    "fused"           2 b h area (3 d + 2 dv)   b h area       dq, dk, dv; b h tiles of scores;
+                                                               boolean tiles of one column
+    "split"           2 b h area (4 d + 3 dv)   2 b h area     the same, boolean tiles of one row or
+                                                               column
+    "head_parallel"   2 b h area (4 d + 3 dv)   2 b h area     the same, and dk, dv of every query
+                                                               head
 
 Limits: those of `local.py`. Second derivatives are not supported.
 
-Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177; head_parallel:
-TensorAuto/OpenTau pull request 376.
+Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton pull request 177;
+head_parallel: TensorAuto/OpenTau pull request 376.
 """
 
 import torch
@@ -58,11 +72,25 @@ __all__ = ["attention_backward"]
 
 
 def gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None,
-    mask: Mask, *, scale: Scale, method: str, grad_dtype: torch.dtype, needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
+    mask: Mask,
+    *,
+    scale: Scale,
+    method: str,
+    grad_dtype: torch.dtype,
+    needs_grad: tuple[bool, bool, bool],
     whole_tiles: bool = False,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk and dv as `attention_backward`, for a batch and without checks. ``whole_tiles``: as `tiled_backward`."""
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk and dv as `attention_backward`, for a batch and without checks.
+    ``whole_tiles``: as `tiled_backward`.
+    """
     if delta is None:
         delta = make_delta(dout, out, dlse)
     return tiled_backward(
@@ -85,7 +113,9 @@ attention_backward = public_parts.attention_backward(gradients)
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype. All steps of a call share it."""
+    """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype. All steps of a call
+    share it.
+    """
     accumulate = accumulate_dtype(out.dtype)
     delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse
@@ -105,22 +135,34 @@ def tiled_backward(
     grad_dtype: torch.dtype,
     needs_grad: tuple[bool, bool, bool] = (True, True, True),
     whole_tiles: bool = False,
-) -> tuple[Float[Tensor, "b t h d"] | None, Float[Tensor, "b s g d"] | None, Float[Tensor, "b s g dv"] | None]:
-    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward pass.
+) -> tuple[
+    Float[Tensor, "b t h d"] | None,
+    Float[Tensor, "b s g d"] | None,
+    Float[Tensor, "b s g dv"] | None,
+]:
+    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward
+    pass.
 
     ``whole_tiles``: as for `tiled_forward`.
     """
     sizes = q.shape[1], k.shape[1], k.shape[1]
     if whole_tiles:
         dout, q, k, v = map(in_whole_tiles, (dout, q, k, v))
-        lse, delta, mask = in_whole_tiles(lse, 2, -torch.inf), in_whole_tiles(delta, 2), mask_in_whole_tiles(mask)
+        lse, delta, mask = (
+            in_whole_tiles(lse, 2, -torch.inf),
+            in_whole_tiles(delta, 2),
+            mask_in_whole_tiles(mask),
+        )
     heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
     tiles = _Backward(mask, scale, *heads_first, lse, delta)
     walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
     if not any(needs_grad[1:]):
         grads = tiles.dq(), None, None
     elif not needs_grad[0]:
-        grads = None, *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys())
+        grads = (
+            None,
+            *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys()),
+        )
     else:
         grads = walk()
     return tuple(
@@ -130,7 +172,9 @@ def tiled_backward(
 
 
 class _Backward:
-    """The loops of one backward pass over the visible tiles. Tensors have their heads first: (b, heads, tokens, width)."""
+    """The loops of one backward pass over the visible tiles. Tensors have their heads first: (b,
+    heads, tokens, width).
+    """
 
     def __init__(self, mask, scale, q, k, v, dout, lse, delta):
         self.mask, self.scale = mask, scale
@@ -138,7 +182,9 @@ class _Backward:
         self.share, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
 
     def fused(self):
-        """Return dq, dk, dv by one loop over key tiles. Scores are computed once; dq grows with every key tile."""
+        """Return dq, dk, dv by one loop over key tiles. Scores are computed once; dq grows with
+        every key tile.
+        """
         dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
@@ -153,7 +199,9 @@ class _Backward:
         return self.dq(), *self.split_keys()
 
     def split_keys(self):
-        """Return dk, dv by a loop over key tiles. The query heads of a key head are added in each tile."""
+        """Return dk, dv by a loop over key tiles. The query heads of a key head are added in each
+        tile.
+        """
         dk, dv = self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
@@ -167,7 +215,9 @@ class _Backward:
         return self.dq(), *self.head_parallel_keys()
 
     def head_parallel_keys(self):
-        """Return dk, dv: a sum for each query head, then the sum of the query heads of each key head, in head order."""
+        """Return dk, dv: a sum for each query head, then the sum of the query heads of each key
+        head, in head order.
+        """
         heads = self.q.shape[1]
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
@@ -187,7 +237,9 @@ class _Backward:
         return dq
 
     def _scores(self, queries, keys, visible):
-        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout in the accumulation dtype."""
+        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout in the
+        accumulation dtype.
+        """
         q, dout = (read(x, queries) for x in (self.q, self.dout))
         k, v = read_keys(self.k, self.v, keys, self.share)
         lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))

@@ -1,14 +1,16 @@
 """Decode attention: all ranks hold the same few queries, the keys are divided among the ranks.
 
-    rank 0    q, K0 V0  ->  out_0, lse_0  \
-    rank 1    q, K1 V1  ->  out_1, lse_1   }  one all-gather  ->  merge in rank order  ->  out, equal on all ranks
-    rank 2    q, K2 V2  ->  out_2, lse_2  /
+    rank 0   q, K0 V0 -> out_0, lse_0 \
+    rank 1   q, K1 V1 -> out_1, lse_1  } one all-gather -> merge in rank order -> out, equal on all
+    rank 2   q, K2 V2 -> out_2, lse_2 /
 
-Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings out and lse of every rank
-to all ranks. Each rank merges the parts in rank order and rounds once, so all ranks return the same bits. A sink is applied
-after the last merge. The formula of `merge` is derived in notebooks/00_softmax_in_pieces.md.
+Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings
+out and lse of every rank to all ranks. Each rank merges the parts in rank order and rounds once, so
+all ranks return the same bits. A sink is applied after the last merge. The formula of `merge` is
+derived in notebooks/00_softmax_in_pieces.md.
 
-With rank_invariant=True all keys travel to all ranks, and each rank computes `attention` (`canon.ranks.divided_keys`).
+With rank_invariant=True all keys travel to all ranks, and each rank computes `attention`
+(`canon.ranks.divided_keys`).
 
 Cost of a rank with s_r keys, n ranks:
 
@@ -17,8 +19,8 @@ Cost of a rank with s_r keys, n ranks:
     FLOPs             those of `attention_forward` for t queries x s_r keys, and n - 1 merges
     memory            n times b t h (dv + 1) in the accumulation dtype
 
-Limits: the result is not differentiable. Ranks compare shapes, dtypes, scales and soft-caps in each call, but not the number of
-keys.
+Limits: the result is not differentiable. Ranks compare shapes, dtypes, scales and soft-caps in each
+call, but not the number of keys.
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
 """
@@ -47,7 +49,9 @@ def decode(
     ``mask``: of this rank's keys, or one for each sequence.
     """
     number, softcap = split_scale(scale)
-    part = attention_forward(q, k, v, mask, scale=number, softcap=softcap, out_dtype=accumulate_dtype(q.dtype))
+    part = attention_forward(
+        q, k, v, mask, scale=number, softcap=softcap, out_dtype=accumulate_dtype(q.dtype)
+    )
     (out, lse), *others = _parts_of_ranks(*part, ranks, group)
     for other in others:
         out, lse = merged(out, lse, *other)

@@ -1,4 +1,5 @@
-"""Group cast and group reduce: a rank receives exactly the tokens that its queries need, and sends their gradients back.
+"""Group cast and group reduce: a rank receives exactly the tokens that its queries need, and sends
+their gradients back.
 
     need of a rank   =  the keys that its queries see  -  its own tokens
     order received   =  by source rank, then by row on that rank
@@ -9,28 +10,31 @@
     rank 2        .            .      .      .         d            (from 1)
     rank 3        .            .      .      .         nothing      (takes part all the same)
 
-`cast_plan` derives this table from mask and layout. All ranks derive the same plan, so no rank sends a request.
+`cast_plan` derives this table from mask and layout. All ranks derive the same plan, so no rank
+sends a request.
 
-`group_cast` is one all-to-all with its own size for each pair of ranks. A token that two ranks need is sent twice. The received
-buffer is not reordered: `CastPlan.local_mask` is the mask in its order.
+`group_cast` is one all-to-all with its own size for each pair of ranks. A token that two ranks need
+is sent twice. The received buffer is not reordered: `CastPlan.local_mask` is the mask in its order.
 
-`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each owner adds them to the gradients of its
-own tokens in rank order, so the same inputs and the same plan give the same bits.
+`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each owner adds
+them to the gradients of its own tokens in rank order, so the same inputs and the same plan give the
+same bits.
 
-With ``casts`` > 1 the tokens from one rank to another are divided into that many nearly equal parts, one for each cast. The
-argument ``stage`` is the number of a cast.
+With ``casts`` > 1 the tokens from one rank to another are divided into that many nearly equal
+parts, one for each cast. The argument ``stage`` is the number of a cast.
 
 Cost of a rank that receives R and sends S tokens of N elements in one cast:
 
-              messages          elements received    peak memory
-    cast      one all-to-all    R N                  the S rows sent and the R rows received
-    reduce    one all-to-all    S N, then added      the S rows received, again if ``into`` has another dtype; the sum for one
-                                                     rank; a copy of ``y`` unless it is contiguous
+             messages         elements received   peak memory
+    cast     one all-to-all   R N                 the S rows sent and the R rows received
+    reduce   one all-to-all   S N, then added     the S rows received, again if ``into`` has another
+                                                  dtype; the sum for one rank; a copy of ``y``
+                                                  unless it is contiguous
 
 Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
 
-Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send no unneeded token.
-"""
+Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send
+no unneeded token."""
 
 from typing import Any
 
@@ -58,8 +62,14 @@ def _cast_plan(mask: Mask, layout: Layout, casts: int, own_keys_first: bool | No
 @cached_plan
 def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
     needs, layout = _needs(plan.mask, plan.layout), plan.layout
-    received = [_pieces(needs[rank], layout, other) if other != rank else () for other in range(layout.ranks)]
-    sent = [_pieces(needs[other], layout, rank) if other != rank else () for other in range(layout.ranks)]
+    received = [
+        _pieces(needs[rank], layout, other) if other != rank else ()
+        for other in range(layout.ranks)
+    ]
+    sent = [
+        _pieces(needs[other], layout, rank) if other != rank else ()
+        for other in range(layout.ranks)
+    ]
     return RankCasts.of(received, sent, plan.casts)
 
 
@@ -71,15 +81,22 @@ def _needs(mask: Mask, layout: Layout) -> list[tuple[range, ...]]:
 def _moved(mask: Mask, layout: Layout) -> list[list[int]]:
     """Return the number of tokens that move, by [receiver][source]."""
     needs, ranks = _needs(mask, layout), range(layout.ranks)
-    return [[tokens_in(_pieces(needs[to], layout, source)) if to != source else 0 for source in ranks] for to in ranks]
+    return [
+        [tokens_in(_pieces(needs[to], layout, source)) if to != source else 0 for source in ranks]
+        for to in ranks
+    ]
 
 
 def _pieces(need: tuple[range, ...], layout: Layout, source: int) -> tuple[Piece, ...]:
-    """Return the tokens of the ascending ranges ``need`` that ``source`` holds, in the order of its rows."""
+    """Return the tokens of the ascending ranges ``need`` that ``source`` holds, in the order of its
+    rows.
+    """
     pieces, row = [], 0
     for owned in layout.ranges_per_rank[source]:
         for keys in need:
-            first, last = (max(0, -((owned.start - end) // owned.step)) for end in (keys.start, keys.stop))
+            first, last = (
+                max(0, -((owned.start - end) // owned.step)) for end in (keys.start, keys.stop)
+            )
             if common := owned[first:last]:
                 pieces.append(Piece(source, common, row + first))
         row += len(owned)
@@ -90,7 +107,11 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
     moved = _moved(mask, layout)
     areas = tuple(sum(_area(mask, rows) for rows in ranges) for ranges in layout.ranges_per_rank)
     largest = max(
-        (_area(mask, range(a, min(a + chunk, layout.tokens))) for a in range(0, layout.tokens, chunk)), default=0
+        (
+            _area(mask, range(a, min(a + chunk, layout.tokens)))
+            for a in range(0, layout.tokens, chunk)
+        ),
+        default=0,
     )
     received, sent = (tuple(map(sum, table)) for table in (moved, zip(*moved, strict=True)))
     return PlanReport(layout.tokens, areas, received, sent, largest)
@@ -99,8 +120,8 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 def _area(mask: Mask, rows: range) -> int:
     """Return the visible cells of the queries ``rows``.
 
-    `Band.pick` needs one stride for queries and keys. So the keys are divided by their residue modulo the stride.
-    """
+    `Band.pick` needs one stride for queries and keys. So the keys are divided by their residue
+    modulo the stride."""
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
     return sum(band.pick(rows, some).area for band in touched for some in columns)
@@ -111,7 +132,8 @@ class GroupCast:
 
     def __init__(self, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None):
         rank, sizes = check_rows("group_cast: x", x, plan, stage, group)
-        self.sent = x[plan.send_rows(stage, rank).to(x.device)]  # keeps the memory until the exchange ends
+        # keeps the memory until the exchange ends
+        self.sent = x[plan.send_rows(stage, rank).to(x.device)]
         self.received = x.new_empty(sum(sizes.received), *x.shape[1:])
         self.work = dist.all_to_all_single(
             self.received, self.sent, sizes.received, sizes.sent, group=group, async_op=True
@@ -126,18 +148,27 @@ class GroupCast:
 class GroupReduce:
     """A group reduce in flight."""
 
-    def __init__(self, y: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor):
+    def __init__(
+        self, y: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, into: Tensor
+    ):
         rank, self.sizes = check_rows("group_reduce: y", y, plan, stage, group, received=True)
         self.into = into
         self.rows = plan.send_rows(stage, rank).to(y.device)  # the rows that the cast sent
         self.sent = y.contiguous()
         self.received = y.new_empty(sum(self.sizes.sent), *y.shape[1:])
         self.work = dist.all_to_all_single(
-            self.received, self.sent, self.sizes.sent, self.sizes.received, group=group, async_op=True
+            self.received,
+            self.sent,
+            self.sizes.sent,
+            self.sizes.received,
+            group=group,
+            async_op=True,
         )
 
     def wait(self) -> Tensor:
-        """Wait for the exchange, add the received rows to this rank's tokens in rank order, and return these."""
+        """Wait for the exchange, add the received rows to this rank's tokens in rank order, and
+        return these.
+        """
         self.work.wait()
         total = self.into.to(accumulate_dtype(self.into.dtype))
         parts = self.received.to(total.dtype).split(self.sizes.sent)
@@ -146,7 +177,9 @@ class GroupReduce:
         return self.into.copy_(total)
 
 
-def _group_cast(x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, *_: Any) -> Tensor:
+def _group_cast(
+    x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, *_: Any
+) -> Tensor:
     return GroupCast(x, plan, stage, group).wait()
 
 

@@ -1,48 +1,55 @@
-"""Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V after their arrival.
+"""Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V
+after their arrival.
 
-A token has a latent c of ``rank`` values (the name of the model's configuration; elsewhere a rank is a process), and a part r
-of K of ``rope`` values with the rotary embedding, for all heads together. Head i projects c. The rows of ``up_weight`` are
-Wk_0, Wv_0, Wk_1, Wv_1, ...:
+A token has a latent c of ``rank`` values (the name of the model's configuration; elsewhere a rank
+is a process), and a part r of K of ``rope`` values with the rotary embedding, for all heads
+together. Head i projects c. The rows of ``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
 
-    K_i = [c Wk_i^T | r]        V_i = c Wv_i^T        out_i = attention of q_i (d wide) over K_i (d) and V_i (dv)
+    K_i = [c Wk_i^T | r]   V_i = c Wv_i^T   out_i = attention of q_i (d wide) over K_i, V_i (dv)
 
     values of a token            DeepSeek-V3: h = 128, d = 128 + 64, dv = 128, rank = 512, rope = 64
     K and V     h (d + dv)       40,960
     c and r     rank + rope         576, 71 times fewer
 
-The schedule is that of `ring_attention`: c and r travel instead of K and V. Forward, in each step: start the next hop, project,
-attend, merge. Backward: project again. The gradients dK and dV of a step stay on the rank, and become
+The schedule is that of `ring_attention`: c and r travel instead of K and V. Forward, in each step:
+start the next hop, project, attend, merge. Backward: project again. The gradients dK and dV of a
+step stay on the rank, and become
 
-    dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i                        dr = sum over heads of dK_i[rope]
-    dWk_i = sum over steps and tokens of dK_i[nope]^T c                       dWv_i = the same sum of dV_i^T c
+    dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i    dr = sum over heads of dK_i[rope]
+    dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
-dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A rank's gradient of ``up_weight``
-is the share of its own queries: add those of all ranks, as for every replicated parameter. DistributedDataParallel divides
-their sum by the number of ranks, as `canon.training.sequence_loss` expects. All sums have a fixed order.
+dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A
+rank's gradient of ``up_weight`` is the share of its own queries: add those of all ranks, as for
+every replicated parameter. DistributedDataParallel divides their sum by the number of ranks, as
+`canon.training.sequence_loss` expects. All sums have a fixed order.
 
-Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from `Projection.keys` on.
+Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from
+`Projection.keys` on.
 
-Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype. R = h (d - rope + dv) rows:
+Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
+R = h (d - rope + dv) rows:
 
-                       messages     bytes received               FLOPs, beyond those of attention
-    forward   c, r     2 (n - 1)    (n - 1) b t (rank + rope) e  2 b s rank R
-    backward  c, r     2 (n - 1)    the same                     6 b s rank R: again, dc, and dWk with dWv
-              dc, dr   2 (n - 1)    (n - 1) b t (rank + rope) E
-    memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and dV, and both once more
-              in projection order, in float32
+                      messages    bytes received                FLOPs, beyond those of attention
+    forward   c, r    2 (n - 1)   (n - 1) b t (rank + rope) e   2 b s rank R
+    backward  c, r    2 (n - 1)   the same                      6 b s rank R: again, dc, dWk and dWv
+              dc, dr  2 (n - 1)   (n - 1) b t (rank + rope) E
+    memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
+              dV, and both once more in projection order, in float32
 
-Price: every rank projects all tokens that it receives. A model that projects before `ring_attention` computes 1/n of that.
-Under a causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
+Price: every rank projects all tokens that it receives. A model that projects before
+`ring_attention` computes 1/n of that. Under a causal mask, the forward projections are 2 rank R /
+(t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
 
-Forward, under a causal mask, it pays where hops of K and V would take longer than attention and the projections. At F FLOP/s
-and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200 tokens
-at 300 GB/s, and 23,000 at 50 GB/s.
+Forward, under a causal mask, it pays where hops of K and V would take longer than attention and the
+projections. At F FLOP/s and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank.
+For 600 TFLOP/s these are 3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
 
-Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To decode few queries, absorb
-Wk into q and Wv into the output instead: then keys of rank + rope values serve all heads.
+Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
+decode few queries, absorb Wk into q and Wv into the output instead: then keys of rank + rope values
+serve all heads.
 
-Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language Model (2024), section 2.1.
-"""
+Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
+Model (2024), section 2.1."""
 
 from collections.abc import Iterator, Sequence
 
@@ -62,9 +69,16 @@ __all__ = ["latent_attention"]
 
 
 def latent_forward(
-    call: Call, q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, max_logits: Tensor | None = None
+    call: Call,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). latent (b, t, 1, rank), k_rope (b, t, 1, rope)."""
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). latent (b, t, 1, rank), k_rope
+    (b, t, 1, rope).
+    """
     return ring_forward(call, q, latent, k_rope, max_logits, read=Projection(call, up_weight).keys)
 
 
@@ -80,17 +94,31 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is needed, all are computed."""
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is
+    needed, all are computed.
+    """
     projection, of_keys = Projection(call, up_weight), any(needs_grad[1:])
     needs_grad = needs_grad[0], of_keys, of_keys
     grads = ring_backward(
-        call, needs_grad, dout, dlse, q, latent, k_rope, out, lse, projection.keys, projection.gradients
+        call,
+        needs_grad,
+        dout,
+        dlse,
+        q,
+        latent,
+        k_rope,
+        out,
+        lse,
+        projection.keys,
+        projection.gradients,
     )
     return *grads, projection.dup_weight.to(q.dtype) if of_keys else None
 
 
 class Projection:
-    """The projection of the latents that this rank holds in a step. ``dup_weight``: the sum over the steps so far."""
+    """The projection of the latents that this rank holds in a step. ``dup_weight``: the sum over
+    the steps so far.
+    """
 
     def __init__(self, call: Call, up_weight: Tensor):
         q, _, k_rope, weight = call.shapes
@@ -108,7 +136,8 @@ class Projection:
     def gradients(self, dk: Tensor, dv: Tensor) -> list[Tensor]:
         """Return the gradients of the last step's latent and k_rope, and add to ``dup_weight``."""
         dk_nope, dk_rope = dk.split([self.sizes.nope, self.sizes.rope], -1)
-        projected = torch.cat([dk_nope, dv], -1).flatten(2)  # (b, t, rows), as the projection has returned them
+        # (b, t, rows), as the projection has returned them
+        projected = torch.cat([dk_nope, dv], -1).flatten(2)
         latent, weight = (x.to(projected.dtype) for x in (self.latent[:, :, 0], self.up_weight))
         self.dup_weight += projected.flatten(0, 1).mT @ latent.flatten(0, 1)
         return [(projected @ weight).unsqueeze(2), dk_rope.sum(2, keepdim=True)]
@@ -121,5 +150,7 @@ def latent_parts(call: Call, backward: bool) -> Iterator[Mask]:
         yield mask
 
 
-LATENT = Algorithm(REFERENCE, public_latent.LATENT, latent_forward, latent_backward, parts=latent_parts)
+LATENT = Algorithm(
+    REFERENCE, public_latent.LATENT, latent_forward, latent_backward, parts=latent_parts
+)
 latent_attention = public_latent.latent_attention(LATENT)

@@ -1,33 +1,37 @@
 """Attention on one rank, tile by tile. No matrix of queries x keys is ever stored.
 
-The online softmax keeps three running values for each query: the highest score m, the total of the weights, and the weighted
-sum of the values. For each tile of queries it loops over the tiles of keys with a visible cell:
+The online softmax keeps three running values for each query: the highest score m, the total of the
+weights, and the weighted sum of the values. For each tile of queries it loops over the tiles of
+keys with a visible cell:
 
-    scores = scale * q k^T                      m' = max(m, rowmax scores)       p = exp(scores - m')
-    total = exp(m - m') total + rowsum p        weighted = exp(m - m') weighted + p v
-    after the last tile                         out = weighted / total           lse = m + log total
+    scores = scale * q k^T                 m' = max(m, rowmax scores)   p = exp(scores - m')
+    total = exp(m - m') total + rowsum p   weighted = exp(m - m') weighted + p v
+    after the last tile                    out = weighted / total       lse = m + log total
 
-Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m rises. Derivation, by hand and in
-code: notebooks/00_softmax_in_pieces.md.
+Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m
+rises. Derivation, by hand and in code: notebooks/00_softmax_in_pieces.md.
 
-`merge` joins two finished results over disjoint keys in the same way. Steps of a ring and of magi are joined by it.
+`merge` joins two finished results over disjoint keys in the same way. Steps of a ring and of magi
+are joined by it.
 
-A *sink*, a learned logit for each query head, joins the denominator without a key or a value. It is applied once, after all
-keys, so no merge and no message changes: see `_Sink`.
+A *sink*, a learned logit for each query head, joins the denominator without a key or a value. It is
+applied once, after all keys, so no merge and no message changes: see `_Sink`.
 
-Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile cost as much:
+Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
+cost as much:
 
     FLOPs           2 b h area (d + dv), and b h area exponentials
-    peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond inputs and outputs;
-                    with a sink a second (b, t, h, dv), because the backward pass reads out_keys
+    peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond
+                    inputs and outputs; with a sink a second (b, t, h, dv), because the backward
+                    pass reads out_keys
 
 With a soft-cap, scores become softcap * tanh(scores / softcap) before they are masked.
 
 Limits: no dropout or bias.
 
-Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1; sinks: Xiao et al., Efficient Streaming Language Models with Attention
-Sinks (2023); learned logits: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (2025).
-"""
+Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1; sinks: Xiao et al., Efficient Streaming
+Language Models with Attention Sinks (2023); learned logits: OpenAI, gpt-oss-120b & gpt-oss-20b
+Model Card (2025)."""
 
 from typing import Any
 
@@ -70,8 +74,9 @@ def tiled_forward(
 ) -> tuple[Float[Tensor, "b t h dv"], Float[Tensor, "b h t"]]:
     """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
 
-    ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not depend on other tokens.
-    ``max_logits``: raise it in place to the largest visible score of each head.
+    ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not
+    depend on other tokens. ``max_logits``: raise it in place to the largest visible score of each
+    head.
     """
     tokens = q.shape[1]
     if whole_tiles:
@@ -87,7 +92,8 @@ def tiled_forward(
             q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
             scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
             highest_now = torch.maximum(highest, scores.amax(-1))
-            shift = highest_now.masked_fill(highest_now == -torch.inf, 0)  # exp(-inf - 0) = 0: no key seen yet
+            # exp(-inf - 0) = 0: no key seen yet
+            shift = highest_now.masked_fill(highest_now == -torch.inf, 0)
             p = torch.exp(scores - shift[..., None])
             shrink = torch.exp(highest - shift)
             total = shrink * total + p.sum(-1)
@@ -97,7 +103,9 @@ def tiled_forward(
             max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))
         some = total != 0  # False for queries that see no key
         out[:, :, queries] = weighted / total.masked_fill(~some, 1)[..., None]
-        lse[:, :, queries] = torch.where(some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf)
+        lse[:, :, queries] = torch.where(
+            some, highest + torch.log(total.masked_fill(~some, 1)), -torch.inf
+        )
     out = out.transpose(1, 2).to(out_dtype)
     return out[:, :tokens], lse[:, :, :tokens]
 
@@ -108,7 +116,14 @@ def local_forward(
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     whole = call.options["rank_invariant"]
     return tiled_forward(
-        q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype, whole_tiles=whole, max_logits=max_logits
+        q,
+        k,
+        v,
+        call.mask,
+        scale=call.scale,
+        out_dtype=q.dtype,
+        whole_tiles=whole,
+        max_logits=max_logits,
     )
 
 
@@ -149,7 +164,8 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     def weighted(part, part_lse):
         visible = part_lse != -torch.inf
         weight = torch.exp(part_lse - whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)
-        weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))  # (..., t, h, 1)
+        # (..., t, h, 1)
+        weight, visible = (x.transpose(-1, -2)[..., None] for x in (weight, visible))
         return weight * part.to(lse.dtype).masked_fill(~visible, 0)
 
     return (weighted(out, lse) + weighted(other_out, other_lse)).to(out.dtype), whole
@@ -161,22 +177,25 @@ def under_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 class _Sink(torch.autograd.Function):
-    """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. lse (*b, h, t) stays that of the keys.
+    """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. lse (*b,
+    h, t) stays that of the keys.
 
-        out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse - z)
+        out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse -
+        z)
 
     With da / dlse = a (1 - a) = -da / dz and r = rowsum(dout * out_keys), the gradients are
 
-        dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and tokens of a (1 - a) r
+        dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and
+                                   tokens of a (1 - a) r
 
         sink    lse       a     gradients through it
         any     -inf      0     0: the query sees no key, and its dout may hold anything
         -inf    > -inf    1     dout_keys = dout; dlse and dz get 0: attention without a sink
         +inf    > -inf    0     0
 
-    Each rank computes dz from its own queries. Add the gradients of all ranks, as for every replicated parameter. out_keys, its
-    product with a, and dout_keys are each rounded to the dtype of q. The rest is float32 (float64 for float64).
-    """
+    Each rank computes dz from its own queries. Add the gradients of all ranks, as for every
+    replicated parameter. out_keys, its product with a, and dout_keys are each rounded to the dtype
+    of q. The rest is float32 (float64 for float64)."""
 
     @staticmethod
     def forward(ctx, out, lse, sink):
@@ -191,8 +210,16 @@ class _Sink(torch.autograd.Function):
         dout = dout.to(lse.dtype).masked_fill(~over_width(visible), 0)
         r = (dout * out).sum(-1).transpose(-1, -2)
         dlse = torch.where(visible, a * sigmoid(sink[:, None] - lse) * r, 0)  # 1 - a would cancel
-        dsink = -dlse.transpose(-1, -2).reshape(-1, len(sink)).sum(0) if ctx.needs_input_grad[2] else None
-        return (over_width(a) * dout).to(out.dtype), dlse, None if dsink is None else dsink.to(sink.dtype)
+        dsink = (
+            -dlse.transpose(-1, -2).reshape(-1, len(sink)).sum(0)
+            if ctx.needs_input_grad[2]
+            else None
+        )
+        return (
+            (over_width(a) * dout).to(out.dtype),
+            dlse,
+            None if dsink is None else dsink.to(sink.dtype),
+        )
 
 
 # The public functions: they check their arguments, then call the functions above.

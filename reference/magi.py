@@ -1,51 +1,64 @@
-"""Magi attention: a layout places the tokens, and each rank receives only the keys that its queries see.
+"""Magi attention: a layout places the tokens, and each rank receives only the keys that its queries
+see.
 
-In a pack of documents a query sees only its own document, so most keys need not travel to most ranks:
+In a pack of documents a query sees only its own document, so most keys need not travel to most
+ranks:
 
     layout = dispatch(mask, ranks)                  once per pack: the chunks of tokens of each rank
-    x = layout.shard(tokens, rank)                  once per pack, before the first layer: data and labels
+    x = layout.shard(tokens, rank)                  once per pack, before the first layer: data and
+                                                    labels
     out = magi_attention(q, k, v, mask, layout)     in every layer: queries stay, needed keys travel
     full = layout.unshard(out)                      once, if at all
 
     dispatch        gives the ranks nearly equally many visible cells, with few keys to receive
-    group cast      one all-to-all: a rank receives the keys that its queries see and that other ranks hold
+    group cast      one all-to-all: a rank receives the keys that its queries see and that other
+                    ranks hold
     group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
-All ranks derive the same `CastPlan` from mask, layout and options. So each rank sends without a request.
+All ranks derive the same `CastPlan` from mask, layout and options. So each rank sends without a
+request.
 
-Forward: the received keys are divided into up to ``casts`` casts. In each step: wait for its cast, start the next cast,
-compute attention over one buffer of keys, `merge`. Partial results are float32 (float64 for float64), and out is rounded once:
+Forward: the received keys are divided into up to ``casts`` casts. In each step: wait for its cast,
+start the next cast, compute attention over one buffer of keys, `merge`. Partial results are float32
+(float64 for float64), and out is rounded once:
 
-    own_keys_first=False   compute                     own keys and cast 0                              no overlap
-    casts=1                in flight    cast 0
+    own_keys_first=False   compute              own keys and cast 0             no overlap
+    casts=1                in flight   cast 0
 
-    own_keys_first=True    compute      own keys       keys of cast 0      keys of cast 1
-    casts=2                in flight    cast 0         cast 1
-    backward               in flight    cast 0         cast 1              reduce of cast 0             reduce of cast 1
+    own_keys_first=True    compute     own keys   keys of cast 0   keys of cast 1
+    casts=2                in flight   cast 0     cast 1
+    backward               in flight   cast 0     cast 1           reduce of 0      reduce of 1
 
 A buffer holds own keys first, then received keys by source rank. `CastPlan.local_mask` is its mask.
 
-Backward: the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays; dk and dv of received keys travel back.
-A key is received in one cast, so its dk and dv are rounded to reduce_dtype once. The owner adds in float32: its own part, then
-cast by cast, each in rank order. Equal calls give the same bits. Other ``casts`` may give other bits. With
-``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`).
+Backward: the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays; dk and dv of
+received keys travel back. A key is received in one cast, so its dk and dv are rounded to
+reduce_dtype once. The owner adds in float32: its own part, then cast by cast, each in rank order.
+Equal calls give the same bits. Other ``casts`` may give other bits. With ``rank_invariant=True``
+any number of ranks gives the same bits (`owner_computes.py`).
 
-Cost of a rank that receives R and sends S tokens in all casts (a token sent to two ranks counts twice). K and V of a token have
-N = b g (d + dv) elements of e bytes, E in reduce_dtype. `plan_report` gives R and S:
+Cost of a rank that receives R and sends S tokens in all casts (a token sent to two ranks counts
+twice). K and V of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype.
+`plan_report` gives R and S:
 
-                        messages                         bytes received        peak memory, at most
-    each pass   K, V    one all-to-all for each cast     R N e                 own tokens, three buffers, rows sent in two casts
-    backward  dk, dv    one all-to-all for each cast     S N E                 own tokens, four buffers in float32, rows of two
-                                                                               reduces in reduce_dtype
-    with keep_kv        none for K and V in backward     0 in backward         all received keys until the backward pass
+                       messages                       bytes received   peak memory, at most
+    each pass   K, V   one all-to-all for each cast   R N e            own tokens, three buffers,
+                                                                       rows sent in two casts
+    backward  dk, dv   one all-to-all for each cast   S N E            own tokens, four buffers in
+                                                                       float32, rows of two reduces
+                                                                       in reduce_dtype
+    with keep_kv       none for K and V in backward   0 in backward    all received keys until the
+                                                                       backward pass
 
-FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's queries. All terms of the peak
-memory: notebooks/04_magi.md.
+FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's
+queries. All terms of the peak memory: notebooks/04_magi.md.
 
-Casts: own keys first hides a cast that takes at most as long as step 0. More casts hide more and shorten the last reduce. Each
-one adds an all-to-all and a merge forward, and two all-to-alls backward (one with keep_kv).
+Casts: own keys first hides a cast that takes at most as long as step 0. More casts hide more and
+shorten the last reduce. Each one adds an all-to-all and a merge forward, and two all-to-alls
+backward (one with keep_kv).
 
-Limits: every rank takes part in every cast. A cast that no rank needs is left out. The backend decides about overlap.
+Limits: every rank takes part in every cast. A cast that no rank needs is left out. The backend
+decides about overlap.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025).
 """
@@ -60,7 +73,14 @@ from canon.masks.cast_plan import CastPlan
 from canon.masks.mask import Mask
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
-from canon.reference.group_collectives import GroupCast, GroupReduce, cast_plan, group_cast, group_reduce, plan_report
+from canon.reference.group_collectives import (
+    GroupCast,
+    GroupReduce,
+    cast_plan,
+    group_cast,
+    group_reduce,
+    plan_report,
+)
 from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
@@ -81,7 +101,9 @@ def magi_plan(call: Call) -> CastPlan:
 def magi_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys received in each step."""
+    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the keys
+    received in each step.
+    """
     accumulate = accumulate_dtype(q.dtype)
     b, t, h, d = q.shape
     out = q.new_zeros(b, t, h, v.shape[-1], dtype=accumulate)
@@ -90,7 +112,9 @@ def magi_forward(
     for step, keys, received in named_steps(key_steps(call, join_kv(k, v))):
         mask = call.plan.local_mask(step, call.rank)
         k, v = split_kv(keys, d)
-        part = tiled_forward(q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
+        part = tiled_forward(
+            q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits
+        )
         out, lse = merged(out, lse, *part)
         kept += [received] if call.options["keep_kv"] else []
     return out.to(q.dtype), lse, *kept
@@ -162,7 +186,9 @@ def invariant_backward(
     fetch_keys = lambda x, y, heads: SequenceCast(call, call.plan, x, y, *kept)
     fetch_queries = lambda x, y, heads: SequenceCast(call, query_plan, x, y)
     steps = [range(k.shape[2])]  # one step for all heads
-    return owner_backward(call, steps, fetch_keys, fetch_queries, needs_grad, dout, dlse, q, k, v, out, lse)
+    return owner_backward(
+        call, steps, fetch_keys, fetch_queries, needs_grad, dout, dlse, q, k, v, out, lse
+    )
 
 
 def magi_parts(call: Call, backward: bool) -> Iterator[Mask]:
@@ -173,11 +199,14 @@ def magi_parts(call: Call, backward: bool) -> Iterator[Mask]:
         yield plan.local_mask(step, call.rank)
 
 
-def key_steps(call: Call, own: Tensor, kept: Sequence[Tensor] = ()) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (step, its buffer of keys, the received keys). Start the next step's cast before each yield.
+def key_steps(
+    call: Call, own: Tensor, kept: Sequence[Tensor] = ()
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (step, its buffer of keys, the received keys). Start the next step's cast before each
+    yield.
 
-    A buffer has this rank's own keys, if the step uses them, then the received keys. ``kept``: those of an earlier pass.
-    """
+    A buffer has this rank's own keys, if the step uses them, then the received keys. ``kept``:
+    those of an earlier pass."""
     plan = call.plan
     casts = [None if kept else plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)
@@ -189,7 +218,9 @@ def key_steps(call: Call, own: Tensor, kept: Sequence[Tensor] = ()) -> Iterator[
 
 
 def join_kv(k: Tensor, v: Tensor) -> Tensor:
-    """Return K and V as one row for each token, (t, b, g, d + dv), so that one message moves both."""
+    """Return K and V as one row for each token, (t, b, g, d + dv),
+    so that one message moves both.
+    """
     return torch.cat([k, v], -1).transpose(0, 1).contiguous()
 
 
@@ -199,17 +230,28 @@ def split_kv(packed: Tensor, d: int) -> Sequence[Tensor]:
 
 
 class SequenceCast:
-    """A group cast in flight, of x and y (b, t, heads, width). ``received``: rows that an earlier cast has brought."""
+    """A group cast in flight, of x and y (b, t, heads, width). ``received``: rows that an earlier
+    cast has brought.
+    """
 
-    def __init__(self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None):
+    def __init__(
+        self, call: Call, plan: CastPlan, x: Tensor, y: Tensor, received: Tensor | None = None
+    ):
         self.own, self.width, self.tokens = join_kv(x, y), x.shape[-1], plan.layout.tokens
-        pieces = [torch.arange(tokens.start, tokens.stop, device="cpu") for tokens in plan.keys(0, call.rank)]
+        pieces = [
+            torch.arange(tokens.start, tokens.stop, device="cpu")
+            for tokens in plan.keys(0, call.rank)
+        ]
         self.positions = torch.cat([torch.arange(0, device="cpu"), *pieces]).to(x.device)
         self.received = self.own[:0] if received is None else received
-        self.in_flight = GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
+        self.in_flight = (
+            GroupCast(self.own, plan, 0, call.group) if plan.casts and received is None else None
+        )
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the messages and return both tensors: own and received tokens at their positions, 0 for all others."""
+        """Wait for the messages and return both tensors: own and received tokens at their
+        positions, 0 for all others.
+        """
         if self.in_flight:
             self.received = self.in_flight.wait()
         full = self.own.new_zeros(self.tokens, *self.own.shape[1:])

@@ -1,42 +1,49 @@
-"""Owner computes: the rank that holds a token computes its whole sums, in an order that no number of ranks changes.
+"""Owner computes: the rank that holds a token computes its whole sums, in an order that no number
+of ranks changes.
 
-`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. Partial sums never travel:
+`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. Partial sums
+never travel:
 
     pass       owner of     travels                     computed, tile by tile in sequence order
     forward    queries      K, V                        out, lse over all keys
     backward   queries      K, V                        dq over all keys
                keys         q, dout, lse, delta         dk, dv over all queries
 
-A received token is written to its position in the sequence. So the tiles are those of one rank: 128 x 128 tokens, cut at
-multiples of 128. A rank walks the tiles of its own pieces, and each piece begins at a multiple of 128 tokens. Hence every tile
-has the operands that it has on one rank, and tiles are added in the same order. Experiment: notebooks/05_backward.md.
+A received token is written to its position in the sequence. So the tiles are those of one rank: 128
+x 128 tokens, cut at multiples of 128. A rank walks the tiles of its own pieces, and each piece
+begins at a multiple of 128 tokens. Hence every tile has the operands that it has on one rank, and
+tiles are added in the same order. Experiment: notebooks/05_backward.md.
 
 Two exchanges bring tokens to their positions:
 
-    `strided.SequenceGather`    all tokens of some heads: an all-gather of shards, padded to the largest
+    `strided.SequenceGather`    all tokens of some heads: an all-gather of shards, padded to the
+                                largest
     `magi.SequenceCast`         the needed tokens of all heads: a group cast; other positions hold 0
 
-A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries that see it.
+A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries
+that see it.
 
-Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in another order. Equal bits need
-a matrix product that depends on its operands alone. The products of PyTorch on a CPU do, with one thread.
-On a GPU, cuBLAS may choose another kernel for another number of heads, so compare calls of one ``head_stride``.
+Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
+another order. Equal bits need a matrix product that depends on its operands alone. The products of
+PyTorch on a CPU do, with one thread. On a GPU, cuBLAS may choose another kernel for another number
+of heads, so compare calls of one ``head_stride``.
 
-Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype), 4 bytes for lse and for delta:
+Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype), 4
+bytes for lse and for delta:
 
                                           bytes received
     each pass     K, V                    (n - 1) b t g (d + dv) e, as without the option
     backward      q, dout, lse, delta     (n - 1) b t h ((d + dv) e + 8)
                   without the option      (n - 1) b t g (d + dv) E for dk, dv
 
-With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an exchange for the whole sequence,
-once as received and once in order.
+With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an
+exchange for the whole sequence, once as received and once in order.
 
-Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and dv travel; whole tiles on
-each rank.
+Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and
+dv travel; whole tiles on each rank.
 
-Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal bits: zhuzilin,
-ring-flash-attention issue 84.
+Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal
+bits: zhuzilin, ring-flash-attention issue 84.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,9 +73,17 @@ Fetch = Callable[[Tensor, Tensor, range | slice], InFlight]
 
 
 def owner_forward(
-    call: Call, steps: Sequence[range], fetch: Fetch, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+    call: Call,
+    steps: Sequence[range],
+    fetch: Fetch,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of each step."""
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t). ``steps``: the key heads of
+    each step.
+    """
     outs, lses = [], []
     keys = fetch(k, v, steps[0])
     for heads, next_heads in named_steps(zip(steps, (*steps[1:], None), strict=True)):
@@ -78,27 +93,49 @@ def owner_forward(
         own = query_heads(heads, q, k)
         parts = [
             tiled_forward(
-                q[:, rows, own], k_full, v_full, call.mask.crop(queries=tokens),
-                scale=call.scale, out_dtype=q.dtype, whole_tiles=True, max_logits=of_heads(max_logits, own),
+                q[:, rows, own],
+                k_full,
+                v_full,
+                call.mask.crop(queries=tokens),
+                scale=call.scale,
+                out_dtype=q.dtype,
+                whole_tiles=True,
+                max_logits=of_heads(max_logits, own),
             )
             for rows, tokens in _own_pieces(call)
-        ]  # fmt: skip
+        ]
         outs.append(torch.cat([out for out, _ in parts], dim=1))
         lses.append(torch.cat([lse for _, lse in parts], dim=2))
     return torch.cat(outs, dim=2), torch.cat(lses, dim=1)
 
 
 def owner_backward(
-    call: Call, steps: Sequence[range], fetch_keys: Fetch, fetch_queries: Fetch, needs_grad: tuple[bool, bool, bool],
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
+    call: Call,
+    steps: Sequence[range],
+    fetch_keys: Fetch,
+    fetch_queries: Fetch,
+    needs_grad: tuple[bool, bool, bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
+    nor v needs one.
+    """
     delta = make_delta(dout, out, dlse)
     statistics = [x.transpose(1, 2)[..., None] for x in (lse, delta)]  # (b, t, h, 1)
 
     def fetch(heads: range) -> tuple[list[InFlight], InFlight | None]:
         own = query_heads(heads, q, k)
-        queries = [fetch_queries(*pair, own) for pair in ((q, dout), statistics)] if any(needs_grad[1:]) else []
+        queries = (
+            [fetch_queries(*pair, own) for pair in ((q, dout), statistics)]
+            if any(needs_grad[1:])
+            else []
+        )
         return queries, fetch_keys(k, v, heads) if needs_grad[0] else None
 
     dqs, key_grads = [], []
@@ -113,8 +150,14 @@ def owner_backward(
             key_grads.append(_key_gradients(call, queries_full, *own_keys))
         if keys_full:
             own_queries = [x[:, :, own] for x in (dout, q)]
-            dqs.append(_query_gradient(call, *own_queries, *keys_full, *(x[:, own] for x in (lse, delta))))
-    dk, dv = (torch.cat(parts, dim=2) for parts in zip(*key_grads, strict=True)) if key_grads else (None, None)
+            dqs.append(
+                _query_gradient(call, *own_queries, *keys_full, *(x[:, own] for x in (lse, delta)))
+            )
+    dk, dv = (
+        (torch.cat(parts, dim=2) for parts in zip(*key_grads, strict=True))
+        if key_grads
+        else (None, None)
+    )
     return torch.cat(dqs, dim=2) if dqs else None, dk, dv
 
 
@@ -135,31 +178,54 @@ def _query_gradient(
     """Return dq of this rank's queries, over all keys."""
     parts = [
         tiled_backward(
-            dout[:, rows], q[:, rows], k_full, v_full, lse[:, :, rows], delta[:, :, rows], call.mask.crop(queries=tokens),
-            scale=call.scale, method=call.backward, grad_dtype=q.dtype, needs_grad=(True, False, False),
+            dout[:, rows],
+            q[:, rows],
+            k_full,
+            v_full,
+            lse[:, :, rows],
+            delta[:, :, rows],
+            call.mask.crop(queries=tokens),
+            scale=call.scale,
+            method=call.backward,
+            grad_dtype=q.dtype,
+            needs_grad=(True, False, False),
             whole_tiles=True,
         )[0]
         for rows, tokens in _own_pieces(call)
-    ]  # fmt: skip
+    ]
     return torch.cat(parts, dim=1)
 
 
-def _key_gradients(call: Call, queries_full: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return dk and dv of this rank's keys, over all queries: ``queries_full`` holds q and dout, then lse and delta."""
+def _key_gradients(
+    call: Call, queries_full: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor
+) -> list[Tensor]:
+    """Return dk and dv of this rank's keys, over all queries: ``queries_full`` holds q and dout,
+    then lse and delta.
+    """
     (q, dout), (lse, delta) = queries_full
     statistics = [x.squeeze(-1).transpose(1, 2) for x in (lse, delta)]
     parts = [
         tiled_backward(
-            dout, q, k[:, rows], v[:, rows], *statistics, call.mask.crop(keys=tokens),
-            scale=call.scale, method=call.backward, grad_dtype=k.dtype, needs_grad=(False, True, True),
+            dout,
+            q,
+            k[:, rows],
+            v[:, rows],
+            *statistics,
+            call.mask.crop(keys=tokens),
+            scale=call.scale,
+            method=call.backward,
+            grad_dtype=k.dtype,
+            needs_grad=(False, True, True),
             whole_tiles=True,
         )[1:]
         for rows, tokens in _own_pieces(call)
-    ]  # fmt: skip
+    ]
     return [torch.cat(grads, dim=1) for grads in zip(*parts, strict=True)]
 
 
 def _own_pieces(call: Call) -> list[tuple[slice, range]]:
-    """Return (rows, tokens) of each piece of this rank. A rank without tokens has one empty piece."""
+    """Return (rows, tokens) of each piece of this rank.
+    A rank without tokens has one empty piece.
+    """
     pieces: Sequence[Piece] = pieces_of(call.layout, call.rank) or ((0, range(0)),)
     return [(slice(row, row + len(tokens)), tokens) for row, tokens in pieces]

@@ -1,50 +1,59 @@
-"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and move few keys.
+"""Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and
+move few keys.
 
-The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its rows, and a *need*, its own
-tokens and the keys that its queries see. A rank computes the sum of its areas, receives the union of its needs without its
-own tokens, and sends its own tokens to each other rank that needs them:
+The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its
+rows, and a *need*, its own tokens and the keys that its queries see. A rank computes the sum of its
+areas, receives the union of its needs without its own tokens, and sends its own tokens to each
+other rank that needs them:
 
-    22 causal tokens    aaaaaaaaaaaaaabbccdddd     chunk    area                   need
-    their chunks        0000111122223333444455     1        5+6+7+8     = 26       tokens 0 to 7 (of a)
-                                                   3        13+14+1+2   = 30       tokens 0 to 15 (all of a and b)
+    22 causal tokens   aaaaaaaaaaaaaabbccdddd    chunk   area               need
+    their chunks       0000111122223333444455    1       5+6+7+8    = 26    tokens 0 to 7 (of a)
+                                                 3       13+14+1+2  = 30    tokens 0 to 15 (a and b)
 
-A batch with a mask for each sequence has one layout: areas, needs and moved tokens are sums over its sequences.
+A batch with a mask for each sequence has one layout: areas, needs and moved tokens are sums over
+its sequences.
 
-An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). In the backward pass dk and dv
-return on the same paths, so both directions change places, and moved is the same. A token has one time for all exchanges of a
-call, 1 / tokens_per_us: K and V twice, and dk and dv in float32.
+An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). In
+the backward pass dk and dv return on the same paths, so both directions change places, and moved is
+the same. A token has one time for all exchanges of a call, 1 / tokens_per_us: K and V twice, and dk
+and dv in float32.
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
-    1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak up to `allowed`
-       counts as `allowed`: `imbalance` times the lower bound of the computing part, max(mean area, largest chunk)
-    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens: all ranks wait for the busiest
-       one, and share the links. The weight is chosen on packs: with less, the sum grows by more than 3 per cent
+    1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak
+       up to `allowed` counts as `allowed`: `imbalance` times the lower bound of the computing part,
+       max(mean area, largest chunk)
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens: all
+       ranks wait for the busiest one, and share the links. The weight is chosen on packs: with
+       less, the sum grows by more than 3 per cent
 
 Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
-    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and keeps its area within a
-              limit, else to the least loaded rank. A free slot counts as some area (`RESERVE`). Three limits, from perfect
-              balance to the allowed imbalance. *contiguous*, best for a window. *zigzag*, best for one causal document
-    choice    the start with the least (peak, real peak x traffic): the factor keeps balance among peaks that are allowed
-    swaps     two ranks exchange one chunk each: the two with the least (peak, received tokens) of these two ranks, without sent
-              tokens. Batches of `BATCH` swaps a rank go on while they improve the score of the choice, pairs gain, and swaps
-              are left
-    relief    the rank that moves most exchanges a chunk with one of the `PARTNERS` ranks that move least, while the best
-              exchange improves the score, at most `swaps_per_chunk` times for each rank
+    starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and
+              keeps its area within a limit, else to the least loaded rank. A free slot counts as
+              some area (`RESERVE`). Three limits, from perfect balance to the allowed imbalance.
+              *contiguous*, best for a window. *zigzag*, best for one causal document
+    choice    the start with the least (peak, real peak x traffic): the factor keeps balance among
+              peaks that are allowed
+    swaps     two ranks exchange one chunk each: the two with the least (peak, received tokens) of
+              these two ranks, without sent tokens. Batches of `BATCH` swaps a rank go on while they
+              improve the score of the choice, pairs gain, and swaps are left
+    relief    the rank that moves most exchanges a chunk with one of the `PARTNERS` ranks that move
+              least, while the best exchange improves the score, at most `swaps_per_chunk` times for
+              each rank
 
 No step makes the score worse, so a plan is never worse than zigzag or contiguous chunks.
 
-All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills a free slot. A rank holds
-at most one small chunk, so token counts differ by at most one chunk.
+All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills
+a free slot. A rank holds at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
-`canon.fast` makes the same plans faster.
+Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks /
+ranks)^2. `canon.fast` makes the same plans faster.
 
 Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
-Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025); longest first, Graham,
-Bounds on multiprocessing timing anomalies (1969).
+Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025);
+longest first, Graham, Bounds on multiprocessing timing anomalies (1969).
 """
 
 from collections.abc import Iterable, Sequence
@@ -61,8 +70,8 @@ from canon.masks.plan_cache import cached_plan
 
 __all__ = ["dispatch"]
 
-# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean chunk still to come. So a rank
-# keeps room for the chunks that must fill its slots.
+# The area of a free slot: the smallest chunk's, plus 1 / RESERVE of its difference to the mean
+# chunk still to come. So a rank keeps room for the chunks that must fill its slots.
 RESERVE = 8
 BATCH = 2
 WEIGHT = 5
@@ -70,7 +79,9 @@ PARTNERS = 8
 
 
 @cached_plan
-def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) -> Layout:
+def _dispatch(
+    mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk
+) -> Layout:
     chunks = chunks_of(mask, sequences, ranks, chunk)
     aim = Aim(chunks, ranks, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
@@ -94,7 +105,8 @@ def _dispatch(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per
 # ---------------------------------------------------------------------- chunks
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for each token.
+    """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for
+    each token.
 
     ``size``: the number of tokens in all sequences. ``own``: the set of these.
     """
@@ -116,14 +128,19 @@ def chunks_of(mask: Mask, sequences: int, ranks: int, chunk: int) -> Held:
     """Return the chunks of a sequence, plus empty ones up to a multiple of the ranks."""
     n = mask.queries // sequences
     count = -(-n // chunk)
-    pieces = [range(start, min(start + chunk, n)) for start in range(0, -(-count // ranks) * ranks * chunk, chunk)]
+    pieces = [
+        range(start, min(start + chunk, n))
+        for start in range(0, -(-count // ranks) * ranks * chunk, chunk)
+    ]
     return [chunk_of(mask, sequences, number, piece, chunk) for number, piece in enumerate(pieces)]
 
 
 def chunk_of(mask: Mask, sequences: int, number: int, tokens: range, chunk: int) -> Chunk:
     """Return the chunk of ``tokens`` in all sequences, small if they are fewer than ``chunk``."""
     n = mask.queries // sequences
-    rows = [range(tokens.start + i * n, tokens.stop + i * n) for i in range(sequences if tokens else 0)]
+    rows = [
+        range(tokens.start + i * n, tokens.stop + i * n) for i in range(sequences if tokens else 0)
+    ]
     area, own = sum(mask.crop(queries=each).area for each in rows), _bits(rows)
     need = own | _bits(mask.needed_keys(rows))
     return Chunk(number, tokens, sum(map(len, rows)), own, area, need, len(tokens) < chunk)
@@ -159,19 +176,27 @@ def received_by(held: Held) -> int:
 
 
 def moved_by(assignment: Assignment) -> list[int]:
-    """Return for each rank the tokens that it receives or those that it sends, whichever are more."""
-    needs, owns = [need_of(held) for held in assignment], [reduce(or_, (x.own for x in held), 0) for held in assignment]
-    sent = [sum((need & own).bit_count() for need in needs) - own.bit_count() for own in owns]  # not to itself
+    """Return for each rank the tokens that it receives or those that it sends,
+    whichever are more.
+    """
+    needs, owns = (
+        [need_of(held) for held in assignment],
+        [reduce(or_, (x.own for x in held), 0) for held in assignment],
+    )
+    # not to itself
+    sent = [sum((need & own).bit_count() for need in needs) - own.bit_count() for own in owns]
     return [max(received_by(held), each) for held, each in zip(assignment, sent, strict=True)]
 
 
 class Aim:
     """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
 
-    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that is good enough.
-    """
+    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that
+    is good enough."""
 
-    def __init__(self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int):
+    def __init__(
+        self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int
+    ):
         self.rates = cells_per_us, tokens_per_us
         largest = max((chunk.area for chunk in chunks), default=0)
         self.bound = max(-(-area_of(chunks) // ranks), largest)
@@ -185,7 +210,9 @@ class Aim:
     def score(self, assignment: Assignment) -> tuple[int, int]:
         """Return (peak, at least ``allowed``; peak x traffic). Smaller is better."""
         moved, received = moved_by(assignment), sum(map(received_by, assignment))
-        peak = max(self.cost(area_of(held), each) for held, each in zip(assignment, moved, strict=True))
+        peak = max(
+            self.cost(area_of(held), each) for held, each in zip(assignment, moved, strict=True)
+        )
         return max(peak, self.allowed), peak * (len(assignment) * max(moved) + WEIGHT * received)
 
 
@@ -200,7 +227,8 @@ def tokens_of(held: Held) -> list[range]:
     return ranges
 
 
-# ---------------------------------------------------------------------- assignments in sequence order
+# ---------------------------------------------------------------------- assignments in sequence
+# order
 def contiguous(chunks: Held, ranks: int) -> Assignment:
     """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
     return _filled(chunks, [_counts(chunks, ranks)])
@@ -214,7 +242,9 @@ def zigzag(chunks: Held, ranks: int) -> Assignment:
     if len(chunks) <= ranks:  # one slot: no halves
         return contiguous(chunks, ranks)
     counts = _counts(chunks, ranks)[::-1]
-    return _filled(chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]])
+    return _filled(
+        chunks, [[(count + 1) // 2 for count in counts], [count // 2 for count in counts]]
+    )
 
 
 def _counts(chunks: Held, ranks: int) -> list[int]:
@@ -223,7 +253,9 @@ def _counts(chunks: Held, ranks: int) -> list[int]:
 
 
 def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
-    """Deal chunks in order: to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty ones come last."""
+    """Deal chunks in order: to rank 0, 1, ..., then, with a second half, to rank ..., 1, 0. Empty
+    ones come last.
+    """
     numbers, slots = iter(chunks), len(chunks) // len(halves[0])
     assignment: Assignment = [[] for _ in halves[0]]
     for second, half in enumerate(halves):
@@ -236,8 +268,13 @@ def _filled(chunks: Held, halves: list[list[int]]) -> Assignment:
 
 # ---------------------------------------------------------------------- the greedy start
 def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
-    """Assign the largest chunk first, to a rank with area <= ``limit`` that then needs the fewest additional keys."""
-    slots, most_full = len(chunks) // ranks if chunks else 0, ranks - sum(chunk.small for chunk in chunks)
+    """Assign the largest chunk first, to a rank with area <= ``limit`` that then needs the fewest
+    additional keys.
+    """
+    slots, most_full = (
+        len(chunks) // ranks if chunks else 0,
+        ranks - sum(chunk.small for chunk in chunks),
+    )
     assignment: Assignment = [[] for _ in range(ranks)]
     order = sorted(chunks, key=lambda chunk: (-chunk.area, chunk.number))
     for place, chunk in enumerate(order):
@@ -270,8 +307,12 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 
 
 # ---------------------------------------------------------------------- swaps
-def _swapped(assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int, int]]) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: unchanged pairs without a gain."""
+def _swapped(
+    assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int, int]]
+) -> tuple[Assignment, int]:
+    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: unchanged
+    pairs without a gain.
+    """
     assignment, made = assignment[:], 0
     while made < most:
         before = made
@@ -292,13 +333,17 @@ def _swapped(assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine, of theirs."""
+    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine,
+    of theirs.
+    """
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic
 
     received = [received_by(held) for held in (mine, theirs)]
-    costs = [aim.cost(area_of(held), each) for held, each in zip((mine, theirs), received, strict=True)]
+    costs = [
+        aim.cost(area_of(held), each) for held, each in zip((mine, theirs), received, strict=True)
+    ]
     best, result = worth(*costs, sum(received)), None
     if not need_of(mine) & need_of(theirs) and max(costs) <= aim.allowed:
         return None  # no common key: a swap cannot save traffic
@@ -318,7 +363,9 @@ def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
 
 
 def _relieved(assignment: Assignment, aim: Aim) -> Assignment | None:
-    """Return the assignment after the best swap of the rank that moves most, or None. Ties: the partner that moves least."""
+    """Return the assignment after the best swap of the rank that moves most, or None. Ties: the
+    partner that moves least.
+    """
     moved, areas = moved_by(assignment), [area_of(held) for held in assignment]
     busiest, *others = sorted(range(len(assignment)), key=lambda rank: (-moved[rank], rank))
     best, result = aim.score(assignment), None
@@ -330,7 +377,10 @@ def _relieved(assignment: Assignment, aim: Aim) -> Assignment | None:
             if aim.cost(max(areas[busiest] + more, areas[other] - more), 0) > best[0]:
                 continue
             after = assignment[:]
-            after[busiest], after[other] = _exchanged(mine, give, take), _exchanged(theirs, take, give)
+            after[busiest], after[other] = (
+                _exchanged(mine, give, take),
+                _exchanged(theirs, take, give),
+            )
             if (score := aim.score(after)) < best:
                 best, result = score, after
     return result
@@ -345,7 +395,9 @@ def _has_two_small(held: Held, leaves: Chunk, comes: Chunk) -> bool:
 
 
 def _exchanged(held: Sequence[Chunk], leaves: Chunk, comes: Chunk) -> Held:
-    return sorted([chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number)
+    return sorted(
+        [chunk for chunk in held if chunk is not leaves] + [comes], key=lambda chunk: chunk.number
+    )
 
 
 dispatch = public_plans.dispatch(_dispatch)

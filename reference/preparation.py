@@ -1,25 +1,29 @@
 """Make the plans of a call ahead of it, for example in a worker of the data loader.
 
-    in collate_fn:            plans = prepare("magi_attention", mask, layout, rank=rank, heads=(32, 8), widths=(128, 128))
-    before the first layer:   plans.load()
+    in collate_fn:            plans = prepare("magi_attention", mask, layout, rank=rank, heads=(32,
+    8), widths=(128, 128)) before the first layer:   plans.load()
     in every layer:           out = magi_attention(q, k, v, plans.mask, plans.layout)
 
-A mask of packed documents is new in every step, so its plans cannot come from an earlier step. Workers of the data loader have
-time for them. Threads of the training process share its cache: plans that `prepare` makes there are loaded at once.
+A mask of packed documents is new in every step, so its plans cannot come from an earlier step.
+Workers of the data loader have time for them. Threads of the training process share its cache:
+plans that `prepare` makes there are loaded at once.
 
     function                 plans of `canon.reference`
     the ring functions       the local masks of this rank and each owner of keys
     `latent_attention`       the same, and the keys that no query sees
-    `strided_attention`      the local mask of this rank and all keys; those of each owner with backward_schedule="ring"
+    `strided_attention`      the local mask of this rank and all keys; those of each owner with
+                             backward_schedule="ring"
     `magi_attention`         the cast plan, and the local mask of each of its steps
     `attention`              none
 
-`canon.fast.prepare` also makes the tables of its kernels. This is why `prepare` takes shapes, dtype and device.
+`canon.fast.prepare` also makes the tables of its kernels. This is why `prepare` takes shapes, dtype
+and device.
 
-Cost: that of the local masks for each rank's keys; for `magi_attention` also that of `cast_plan`. Nothing is sent.
+Cost: that of the local masks for each rank's keys; for `magi_attention` also that of `cast_plan`.
+Nothing is sent.
 
-Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for each mask, ahead of the layers.
-"""
+Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for each mask, ahead of
+the layers."""
 
 from contextlib import nullcontext
 

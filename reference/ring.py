@@ -1,44 +1,54 @@
 """Ring attention: queries stay on their rank, keys and values travel round all ranks.
 
-Each of n ranks holds q, k and v of its own t tokens. At step i, rank r uses K and V of rank r - i, their owner (modulo n).
-A *hop* sends them to rank r + 1 and receives the next ones from rank r - 1. Every step except the last starts one:
+Each of n ranks holds q, k and v of its own t tokens. At step i, rank r uses K and V of rank r - i,
+their owner (modulo n). A *hop* sends them to rank r + 1 and receives the next ones from rank r - 1.
+Every step except the last starts one:
 
-    n = 4     step 0    step 1    step 2    step 3         dk, dv of owner 0, one step behind its keys
-    rank 0    K0 V0     K3 V3     K2 V2     K1 V1          keeps its own part; after step 3 it adds the received sum to it
-    rank 1    K1 V1     K0 V0     K3 V3     K2 V2          step 1: computes a part and sends it
-    rank 2    K2 V2     K1 V1     K0 V0     K3 V3          step 2: computes a part, adds the received one, sends the sum
-    rank 3    K3 V3     K2 V2     K1 V1     K0 V0          step 3: does the same
+    n = 4    step 0   step 1   step 2   step 3   dk, dv of owner 0, one step behind its keys
+    rank 0   K0 V0    K3 V3    K2 V2    K1 V1    keeps its own part; after step 3 it adds the
+                                                 received sum to it
+    rank 1   K1 V1    K0 V0    K3 V3    K2 V2    step 1: computes a part and sends it
+    rank 2   K2 V2    K1 V1    K0 V0    K3 V3    step 2: computes a part, adds the received one,
+                                                 sends the sum
+    rank 3   K3 V3    K2 V2    K1 V1    K0 V0    step 3: does the same
 
-Forward, in each step: start the next hop, compute out and lse over the keys of one owner, `merge` them into the result, wait
-for the hop. Partial results are float32 (float64 for float64). out is rounded once, at the end, and a second time under a sink.
+Forward, in each step: start the next hop, compute out and lse over the keys of one owner, `merge`
+them into the result, wait for the hop. Partial results are float32 (float64 for float64). out is
+rounded once, at the end, and a second time under a sink.
 
-Backward: K and V travel again, because a rank saves only its own. Each rank adds its parts of dq. Its part of dk and dv joins
-the sum that follows the keys. A sum is rounded to reduce_dtype before each hop.
+Backward: K and V travel again, because a rank saves only its own. Each rank adds its parts of dq.
+Its part of dk and dv joins the sum that follows the keys. A sum is rounded to reduce_dtype before
+each hop.
 
-Bits: a repeated call gives the same bits, because every order is fixed. Rank r adds by owner: r, r - 1, ..., r + 1.
-The sums of owner o are added by rank: o + 1, o + 2, ..., o.
+Bits: a repeated call gives the same bits, because every order is fixed. Rank r adds by owner: r, r
+- 1, ..., r + 1. The sums of owner o are added by rank: o + 1, o + 2, ..., o.
 
-Balance: a rank that starts a step late delays the next rank one step later. So all ranks need equal work in *every* step.
-`Layout.zigzag` cuts s = 2 n c tokens into 2 n chunks, and rank r holds the chunks r and 2 n - 1 - r. Under a causal mask each
-rank then has 2 c^2 + c visible cells in step 0 and 2 c^2 in every other step. Contiguous shards take about 2 - 1/n
-times as long. `Layout.local_mask` gives the mask of every step. Proof: notebooks/02_ring_and_zigzag.md.
+Balance: a rank that starts a step late delays the next rank one step later. So all ranks need equal
+work in *every* step. `Layout.zigzag` cuts s = 2 n c tokens into 2 n chunks, and rank r holds the
+chunks r and 2 n - 1 - r. Under a causal mask each rank then has 2 c^2 + c visible cells in step 0
+and 2 c^2 in every other step. Contiguous shards take about 2 - 1/n times as long.
+`Layout.local_mask` gives the mask of every step. Proof: notebooks/02_ring_and_zigzag.md.
 
-Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in reduce_dtype, A in partial results:
+Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in
+reduce_dtype, A in partial results:
 
-                       hops     bytes sent, as many received    peak memory, beyond inputs and outputs
-    each pass   K, V   n - 1    (n - 1) N e                     3 N e while a hop starts, else 2 N e
-    backward  dk, dv   n - 1    (n - 1) N E                     5 A N if E = A; else see notebooks/02_ring_and_zigzag.md
-    out; dq            0        0                               five tensors like out in `merge`; three like dq
+                       hops    bytes sent, as many received   peak memory, beyond inputs and outputs
+    each pass   K, V   n - 1   (n - 1) N e                    3 N e while a hop starts, else 2 N e
+    backward  dk, dv   n - 1   (n - 1) N E                    5 A N if E = A; else see
+                                                              notebooks/02_ring_and_zigzag.md
+    out; dq            0       0                              five tensors like out in `merge`;
+                                                              three like dq
 
-A hop has two messages, one for each tensor. If neither k nor v needs a gradient, dk and dv make no hops. FLOPs are those of
-`tiled_forward` and `tiled_backward` for the visible cells of this rank's queries.
+A hop has two messages, one for each tensor. If neither k nor v needs a gradient, dk and dv make no
+hops. FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's
+queries.
 
-Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards are not sent. A step
-hides one hop of keys, backward also one of gradients; nothing hides the last hop of dk and dv. The backend decides about
-overlap; gloo needs free CPU cores for it.
+Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards
+are not sent. A step hides one hop of keys, backward also one of gradients; nothing hides the last
+hop of dk and dv. The backend decides about overlap; gloo needs free CPU cores for it.
 
-Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue 2 (2024), and
-mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
+Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue
+2 (2024), and mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -64,7 +74,9 @@ Return = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 def as_held(mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return K and V of a step: the tensors that travel. `latent.py` projects other tensors to them."""
+    """Return K and V of a step: the tensors that travel. `latent.py` projects other tensors to
+    them.
+    """
     return k, v
 
 
@@ -74,7 +86,12 @@ def as_computed(dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
 
 
 def ring_forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None, read: Read = as_held
+    call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_logits: Tensor | None = None,
+    read: Read = as_held,
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
     accumulate = accumulate_dtype(q.dtype)
@@ -87,7 +104,9 @@ def ring_forward(
         hop = Hop(held, owner - 1, call) if step + 1 < call.ranks else None
         mask = call.local_mask(owner)
         k, v = read(mask, *held)
-        part = tiled_forward(q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits)
+        part = tiled_forward(
+            q, k, v, mask, scale=call.scale, out_dtype=accumulate, max_logits=max_logits
+        )
         out, lse = merged(out, lse, *part)
         held = hop.wait() if hop else held
     return out.to(q.dtype), lse
@@ -108,7 +127,8 @@ def ring_backward(
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk, dv of this rank's tokens in the dtype of q.
 
-    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs one.
+    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs
+    one.
     """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
@@ -118,7 +138,10 @@ def ring_backward(
     own_part = (None, None)  # dk and dv of this rank's keys from its own queries: set at step 0
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks
-        hop, mask = Hop(held, owner - 1, call) if step + 1 < call.ranks else None, call.local_mask(owner)
+        hop, mask = (
+            Hop(held, owner - 1, call) if step + 1 < call.ranks else None,
+            call.local_mask(owner),
+        )
         dq_part, *part = tiled_backward(
             dout,
             q,
@@ -140,7 +163,9 @@ def ring_backward(
         if step == 0:
             own_part = part
         elif keys_need_grad:
-            gradient_hop = Hop([x.to(call.reduce_dtype).contiguous() for x in part], owner - 1, call)
+            gradient_hop = Hop(
+                [x.to(call.reduce_dtype).contiguous() for x in part], owner - 1, call
+            )
         held = hop.wait() if hop else held
     if gradient_hop:
         own_part = _plus_received(own_part, gradient_hop)
@@ -157,7 +182,8 @@ def _plus_received(part: Sequence[Tensor], hop: "Hop") -> list[Tensor]:
 
 
 class Hop:
-    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the previous rank.
+    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the
+    previous rank.
 
     The received tensors belong to ``owner``, modulo the number of ranks.
     """
@@ -168,7 +194,9 @@ class Hop:
         self.sent = tensors  # keeps the memory while this Hop exists
         following, previous = ((call.rank + offset) % call.ranks for offset in (1, -1))
         operations = [_operation(dist.isend, x, following, call) for x in tensors if x.numel()]
-        operations += [_operation(dist.irecv, x, previous, call) for x in self.received if x.numel()]
+        operations += [
+            _operation(dist.irecv, x, previous, call) for x in self.received if x.numel()
+        ]
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:

@@ -1,45 +1,59 @@
-"""Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to the next heads.
+"""Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to
+the next heads.
 
-Each of n ranks holds q, k and v of its own t tokens. A *head group* is `head_stride` neighbouring key heads, with the query
-heads that share them. A step computes one head group. With 8 query heads, 4 key heads and head_stride=2:
+Each of n ranks holds q, k and v of its own t tokens. A *head group* is `head_stride` neighbouring
+key heads, with the query heads that share them. A step computes one head group. With 8 query heads,
+4 key heads and head_stride=2:
 
-    step    gathered from all ranks     computed on each rank                   backward: sent to the owners of the keys
-    0       K, V of key heads 0, 1      heads 0-3 of its queries, all keys      dk, dv of key heads 0, 1
-    1       K, V of key heads 2, 3      heads 4-7 of its queries, all keys      dk, dv of key heads 2, 3
+    step   gathered from all ranks   computed on each rank            backward: sent to the owners
+                                                                      of the keys
+    0      K, V of key heads 0, 1    heads 0-3 of its queries, all    dk, dv of key heads 0, 1
+                                     keys
+    1      K, V of key heads 2, 3    heads 4-7 of its queries, all    dk, dv of key heads 2, 3
+                                     keys
 
-Forward, in each step: wait for the gather, start the next one, compute. A query head sees all its keys in one step, so nothing
-is merged and out is rounded once. Gathered keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
+Forward, in each step: wait for the gather, start the next one, compute. A query head sees all its
+keys in one step, so nothing is merged and out is rounded once. Gathered keys lie in rank order;
+`Layout.local_mask` gives their mask for every layout.
 
-Backward: K and V are gathered again, because a rank saves only its own. A step gives the final dq of its query heads and this
-rank's part of dk and dv for the keys of all ranks. Each part is rounded to reduce_dtype, and one all-to-all sends it to the
-owner of the keys. The owner adds the n parts in rank order, in float32 (float64 for float64), so a repeated call gives the same
-bits. The order of NCCL's own reduce-scatter depends on the topology. With ``rank_invariant=True`` any number of ranks gives the
-same bits (`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
+Backward: K and V are gathered again, because a rank saves only its own. A step gives the final dq
+of its query heads and this rank's part of dk and dv for the keys of all ranks. Each part is rounded
+to reduce_dtype, and one all-to-all sends it to the owner of the keys. The owner adds the n parts in
+rank order, in float32 (float64 for float64), so a repeated call gives the same bits. The order of
+NCCL's own reduce-scatter depends on the topology. With ``rank_invariant=True`` any number of ranks
+gives the same bits (`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is
+that of `ring_attention`.
 
-Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing hides the first gather and the
-last all-to-all. The first and the last head group can be split to shorten them, but the additional steps rarely pay
-(notebooks/03_strided.md).
+Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing
+hides the first gather and the last all-to-all. The first and the last head group can be split to
+shorten them, but the additional steps rarely pay (notebooks/03_strided.md).
 
-Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag` for a causal mask.
+Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag`
+for a causal mask.
 
-Stride: a larger one makes fewer and larger messages and kernels. By default the gathered K and V take at most 1 GiB. 1 takes
-the least memory. If the buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
+Stride: a larger one makes fewer and larger messages and kernels. By default the gathered K and V
+take at most 1 GiB. 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring:
+its buffers do not grow with n.
 
-Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E bytes in reduce_dtype:
+Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
+bytes in reduce_dtype:
 
-                       messages       bytes received    peak memory, in buffers of n N / m elements
-    each pass   K, V   m              (n - 1) N e       3 in the dtype of k; NCCL has one more for each gather in flight
-    backward  dk, dv   m              (n - 1) N E       5 of float32; with a narrower reduce_dtype 2, and 3 of it
+                       messages   bytes received   peak memory, in buffers of n N / m elements
+    each pass   K, V   m          (n - 1) N e      3 in the dtype of k; NCCL has one more for each
+                                                   gather in flight
+    backward  dk, dv   m          (n - 1) N E      5 of float32; with a narrower reduce_dtype 2, and
+                                                   3 of it
 
-FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's queries; backward as in
-`backward.py`. All terms of the peak memory: notebooks/03_strided.md.
+FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's
+queries; backward as in `backward.py`. All terms of the peak memory: notebooks/03_strided.md.
 
-Limits: head_stride must divide g, and g must divide h. A gather pads each shard to the size of the largest; the all-to-all
-does not. If only one of k and v needs a gradient, both dk and dv are computed and sent.
+Limits: head_stride must divide g, and g must divide h. A gather pads each shard to the size of the
+largest; the all-to-all does not. If only one of k and v needs a gradient, both dk and dv are
+computed and sent.
 
-Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a time: Zilin Zhu,
-ring-flash-attention. Split head groups, float32 reduction: aqlaboratory/ring-flash-attention pull request 12.
-"""
+Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a
+time: Zilin Zhu, ring-flash-attention. Split head groups, float32 reduction:
+aqlaboratory/ring-flash-attention pull request 12."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -82,7 +96,13 @@ def strided_forward(
         sharing = query_heads(heads, q, k)
         highest = of_heads(max_logits, sharing)
         out, lse = tiled_forward(
-            q[:, :, sharing], k_full, v_full, mask, scale=call.scale, out_dtype=q.dtype, max_logits=highest
+            q[:, :, sharing],
+            k_full,
+            v_full,
+            mask,
+            scale=call.scale,
+            out_dtype=q.dtype,
+            max_logits=highest,
         )
         outs.append(out)
         lses.append(lse)
@@ -93,7 +113,9 @@ def strided_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k nor v needs one."""
+    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
+    nor v needs one.
+    """
     if call.plan.backward is None:  # backward_schedule is "ring"
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
@@ -108,9 +130,18 @@ def strided_backward(
             gather = AllGather(k, v, next_heads, call)
         sharing = query_heads(heads, q, k)
         dq, dk_full, dv_full = tiled_backward(
-            dout[:, :, sharing], q[:, :, sharing], k_full, v_full, lse[:, sharing], delta[:, sharing], mask,
-            scale=call.scale, method=call.backward, grad_dtype=accumulate, needs_grad=needs_grad,
-        )  # fmt: skip
+            dout[:, :, sharing],
+            q[:, :, sharing],
+            k_full,
+            v_full,
+            lse[:, sharing],
+            delta[:, sharing],
+            mask,
+            scale=call.scale,
+            method=call.backward,
+            grad_dtype=accumulate,
+            needs_grad=needs_grad,
+        )
         dqs.append(dq)
         if reduction:  # at most one reduce-scatter is in flight
             sums.append(reduction.wait())
@@ -127,7 +158,9 @@ def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the results of `strided_forward` with the bits of one rank (`owner_computes.py`)."""
-    return owner_forward(call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits)
+    return owner_forward(
+        call, call.plan.forward, partial(SequenceGather, call=call), q, k, v, max_logits
+    )
 
 
 def invariant_backward(
@@ -168,7 +201,9 @@ class AllGather:
         """Wait for the message and return K and V of all ranks' tokens."""
         if self.request:
             self.request.wait()
-        full = self.joined([shard[:, :size] for shard, size in zip(self.shards, self.sizes, strict=True)])
+        full = self.joined(
+            [shard[:, :size] for shard, size in zip(self.shards, self.sizes, strict=True)]
+        )
         k, v = full.split(self.widths, dim=-1)
         return k, v
 
@@ -178,7 +213,9 @@ class AllGather:
 
 
 class SequenceGather(AllGather):
-    """An all-gather in flight whose tokens are put to their positions in the sequence, for `owner_computes.py`."""
+    """An all-gather in flight whose tokens are put to their positions in the sequence, for
+    `owner_computes.py`.
+    """
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the tokens in the order of the sequence."""
@@ -194,9 +231,11 @@ class ReduceScatter:
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
         self.widths = [dk_full.shape[-1], dv_full.shape[-1]]
         parts = torch.cat([dk_full, dv_full], dim=-1).to(call.reduce_dtype)
-        parts = parts.transpose(0, 1).contiguous()  # tokens first: the message is split along axis 0
+        # tokens first: the message is split along axis 0
+        parts = parts.transpose(0, 1).contiguous()
         sizes = [call.layout.size(r) for r in range(call.ranks)]
-        self.received = parts.new_empty(call.ranks, sizes[call.rank], *parts.shape[1:])  # a part from each rank
+        # a part from each rank
+        self.received = parts.new_empty(call.ranks, sizes[call.rank], *parts.shape[1:])
         self.request = None
         if call.ranks == 1:
             self.received[0] = parts
@@ -208,7 +247,9 @@ class ReduceScatter:
             )
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in float32 or float64."""
+        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in float32
+        or float64.
+        """
         if self.request:
             self.request.wait()
         total = self.received[0].to(accumulate_dtype(self.received.dtype))

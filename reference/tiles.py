@@ -1,15 +1,16 @@
 """The tiles of a mask that hold a visible cell, and the tokens of a tile.
 
-A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without a visible cell are skipped:
+A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without a visible cell are
+skipped:
 
     causal, 384 tokens        keys 0-127    128-255    256-383       x  all cells are visible
     queries   0-127           /             .          .             /  some are
             128-255           x             /          .             .  none: never read
             256-383           x             x          /
 
-The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a NaN or an infinity reaches
-exactly the queries that see its token. In the forward pass a visible score of -inf counts as hidden.
-"""
+The weight of a hidden cell is 0, but 0 * NaN is NaN. `over_visible` leaves hidden cells out, so a
+NaN or an infinity reaches exactly the queries that see its token. In the forward pass a visible
+score of -inf counts as hidden."""
 
 from collections.abc import Iterator
 
@@ -21,11 +22,14 @@ from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 
-def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> Iterator[tuple[slice, list]]:
-    """Yield (queries, [(keys, visible), ...]) for each tile of queries; with ``by_keys``, queries and keys change roles.
+def visible_tiles(
+    mask: Mask, device: torch.device, by_keys: bool = False
+) -> Iterator[tuple[slice, list]]:
+    """Yield (queries, [(keys, visible), ...]) for each tile of queries; with ``by_keys``, queries
+    and keys change roles.
 
-    ``queries`` and ``keys`` are slices of at most 128 tokens. ``visible`` (queries, keys) is the boolean mask of a tile. Tiles
-    without a visible cell are left out of the list.
+    ``queries`` and ``keys`` are slices of at most 128 tokens. ``visible`` (queries, keys) is the
+    boolean mask of a tile. Tiles without a visible cell are left out of the list.
     """
     tiles = [
         [range(a, min(a + TILE, n)) for a in range(0, n, TILE)]
@@ -42,9 +46,15 @@ def visible_tiles(mask: Mask, device: torch.device, by_keys: bool = False) -> It
 
 
 def in_whole_tiles(x: Tensor, dim: int = 1, value: float = 0.0) -> Tensor:
-    """Return x with ``value`` behind its tokens up to a multiple of 128. A product of other sizes may add in another order."""
+    """Return x with ``value`` behind its tokens up to a multiple of 128. A product of other sizes
+    may add in another order.
+    """
     missing = -x.shape[dim] % TILE
-    return torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), value)], dim) if missing else x
+    return (
+        torch.cat([x, x.new_full((*x.shape[:dim], missing, *x.shape[dim + 1 :]), value)], dim)
+        if missing
+        else x
+    )
 
 
 def mask_in_whole_tiles(mask: Mask) -> Mask:
@@ -54,34 +64,46 @@ def mask_in_whole_tiles(mask: Mask) -> Mask:
 
 
 def read(x: Tensor, tokens: slice) -> Tensor:
-    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous: strides may change bits."""
+    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous:
+    strides may change bits.
+    """
     return x[:, :, tokens].to(accumulate_dtype(x.dtype)).contiguous()
 
 
 def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Tensor]:
-    """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that use it."""
+    """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that
+    use it.
+    """
     k, v = (read(x, keys).repeat_interleave(share, dim=1) for x in (k, v))
     return k, v
 
 
 def scores_of(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
-    """Return s = scale * q k^T, or softcap * tanh(s / softcap). Hidden cells are masked afterwards, and stay hidden."""
+    """Return s = scale * q k^T, or softcap * tanh(s / softcap). Hidden cells are masked afterwards,
+    and stay hidden.
+    """
     number, softcap = split_scale(scale)
     scores = number * q @ k.mT
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def slope_of(scores: Tensor, scale: Scale) -> Tensor | float:
-    """Return the derivative of the scores with respect to q k^T: scale, times 1 - (scores / softcap)^2."""
+    """Return the derivative of the scores with respect to q k^T: scale, times 1 - (scores /
+    softcap)^2.
+    """
     number, softcap = split_scale(scale)
     return number if softcap is None else number * (1 - (scores / softcap) ** 2)
 
 
 def over_visible(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
-    """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are multiplied cell by cell."""
+    """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are
+    multiplied cell by cell.
+    """
     finite = x.isfinite()
     if finite.all():
         return weights @ x
     rest = (~finite).any(-1).flatten(0, 1).any(0)
     cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
-    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(~visible[..., rest, None], 0).sum(-2)
+    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(
+        ~visible[..., rest, None], 0
+    ).sum(-2)

@@ -1,4 +1,6 @@
-"""Hypothesis strategies for bands, masks and layouts, and for the intervals and ranges that cut them."""
+"""Hypothesis strategies for bands, masks and layouts, and for the intervals and ranges that cut
+them.
+"""
 
 from hypothesis import strategies as st
 
@@ -43,7 +45,9 @@ def planned(draw, n, ranks):
 
 @st.composite
 def layouts(draw, n=None):
-    """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks that divides."""
+    """Draw a layout of any kind; often with more ranks than tokens, seldom with a number of ranks
+    that divides.
+    """
     n = draw(st.integers(0, 23)) if n is None else n
     ranks = draw(st.integers(1, 7))
     kind = draw(st.sampled_from([*KINDS, "planned"]))
@@ -52,7 +56,9 @@ def layouts(draw, n=None):
 
 @st.composite
 def trees(draw, most=9):
-    """Draw parents, lengths and starts of a tree in depth-first order, with empty nodes and gaps."""
+    """Draw parents, lengths and starts of a tree in depth-first order,
+    with empty nodes and gaps.
+    """
     sizes = st.lists(st.sampled_from([0, 1, 1, 2, 5]), max_size=most)
     parents, path, lengths = [], [-1], draw(sizes)
     for node in range(len(lengths)):
@@ -66,22 +72,29 @@ def trees(draw, most=9):
 
 @st.composite
 def square_masks(draw, n):
-    """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not seen."""
+    """Draw an n x n mask of every kind, also with queries that see nothing and keys that are not
+    seen.
+    """
     kind = draw(st.sampled_from(["window", "documents", "block_causal", "ranges", "tree"]))
     if kind == "window":
         sides = st.none() | st.integers(0, n)
         return Mask.window(n, draw(sides), draw(sides))
     if kind == "documents":
-        inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))  # repeated ends are empty documents
+        # repeated ends are empty documents
+        inner = sorted(draw(st.lists(st.integers(0, n), max_size=5)))
         return Mask.documents([0, *inner, n], causal=draw(st.booleans()))
     if kind == "tree":
         parents, lengths, starts = draw(trees())
         kept = [node for node, start in enumerate(starts) if start + lengths[node] <= n]
-        return Mask.tree([*parents[: len(kept)], -1], [*lengths[: len(kept)], 0], [*starts[: len(kept)], n])
+        return Mask.tree(
+            [*parents[: len(kept)], -1], [*lengths[: len(kept)], 0], [*starts[: len(kept)], n]
+        )
     if kind == "block_causal":
         tokens = {"min_size": n, "max_size": n}
         blocks = draw(st.lists(st.integers(0, 3), **tokens))
-        return Mask.block_causal(blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk"))
+        return Mask.block_causal(
+            blocks, None, *(draw(st.none() | st.lists(st.booleans(), **tokens)) for _ in "qk")
+        )
     a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
     kinds = [draw(st.integers(0, 3)) for _ in range(2)]
     return Mask.ranges([(0, a), (a, b)], [(a, n), (0, b)], kinds, queries=n, keys=n)

@@ -1,4 +1,6 @@
-"""Inputs, compilation without graph breaks, and comparison with an eager call, for tests of operators."""
+"""Inputs, compilation without graph breaks, and comparison with an eager call, for tests of
+operators.
+"""
 
 import torch
 from torch._dynamo.utils import counters
@@ -7,7 +9,10 @@ from torch._dynamo.utils import counters
 def inputs(tokens=24, seed=0):
     draw = torch.Generator().manual_seed(seed)
     widths = ((4, 16), (2, 16), (2, 12))
-    return [torch.randn(2, tokens, heads, width, generator=draw).requires_grad_() for heads, width in widths]
+    return [
+        torch.randn(2, tokens, heads, width, generator=draw).requires_grad_()
+        for heads, width in widths
+    ]
 
 
 def results(function, leaves, *arguments):

@@ -1,7 +1,7 @@
 """Set up all tests. With --gpu, only the tests marked gpu or gpus run.
 
-On the CPU `canon.fast` computes with its PyTorch tiles. Tests of kernels (`INTERPRETED`, or the mark interpreted) run them in
-Triton's interpreter.
+On the CPU `canon.fast` computes with its PyTorch tiles. Tests of kernels (`INTERPRETED`, or the
+mark interpreted) run them in Triton's interpreter.
 """
 
 import importlib
@@ -40,23 +40,35 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Choose where kernels run. Triton reads the variable when a test imports it, which is later."""
-    config.addinivalue_line("markers", "interpreted: Triton's interpreter runs the kernels, on the CPU")
-    config.addinivalue_line("markers", "sweep(number=0): of these cases a sample runs, see sampling.py")
+    """Choose where kernels run. Triton reads the variable when a test imports it,
+    which is later.
+    """
+    config.addinivalue_line(
+        "markers", "interpreted: Triton's interpreter runs the kernels, on the CPU"
+    )
+    config.addinivalue_line(
+        "markers", "sweep(number=0): of these cases a sample runs, see sampling.py"
+    )
     config.addinivalue_line("markers", "gpu: runs on the CPU, and with --gpu on a GPU")
     config.addinivalue_line("markers", "gpus(n): runs only with --gpu, on n GPUs")
     if not config.getoption("gpu"):
         os.environ["TRITON_INTERPRET"] = "1"
-        import_before_forks("interpreted_kernels", "canon.testing.process_groups", "torch._inductor.compile_fx")
+        import_before_forks(
+            "interpreted_kernels", "canon.testing.process_groups", "torch._inductor.compile_fx"
+        )
     elif torch.cuda.is_available():
         os.environ.pop("TRITON_INTERPRET", None)
         os.environ["CANON_COMPILE_AHEAD"] = "0"  # most tests call a model once
     else:
-        raise pytest.UsageError("--gpu: torch finds no GPU here; without --gpu the tests run on the CPU")
+        raise pytest.UsageError(
+            "--gpu: torch finds no GPU here; without --gpu the tests run on the CPU"
+        )
 
 
 def import_before_forks(*modules):
-    """Let the server that forks rank processes import these modules. Otherwise every rank imports them, in two seconds."""
+    """Let the server that forks rank processes import these modules. Otherwise every rank imports
+    them, in two seconds.
+    """
     preload = forkserver.set_forkserver_preload
     forkserver.set_forkserver_preload = lambda names: preload([*names, *modules])
 
@@ -68,10 +80,16 @@ def pytest_collection_modifyitems(config, items):
         if marker := item.get_closest_marker("gpus"):
             (needed,) = marker.args
             too_few = torch.cuda.device_count() < needed
-            item.add_marker(pytest.mark.skipif(not on_gpu, reason=f"needs pytest --gpu, and {needed} GPUs"))
+            item.add_marker(
+                pytest.mark.skipif(not on_gpu, reason=f"needs pytest --gpu, and {needed} GPUs")
+            )
             item.add_marker(pytest.mark.skipif(too_few, reason=f"needs {needed} GPUs"))
     if on_gpu:
-        chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")]
+        chosen = [
+            item
+            for item in items
+            if item.get_closest_marker("gpu") or item.get_closest_marker("gpus")
+        ]
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
 
@@ -83,7 +101,11 @@ def pytest_runtest_setup(item):
         return
     importlib.import_module("interpreted_kernels")
     records = "replays" in item.fixturenames  # only launches of kernels are recorded
-    if records or item.path.stem.removeprefix("test_") in INTERPRETED or item.get_closest_marker("interpreted"):
+    if (
+        records
+        or item.path.stem.removeprefix("test_") in INTERPRETED
+        or item.get_closest_marker("interpreted")
+    ):
         os.environ["TRITON_INTERPRET"] = "1"
     else:
         os.environ.pop("TRITON_INTERPRET", None)
@@ -115,7 +137,9 @@ def deterministic():
 
 @pytest.fixture
 def exchanged(monkeypatch):
-    """Return a list that collects (rank, output, input, output sizes, input sizes) of every exchange."""
+    """Return a list that collects (rank, output, input, output sizes, input sizes) of every
+    exchange.
+    """
     seen, exchange = [], dist.all_to_all_single
 
     def recording(*given, **options):
@@ -161,19 +185,25 @@ def empty_cache():
 
 @pytest.fixture
 def replays(monkeypatch, empty_cache):
-    """Replay passes on the CPU, too. Return a function that lists for each pass why it cannot be replayed, or ""."""
+    """Replay passes on the CPU, too. Return a function that lists for each pass why it cannot be
+    replayed, or "".
+    """
     from interpreted_replay import EVERYWHERE
 
     from canon.fast.replay import recordings
     from canon.masks.plan_cache import PLANS
 
     monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
-    return lambda: [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, recordings.PreparedPass)]
+    return lambda: [
+        x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, recordings.PreparedPass)
+    ]
 
 
 @pytest.fixture
 def own_errors():
-    """Disable the type checker of the tests, so that arguments of wrong types reach the library's own errors."""
+    """Disable the type checker of the tests, so that arguments of wrong types reach the library's
+    own errors.
+    """
     from jaxtyping import config
 
     config.update("jaxtyping_disable", True)
@@ -183,7 +213,9 @@ def own_errors():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output, record)."""
+    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output,
+    record).
+    """
     from canon.__main__ import main
 
     monkeypatch.chdir(tmp_path)
@@ -212,7 +244,9 @@ def write_module(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def scripts():
-    """Return a function that imports a script of `paper` by its name. The scripts import each other from their folder."""
+    """Return a function that imports a script of `paper` by its name. The scripts import each other
+    from their folder.
+    """
     before, folder = set(sys.modules), str(Path(__file__).resolve().parents[1] / "paper")
     sys.path.insert(0, folder)
     yield importlib.import_module

@@ -1,4 +1,6 @@
-"""The CUDA backend for tests: with --gpu its kernels run on the GPU, else g++ compiles their source for the CPU."""
+"""The CUDA backend for tests: with --gpu its kernels run on the GPU, else g++ compiles their source
+for the CPU.
+"""
 
 from contextlib import contextmanager
 from functools import partial

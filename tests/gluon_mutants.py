@@ -1,8 +1,8 @@
 """Mutants of the Hopper kernels: kernels with one change, and the reasons of those that survive.
 
-A *mutant* lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a ticket. Or it waits for the other
-parity, or for one MMA fewer. Or it stores rows of other work tiles. Or it counts two adders where there is one, or one of two.
-"""
+A *mutant* lacks a wait, an arrival, a fence, a ping-pong barrier, a published work tile or a
+ticket. Or it waits for the other parity, or for one MMA fewer. Or it stores rows of other work
+tiles. Or it counts two adders where there is one, or one of two."""
 
 import ast
 import copy
@@ -20,7 +20,9 @@ Branches = tuple[tuple[str, bool], ...]
 
 
 class Kernel(NamedTuple):
-    """A kernel to mutate, its configuration, head width d, and the values of its compile-time conditions."""
+    """A kernel to mutate, its configuration, head width d, and the values of its compile-time
+    conditions.
+    """
 
     function: GluonJITFunction
     config: Config
@@ -89,11 +91,22 @@ KERNELS = {
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }
 
-FENCE = "makes mbarrier.init visible to the async proxy; in the simulator, new barriers are visible at once"
-HELD_BACK = "the previous wait of the loader implies it: the buffer of that wait is released later in the same step"
+FENCE = (
+    "makes mbarrier.init visible to the async proxy; in the simulator, new barriers are "
+    "visible at once"
+)
+HELD_BACK = (
+    "the previous wait of the loader implies it: the buffer of that wait is released "
+    "later in the same step"
+)
 ONE_V = "the wait for V, just before, implies it: the same MMAs read dO and the only buffer of V"
-FOR_THE_ASSEMBLER = "complete already: it keeps the assembler from waiting for dP before the exponentials"
-ARRIVED = "the arrival just before implies it: it has synchronised the warps, which have all waited for their MMA"
+FOR_THE_ASSEMBLER = (
+    "complete already: it keeps the assembler from waiting for dP before the exponentials"
+)
+ARRIVED = (
+    "the arrival just before implies it: it has synchronised the warps, which have all "
+    "waited for their MMA"
+)
 SURVIVORS = {
     "few queries, weights": {
         "weights_kernel: fence_async_shared() is left out": FENCE,
@@ -108,8 +121,10 @@ SURVIVORS = {
     },
     "dq": {
         "dq_kernel: fence_async_shared() is left out": FENCE,
-        "load_tiles: mbarrier.wait(v.free.index(v_slot), t // V_STAGES & 1 ^ 1) is left out": HELD_BACK,
-        "differentiate: mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1) is left out": FOR_THE_ASSEMBLER,
+        "load_tiles: mbarrier.wait(v.free.index(v_slot), t // V_STAGES & 1 ^ 1) is left "
+        "out": HELD_BACK,
+        "differentiate: mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1) is left "
+        "out": FOR_THE_ASSEMBLER,
     },
     "dkdv": {
         "dkdv_kernel: fence_async_shared() is left out": FENCE,
@@ -119,9 +134,9 @@ SURVIVORS = {
         "dkdv_hdim256_kernel: fence_async_shared() is left out": FENCE,
     },
 }
-SURVIVORS["dq, one V"] = {mutant: why for mutant, why in SURVIVORS["dq"].items() if why != HELD_BACK} | {
-    "load_tiles: mbarrier.wait(dout.free.index(w), done & 1 ^ 1) is left out": ONE_V
-}
+SURVIVORS["dq, one V"] = {
+    mutant: why for mutant, why in SURVIVORS["dq"].items() if why != HELD_BACK
+} | {"load_tiles: mbarrier.wait(dout.free.index(w), done & 1 ^ 1) is left out": ONE_V}
 for forwards in ("forward, ping-pong", "forward by three", "forward, stale maximum"):
     SURVIVORS[forwards] = SURVIVORS["forward"]
 for fused in ("fused", "fused by halves", "ordered", "ordered by halves"):
@@ -172,11 +187,14 @@ CHANGES = {
 }
 
 
-BETWEEN_CTAS = "wait_for_ticket(", "wait_for_reductions("  # matter only if several CTAs add to one tile of dq
+# matter only if several CTAs add to one tile of dq
+BETWEEN_CTAS = "wait_for_ticket(", "wait_for_reductions("
 
 
 class Mutation(ast.NodeTransformer):
-    """Makes change ``number`` of a function. Collects all possible changes and names, except in branches that are not taken."""
+    """Makes change ``number`` of a function. Collects all possible changes and names, except in
+    branches that are not taken.
+    """
 
     def __init__(self, branches: Branches, number: int):
         self.branches, self.number = dict(branches), number
@@ -185,7 +203,9 @@ class Mutation(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.If:
         test = node.test
-        conditions = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        conditions = (
+            test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+        )
         known = [self.branches.get(ast.unparse(condition)) for condition in conditions]
         taken = [] if False in known else node.body
         for statement in taken if all(known) else [*taken, *node.orelse]:
@@ -206,8 +226,12 @@ class Mutation(ast.NodeTransformer):
         return node
 
 
-def mutated(function: GluonJITFunction, branches: Branches, number: int = -1) -> tuple[str, Mutation]:
-    """Return the source of a function with change ``number``, if it has that many, and the mutation."""
+def mutated(
+    function: GluonJITFunction, branches: Branches, number: int = -1
+) -> tuple[str, Mutation]:
+    """Return the source of a function with change ``number``, if it has that many, and the
+    mutation.
+    """
     mutation = Mutation(branches, number)
     tree = mutation.visit(ast.parse(textwrap.dedent("".join(function.raw_src))))
     return ast.unparse(tree), mutation
@@ -224,11 +248,17 @@ def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJI
 
 
 def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFunction]]:
-    """Yield a description of each mutant of a kernel, the original function, and the changed one."""
+    """Yield a description of each mutant of a kernel, the original function,
+    and the changed one.
+    """
     for name, function in reached(kernel.function, kernel.branches).items():
         times = Counter()
         for number, change in enumerate(mutated(function, kernel.branches)[1].changes):
             times[change] += 1
             changed = copy.copy(function)
             changed.raw_src = [mutated(function, kernel.branches, number)[0]]
-            yield f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else ""), function, changed
+            yield (
+                f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else ""),
+                function,
+                changed,
+            )

@@ -10,7 +10,9 @@ from canon.route import operators
 
 
 class Held(TorchDispatchMode):
-    """Measure ``peak``, the largest number of bytes that this thread's storages from inside the block hold at a time."""
+    """Measure ``peak``, the largest number of bytes that this thread's storages from inside the
+    block hold at a time.
+    """
 
     def __init__(self):
         super().__init__()
@@ -21,8 +23,14 @@ class Held(TorchDispatchMode):
             with self:
                 return operators.BODIES[func._opname](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for storage in [x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]:
+        given = {
+            x.untyped_storage()._cdata
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        for storage in [
+            x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)
+        ]:
             if storage._cdata not in given | self.sizes.keys():
                 self.sizes[storage._cdata] = storage.nbytes()
                 weakref.finalize(storage, self.sizes.pop, storage._cdata)

@@ -1,7 +1,8 @@
-"""Inputs and runs of the Hopper kernels for tests. The simulator runs their source; with --gpu, an sm_90 runs them.
+"""Inputs and runs of the Hopper kernels for tests. The simulator runs their source; with --gpu, an
+sm_90 runs them.
 
-A simulated run also checks the protocol. Reading a buffer before it is full and overwriting it before it is read are faults.
-The simulator finds them in every order of loads and warpgroups.
+A simulated run also checks the protocol. Reading a buffer before it is full and overwriting it
+before it is read are faults. The simulator finds them in every order of loads and warpgroups.
 """
 
 from contextlib import contextmanager, nullcontext
@@ -17,14 +18,20 @@ from canon.fast.tables.device_plans import uploaded
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-HOPPER_ONLY = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper")]
+HOPPER_ONLY = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper"),
+]
 METHODS = ("split", "fused", "head_parallel")
 
 
 @contextmanager
 def hopper(order="random", seed=0):
     """Compute with the Hopper kernels."""
-    with backend("gluon"), nullcontext() if ON_HOPPER else simulated_kernels.simulated(order=order, seed=seed):
+    with (
+        backend("gluon"),
+        nullcontext() if ON_HOPPER else simulated_kernels.simulated(order=order, seed=seed),
+    ):
         yield
 
 
@@ -34,11 +41,19 @@ def new_schedule(mask, traversal, device):
 
 
 def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
-    """Return q, k, v, dout, dlse, with NaN in queries without visible keys and in keys that no query sees."""
+    """Return q, k, v, dout, dlse, with NaN in queries without visible keys and in keys that no
+    query sees.
+    """
     draw = torch.Generator().manual_seed(seed)
     shapes = [(mask.queries, h, d), (mask.keys, g, d), (mask.keys, g, dv), (mask.queries, h, dv)]
-    q, k, v, dout = (torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes)
-    dlse = torch.randn(b, h, mask.queries, generator=draw).to(torch.promote_types(dtype, torch.float32)).to(DEVICE)
+    q, k, v, dout = (
+        torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes
+    )
+    dlse = (
+        torch.randn(b, h, mask.queries, generator=draw)
+        .to(torch.promote_types(dtype, torch.float32))
+        .to(DEVICE)
+    )
     seen = mask.dense().to(DEVICE)
     for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
         x[:, ~used] = torch.nan
@@ -48,12 +63,16 @@ def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):
 def both_passes(q, k, v, dout, dlse, mask, scale=None, method="split") -> Attended:
     """Return the results of both passes on the kernels that surround the call."""
     out, lse = local.attention_forward(q, k, v, mask, scale=scale)
-    grads = backward.attention_backward(dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method)
+    grads = backward.attention_backward(
+        dout, q, k, v, out, lse, mask, scale=scale, dlse=dlse, method=method
+    )
     return Attended(out, lse, *grads)
 
 
 def attend(*given, **more) -> Attended:
-    """Return the results of `both_passes` on the Hopper kernels. ``order`` and ``seed``: those of `hopper`."""
+    """Return the results of `both_passes` on the Hopper kernels. ``order`` and ``seed``: those of
+    `hopper`.
+    """
     how = {name: more.pop(name) for name in ("order", "seed") if name in more}
     with hopper(**how):
         return both_passes(*given, **more)

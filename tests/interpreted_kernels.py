@@ -1,7 +1,8 @@
-"""Define all kernels as interpreted ones. TRITON_INTERPRET then chooses, test by test, whether they run, or PyTorch's tiles.
+"""Define all kernels as interpreted ones. TRITON_INTERPRET then chooses, test by test, whether they
+run, or PyTorch's tiles.
 
-Triton reads the variable when a module defines its kernels, so all of these modules are imported here, with the variable set.
-"""
+Triton reads the variable when a module defines its kernels, so all of these modules are imported
+here, with the variable set."""
 
 import os
 

@@ -1,4 +1,6 @@
-"""Replay recorded passes through Triton's interpreter, with arguments rebuilt on the new tensors."""
+"""Replay recorded passes through Triton's interpreter,
+with arguments rebuilt on the new tensors.
+"""
 
 import copy
 from collections.abc import Callable
@@ -35,7 +37,13 @@ class _Interpreted:
                 _bytes_at(buffers[p.slot], p.offset, operation.bytes).zero_()
             else:
                 arguments = self._rebuilt(operation.arguments, operation, buffers)
-                launcher.launch(operation.kernel, operation.blocks, buffers[0].device, arguments, **operation.constants)
+                launcher.launch(
+                    operation.kernel,
+                    operation.blocks,
+                    buffers[0].device,
+                    arguments,
+                    **operation.constants,
+                )
 
     def _rebuilt(self, arguments: tuple, launch: Launch, buffers: tuple[Tensor, ...]) -> tuple:
         made = []

@@ -23,18 +23,25 @@ LAYOUTS = {
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, 128),
     "dispatch": lambda mask, ranks: fast.dispatch(mask, ranks, chunk=128, rank_invariant=True),
 }
-HEADS = {"multi-head": dict(h=2, g=2), "grouped": dict(h=4, g=2, dv=20), "one key head": dict(h=3, g=1, d=20)}
+HEADS = {
+    "multi-head": dict(h=2, g=2),
+    "grouped": dict(h=4, g=2, dv=20),
+    "one key head": dict(h=3, g=1, d=20),
+}
 FIELDS = Attended._fields
 
 
 def attended(half, function, mask, held, tensors, **options) -> Attended:
-    """Return the results of both passes on the ranks of the layout ``held``, for the whole sequence."""
+    """Return the results of both passes on the ranks of the layout ``held``, for the whole
+    sequence.
+    """
     placed = {} if function == "attention" else dict(layout=held)
     options = dict(mask=mask, return_lse=True, rank_invariant=True) | placed | options
     attend = functools.partial(getattr(half, function), **options)
 
     def program():
-        torch.set_num_threads(1)  # several threads may divide the sums of a matrix product by its shape
+        # several threads may divide the sums of a matrix product by its shape
+        torch.set_num_threads(1)
         return on_this_rank(attend, held, tensors)
 
     return process_groups.threads(program, held.ranks)[0]
@@ -51,12 +58,18 @@ def inputs(mask, heads, dtype, batch=1):
 def on_one_rank(half, mask, heads, dtype, method="auto", batch=1) -> Attended:
     """Return the results of `attention`."""
     layout = Layout.contiguous(mask.queries, 1)
-    return attended(HALVES[half], "attention", mask, layout, inputs(mask, heads, dtype, batch), backward=method)
+    return attended(
+        HALVES[half], "attention", mask, layout, inputs(mask, heads, dtype, batch), backward=method
+    )
 
 
 def different(one: Attended, other: Attended) -> list[str]:
     """Return the names of the results with different bits."""
-    return [name for name, x, y in zip(FIELDS, one, other, strict=True) if not torch.equal(bits(x), bits(y))]
+    return [
+        name
+        for name, x, y in zip(FIELDS, one, other, strict=True)
+        if not torch.equal(bits(x), bits(y))
+    ]
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

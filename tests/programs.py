@@ -10,10 +10,14 @@ SOURCES, TESTS = str(Path(__file__).parents[1] / "src"), str(Path(__file__).pare
 
 
 def ended(program, *arguments, **environment):
-    """Run a program in a process that has TRITON_INTERPRET from ``environment`` alone. Return the ended process."""
+    """Run a program in a process that has TRITON_INTERPRET from ``environment`` alone. Return the
+    ended process.
+    """
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, env=kept | environment, capture_output=True, text=True, timeout=3600)
+    return subprocess.run(
+        command, env=kept | environment, capture_output=True, text=True, timeout=3600
+    )
 
 
 def printed(program, *arguments, **environment):
@@ -25,7 +29,14 @@ def printed(program, *arguments, **environment):
 
 def under_torchrun(script, ranks, *options, cwd=None, **environment):
     """Run a script on ranks that are processes on this host. Return its output."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     paths = os.pathsep.join([SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths} | environment
     command = [*torchrun, str(script), *options]

@@ -1,4 +1,5 @@
-"""Find sentences in docstrings, comments, Markdown and Typst that break the mechanical rules of STYLE.md, parts 1 and 2.
+"""Find sentences in docstrings, comments, Markdown and Typst that break the mechanical rules of
+STYLE.md, parts 1 and 2.
 
 Code spans, code blocks, formulas, tables and headings are not read.
 """
@@ -13,18 +14,26 @@ from pathlib import Path
 LONGEST = 28  # words of a sentence
 CLAUSE = re.compile(r"(what|whatever|who|whoever|whose|which|that)\b(?!.*\?$)", re.IGNORECASE)
 PRIVATE = re.compile(
-    r"\b(told|hears?|heard|nobody|beside|stray(s|ed)?|blind rows?|under way|let go|items? of work|list of items"
+    r"\b(told|hears?|heard|nobody|beside|stray(s|ed)?|blind rows?|under way|let go|items? of "
+    r"work|list of items"
     r"|turn numbers?|optimistic maximum|small ends|way_of|let_begin)\b",
     re.IGNORECASE,
 )
-ENTRY = re.compile(r"([-*+]|\d+\.|\w[\w, ]*:)\s")  # starts a list item, or an argument in a docstring
+# starts a list item, or an argument in a docstring
+ENTRY = re.compile(r"([-*+]|\d+\.|\w[\w, ]*:)\s")
 SKIPPED = re.compile(r"[|#<!]|>>>|.*\S {3,}\S")  # tables, headings, HTML, doctests
 
 
 def findings(paths: Iterable[Path]) -> tuple[list[str], list[str], int]:
-    """Return sentences with a wrong word, sentences that are too long, and the number of words in all files."""
-    found = [(f"{path.name}: {sentence}", sentence) for path in paths for sentence in sentences(path)]
-    wrong = [place for place, sentence in found if CLAUSE.match(sentence) or PRIVATE.search(sentence)]
+    """Return sentences with a wrong word, sentences that are too long, and the number of words in
+    all files.
+    """
+    found = [
+        (f"{path.name}: {sentence}", sentence) for path in paths for sentence in sentences(path)
+    ]
+    wrong = [
+        place for place, sentence in found if CLAUSE.match(sentence) or PRIVATE.search(sentence)
+    ]
     long = [place for place, sentence in found if len(sentence.split()) > LONGEST]
     return wrong, long, sum(len(sentence.split()) for _, sentence in found)
 
@@ -34,13 +43,17 @@ def sentences(path: Path) -> Iterator[str]:
     text = path.read_text()
     blocks = {".md": [text], ".typ": [without_markup(text)]}.get(path.suffix)
     for block in blocks or docstrings_and_comments(text):
-        for paragraph in paragraphs(re.sub(r"^```.*?^```", "", block, flags=re.DOTALL | re.MULTILINE)):
+        for paragraph in paragraphs(
+            re.sub(r"^```.*?^```", "", block, flags=re.DOTALL | re.MULTILINE)
+        ):
             plain = re.sub(r"(?<=\])\([^)]*\)", "", re.sub(r"`+[^`]*`+", "CODE", paragraph))
             yield from re.split(r"(?<=[.!?:;])\s+(?=[A-Z(\"*])", plain)
 
 
 def without_markup(source: str) -> str:
-    """Return the text of a Typst file. A measured number, a formula and a reference become one word each."""
+    """Return the text of a Typst file. A measured number, a formula and a reference become one word
+    each.
+    """
     text = re.sub(r"^(//|=).*|<[\w-]+>", "", source, flags=re.MULTILINE)
     text = re.sub(r"\$[^$]*\$", "FORMULA", re.sub(r'#v\("[^"]*"\)', "1", text))
     text = re.sub(r"(?<=\w)((,|\s)+@[a-z]+\d[\w-]*)+", "", text)  # citations

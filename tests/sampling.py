@@ -1,4 +1,5 @@
-"""Run a sample of the marked sweeps, unless CANON_CASES=all is set. The sample is the same in every run.
+"""Run a sample of the marked sweeps, unless CANON_CASES=all is set. The sample is the same in every
+run.
 
 @pytest.mark.sweep        so many cases that each value of each parameter comes at least once
 @pytest.mark.sweep(10)    10 cases
@@ -22,10 +23,13 @@ def chosen(items):
 
 
 def sample(cases, number=0):
-    """Return ``number`` of the cases, chosen by the digest of their names. For 0, each value of each parameter comes once."""
+    """Return ``number`` of the cases, chosen by the digest of their names. For 0, each value of
+    each parameter comes once.
+    """
     kept, seen = [], set()
     for case in sorted(cases, key=lambda case: hashlib.sha256(case.name.encode()).digest()):
-        values = {(name, id(value)) for name, value in case.callspec.params.items()}  # the same objects in all cases
+        # the same objects in all cases
+        values = {(name, id(value)) for name, value in case.callspec.params.items()}
         if len(kept) < number if number else not values <= seen:
             kept.append(case)
             seen |= values

@@ -18,7 +18,10 @@ CALLS = {  # of every distributed function: its name and options
     "zigzag": ("zigzag_attention", {}),
     "striped": ("striped_attention", {}),
     "strided": ("strided_attention", {"head_stride": 1}),
-    "strided, split": ("strided_attention", {"head_stride": 2, "forward_first_stride": 1, "backward_last_stride": 1}),
+    "strided, split": (
+        "strided_attention",
+        {"head_stride": 2, "forward_first_stride": 1, "backward_last_stride": 1},
+    ),
     "strided, ring": ("strided_attention", {"head_stride": 2, "backward_schedule": "ring"}),
     "magi": ("magi_attention", {"casts": 2}),
     "magi keeps": ("magi_attention", {"casts": 2, "keep_kv": True}),
@@ -36,20 +39,27 @@ def attending(half, call, mask, layout, **options):
     """Return a call of CALLS that takes q, k and v alone and returns out and lse."""
     name, of_call = CALLS[call]
     given = {} if name in OWN_LAYOUTS else {"layout": layout}
-    return functools.partial(getattr(half, name), mask=mask, return_lse=True, **given, **of_call, **options)
+    return functools.partial(
+        getattr(half, name), mask=mask, return_lse=True, **given, **of_call, **options
+    )
 
 
 def whole(mask, b=1, h=4, g=2, d=8, dv=6, dtype=torch.float64, seed=0):
     """Return q, k, v, dout and dlse of the whole sequence, equal on every rank."""
     draw = torch.Generator().manual_seed(seed)
     shapes = [(h, d), (g, d), (g, dv), (h, dv)]
-    q, k, v, dout = (torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes)
+    q, k, v, dout = (
+        torch.randn(b, mask.queries, *x, generator=draw, dtype=torch.float64).to(dtype)
+        for x in shapes
+    )
     dlse = torch.randn(b, h, mask.queries, generator=draw, dtype=torch.float64)
     return q, k, v, dout, dlse.to(torch.promote_types(dtype, torch.float32))
 
 
 def on_this_rank(attend, layout, tensors, group=None):
-    """Run attention and its gradients on this rank's shards, and return the results of the whole sequence."""
+    """Run attention and its gradients on this rank's shards, and return the results of the whole
+    sequence.
+    """
     rank = dist.get_rank(group)
     q, k, v, dout, dlse = tensors
     q, k, v = (layout.shard(x, rank).detach().requires_grad_() for x in (q, k, v))
@@ -57,7 +67,10 @@ def on_this_rank(attend, layout, tensors, group=None):
     torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
     got = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
     return Attended(
-        *(layout.unshard(x, group, 2 if name == "lse" else 1) for name, x in zip(got._fields, got, strict=True))
+        *(
+            layout.unshard(x, group, 2 if name == "lse" else 1)
+            for name, x in zip(got._fields, got, strict=True)
+        )
     )
 
 
@@ -69,5 +82,7 @@ def close(mine, theirs, atol=1e-12):
 
 def assert_agrees(got, mask, q, k, v, dout, dlse):
     """Fail unless the judge accepts ``got``."""
-    verdict = agreement(got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse))
+    verdict = agreement(
+        got, oracle(q, k, v, dout, mask, dlse=dlse), dense(q, k, v, dout, mask, dlse=dlse)
+    )
     assert verdict.agrees, str(verdict)

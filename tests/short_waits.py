@@ -2,7 +2,8 @@
 
 from canon.ranks import agreement
 
-SETTINGS = {"ANSWER_SECONDS": 1.0, "POLL_SECONDS": 0.1, "REPORT_SECONDS": 0.3}  # 5, 1 and 3 seconds in the package
+# 5, 1 and 3 seconds in the package
+SETTINGS = {"ANSWER_SECONDS": 1.0, "POLL_SECONDS": 0.1, "REPORT_SECONDS": 0.3}
 
 
 def shorten_waits():

@@ -1,4 +1,6 @@
-"""Active queries are exactly those that see a key, in order, under the same mask; parts return to their rows."""
+"""Active queries are exactly those that see a key, in order, under the same mask; parts return to
+their rows.
+"""
 
 import pytest
 import torch
@@ -14,17 +16,27 @@ from canon.masks.layout import Layout
 MASKS = {
     "causal": Mask.causal(9),
     "none": Mask([], 6, 5),
-    "scattered": Layout.zigzag(40, 4).local_mask(Mask.documents([0, 3, 4, 9, 21, 22, 30, 40]), 2, 1),
-    "slices": Mask.ranges([(1, 4), (3, 6), (9, 12)], [(0, 2), (4, 7), (1, 9)], ["full", "causal", "full"]),
+    "scattered": Layout.zigzag(40, 4).local_mask(
+        Mask.documents([0, 3, 4, 9, 21, 22, 30, 40]), 2, 1
+    ),
+    "slices": Mask.ranges(
+        [(1, 4), (3, 6), (9, 12)], [(0, 2), (4, 7), (1, 9)], ["full", "causal", "full"]
+    ),
 }
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 4), st.data())
 def test_active_queries_are_right_for_any_documents_and_layouts(cuts, ranks, data):
     n = max(cuts)
-    mask = Mask.documents([0, *sorted(cuts)], window=data.draw(st.sampled_from([None, (7, 0), (2, 3)])))
-    layout = getattr(Layout, data.draw(st.sampled_from(["contiguous", "zigzag", "striped"])))(n, ranks)
-    local = layout.local_mask(mask, data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1)))
+    mask = Mask.documents(
+        [0, *sorted(cuts)], window=data.draw(st.sampled_from([None, (7, 0), (2, 3)]))
+    )
+    layout = getattr(Layout, data.draw(st.sampled_from(["contiguous", "zigzag", "striped"])))(
+        n, ranks
+    )
+    local = layout.local_mask(
+        mask, data.draw(st.integers(0, ranks - 1)), data.draw(st.integers(0, ranks - 1))
+    )
     active, dense = active_queries_of(local), local.dense()
     assert torch.equal(active.mask.dense(), dense[dense.any(1)])
     assert torch.equal(active.take(torch.arange(local.queries), 0), dense.any(1).nonzero()[:, 0])
@@ -35,7 +47,10 @@ def test_one_range_is_used_in_place():
     x = torch.randn(1, mask.queries, 2, 4)
     assert active_queries_of(mask, all_queries=True).mask is mask
     assert active_queries_of(mask, all_queries=True).take(x).data_ptr() == x.data_ptr()
-    assert active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr() == x.data_ptr()
+    assert (
+        active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr()
+        == x.data_ptr()
+    )
 
 
 @pytest.mark.gpu
@@ -70,10 +85,12 @@ def test_parts_are_merged_into_their_rows_only(mask):
     expected[0][:, rows], expected[1][:, :, rows] = merged
     result, merged_lse = torch.empty(out.shape, dtype=torch.bfloat16, device=DEVICE), lse.clone()
     active.merge([out.clone(), merged_lse], (part, part_lse), result)
-    torch.testing.assert_close(result, expected[0].bfloat16(), equal_nan=True, rtol=0, atol=0)  # rounded once
+    # rounded once
+    torch.testing.assert_close(result, expected[0].bfloat16(), equal_nan=True, rtol=0, atol=0)
     assert torch.equal(merged_lse, expected[1])
     active.merge([out, lse], (part, part_lse))
-    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)  # the result of merge on these rows
+    # the result of merge on these rows
+    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)
     torch.testing.assert_close(lse, expected[1], rtol=0, atol=0)
 
 

@@ -1,4 +1,6 @@
-"""The simulator runs kernels with aggregates, and checks the types of their fields as Triton does."""
+"""The simulator runs kernels with aggregates,
+and checks the types of their fields as Triton does.
+"""
 
 import pytest
 import torch
@@ -58,5 +60,8 @@ def wrong_kernel(results, n):
 
 
 def test_a_constant_in_a_field_for_a_tensor_raises():
-    with simulator.simulated(), pytest.raises(TypeError, match="field total of Counter is a tensor"):
+    with (
+        simulator.simulated(),
+        pytest.raises(TypeError, match="field total of Counter is a tensor"),
+    ):
         wrong_kernel[(1,)](torch.zeros(3, dtype=torch.int32), 5)  # pyright: ignore

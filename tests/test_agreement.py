@@ -1,7 +1,8 @@
-"""Both halves agree with the oracle: in every case of the table of `canon check`, and where its shapes do not reach.
+"""Both halves agree with the oracle: in every case of the table of `canon check`, and where its
+shapes do not reach.
 
-`make check` runs the table on `canon.fast`. This file is the one place where the agreement of public functions is stated.
-`canon check --random` draws further cases.
+`make check` runs the table on `canon.fast`. This file is the one place where the agreement of
+public functions is stated. `canon check --random` draws further cases.
 The kernel backends have tests of their own, with tiles and shapes that are awkward for them.
 """
 
@@ -23,8 +24,10 @@ from canon.testing.judge import Attended, oracle
 
 DOCUMENTS = Documents(tuple("abcd"), tuple(bytes(range(n)) for n in (1, 30, 9, 31)))
 TABLE = cases.all_cases(["float32", "bfloat16", "float64"], gpu=False)
-UNEVEN = Layout([[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], 31)  # one rank is empty
-BLOCKS = Mask.block_causal([(2 * (i // 6)) % 7 for i in range(31)])  # a rank sees a part of the keys before its own
+# one rank is empty
+UNEVEN = Layout([[range(20, 31)], [], [range(0, 3), range(7, 20)], [range(3, 7)]], 31)
+# a rank sees a part of the keys before its own
+BLOCKS = Mask.block_causal([(2 * (i // 6)) % 7 for i in range(31)])
 METHODS = ("fused", "split", "head_parallel")
 every_call = pytest.mark.parametrize("call", CALLS)
 # Every method with one call of each schedule, and one method with each other call.
@@ -43,7 +46,9 @@ def small_tiles(monkeypatch):
 
 @pytest.fixture
 def unwritten_is_nan():
-    """Fill the result of torch.empty with NaN, so that a read of unwritten memory fails the test."""
+    """Fill the result of torch.empty with NaN,
+    so that a read of unwritten memory fails the test.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -56,7 +61,9 @@ def unwritten_is_nan():
 def test_every_case_of_the_table_agrees_and_repeats_its_bits(function, tmp_path):
     some = tuple(case for case in TABLE if case.function == function)
     sink = tmp_path / "results"
-    process_groups.threads(CaseRunner("canon.reference", some, FromDocuments(DOCUMENTS), "cpu", sink), 3)
+    process_groups.threads(
+        CaseRunner("canon.reference", some, FromDocuments(DOCUMENTS), "cpu", sink), 3
+    )
     results = [json.loads(line) for line in sink.read_text().splitlines()]
     assert [result["case"] for result in results] == [case.name for case in some]
     assert not [(result["case"], fault) for result in results for fault in result["faults"]]
@@ -87,7 +94,10 @@ def test_shards_may_be_uneven_or_empty_with_every_backward(half, call, method, u
 
 @every_call
 def test_more_ranks_than_tokens(half, call, unwritten_is_nan):
-    for layout in {layout_of(call, 3, 5, make(3, 5)) for make in (Layout.contiguous, Layout.zigzag, Layout.striped)}:
+    for layout in {
+        layout_of(call, 3, 5, make(3, 5))
+        for make in (Layout.contiguous, Layout.zigzag, Layout.striped)
+    }:
         check(half, call, Mask.documents([0, 1, 3]), layout)
 
 
@@ -98,12 +108,15 @@ def test_packed_tensors_and_the_default_mask_and_layout(half, call):
     attend = functools.partial(getattr(half, CALLS[call][0]), **CALLS[call][1])
 
     def program():
-        return layout.unshard(attend(*(layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v))), dim=0)
+        return layout.unshard(
+            attend(*(layout.shard(x[0], dist.get_rank(), 0) for x in (q, k, v))), dim=0
+        )
 
     expected = oracle(q, k, v, dout).out
     for got in process_groups.threads(program, 3):
         torch.testing.assert_close(got, expected[0], rtol=0, atol=1e-12)
-    torch.testing.assert_close(attend(q, k, v), expected, rtol=0, atol=1e-12)  # without a process group
+    # without a process group
+    torch.testing.assert_close(attend(q, k, v), expected, rtol=0, atol=1e-12)
 
 
 @every_call
@@ -119,14 +132,18 @@ def test_tensors_of_any_strides(half, call):
 
     got = process_groups.threads(lambda: on_this_rank(attend, layout, (q, k, v, dout, dlse)), 2)[0]
     exact = oracle(q, k, v, dout, mask, dlse=dlse)
-    both = torch.stack([exact.dv.sum(2), torch.zeros_like(exact.dv[:, :, 0])], 2)  # the gradient of the expansion
+    # the gradient of the expansion
+    both = torch.stack([exact.dv.sum(2), torch.zeros_like(exact.dv[:, :, 0])], 2)
     for one, true in zip(got, exact._replace(dv=both), strict=True):
         torch.testing.assert_close(one, true, rtol=0, atol=1e-12)
 
 
 @every_call
 def test_two_disjoint_groups_at_once(half, call):
-    mask, tensors = Mask.documents([0, 5, 17]), [whole(Mask.causal(17), seed=seed) for seed in (1, 2)]
+    mask, tensors = (
+        Mask.documents([0, 5, 17]),
+        [whole(Mask.causal(17), seed=seed) for seed in (1, 2)],
+    )
 
     def program():
         groups = [dist.new_group([0, 3, 4]), dist.new_group([1, 2])]
@@ -150,14 +167,19 @@ def test_running_results_stay_in_float32(half, call):
         return attending(half, call, Mask.full(8), layout)(q, k, v)[0].float()
 
     for out in process_groups.threads(program, 4):
-        torch.testing.assert_close(out, torch.full_like(out, values[1].item() / 4), rtol=2**-8, atol=0)
+        torch.testing.assert_close(
+            out, torch.full_like(out, values[1].item() / 4), rtol=2**-8, atol=0
+        )
 
 
 @every_call
 def test_gradients_are_sent_in_reduce_dtype(half, call):
-    """Three of four ranks add 256, 1/3 and -256 to dv of one key: bfloat16 loses the third, float32 keeps it."""
+    """Three of four ranks add 256, 1/3 and -256 to dv of one key: bfloat16 loses the third, float32
+    keeps it.
+    """
     layout = layout_of(call, 4, 4, Layout.contiguous(4, 4))
-    mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all queries see the first key alone
+    # all queries see the first key alone
+    mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)
     parts = torch.tensor([0.0, 256.0, 1 / 3, -256.0])
 
     def program(reduce_dtype):
@@ -167,7 +189,9 @@ def test_gradients_are_sent_in_reduce_dtype(half, call):
         out.backward(parts[dist.get_rank()].expand_as(out))
         return v.grad[0, 0, 0, 0].item()
 
-    exact, rounded = (process_groups.threads(lambda x=x: program(x), 4)[0] for x in (None, torch.bfloat16))
+    exact, rounded = (
+        process_groups.threads(lambda x=x: program(x), 4)[0] for x in (None, torch.bfloat16)
+    )
     assert abs(exact - 1 / 3) <= 2**-16  # one rounding at 256, where float32 steps by 2**-15
     assert abs(rounded - 1 / 3) > 2**-11  # of 1/3 on its way, or of the sum
 
@@ -176,10 +200,14 @@ MASK = Mask.documents([0, 1, 12, 19])
 
 
 def every_call_of(name):
-    """Run every call on the ranks of a gloo group. A function of the module, so that it can be pickled."""
+    """Run every call on the ranks of a gloo group. A function of the module, so that it can be
+    pickled.
+    """
     half, found = {"reference": reference, "fast": fast}[name], {}
     for call in CALLS:
-        layout = layout_of(call, 19, 3, reference.dispatch(MASK, 3, chunk=2, cells_per_us=1, tokens_per_us=1000))
+        layout = layout_of(
+            call, 19, 3, reference.dispatch(MASK, 3, chunk=2, cells_per_us=1, tokens_per_us=1000)
+        )
         found[call] = on_this_rank(attending(half, call, MASK, layout), layout, whole(MASK))
     return found
 
@@ -200,7 +228,9 @@ def test_any_number_of_queries_and_keys(half, queries, keys):
     mask = Mask.ranges([(0, queries)], [(0, keys)], ["full"])
     draw = torch.Generator().manual_seed(0)
     shapes = [(queries, 4, 8), (keys, 2, 8), (keys, 2, 5), (queries, 4, 5)]
-    q, k, v, dout = (torch.randn(2, *shape, generator=draw, dtype=torch.float64) for shape in shapes)
+    q, k, v, dout = (
+        torch.randn(2, *shape, generator=draw, dtype=torch.float64) for shape in shapes
+    )
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out, lse = half.attention(q, k, v, mask, return_lse=True)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, torch.ones_like(lse)))
@@ -219,7 +249,11 @@ def test_merge_takes_fully_masked_parts_and_any_gap(half):
     other_lse = torch.tensor([[[-inf, 2.0, -100.0, -inf, 3.0]]], dtype=torch.float64)
     other[0, 0] = torch.nan  # not visible: may hold anything
     merged, merged_lse = half.merge(out, lse, other, other_lse)
-    expected = torch.stack([out[0, 0], other[0, 1], out[0, 2], torch.zeros(1, 3), (out[0, 4] + other[0, 4]) / 2])
+    expected = torch.stack(
+        [out[0, 0], other[0, 1], out[0, 2], torch.zeros(1, 3), (out[0, 4] + other[0, 4]) / 2]
+    )
     torch.testing.assert_close(merged[0], expected, rtol=0, atol=1e-15)
-    wanted = torch.tensor([0, 2, 100, -inf, 3 + torch.tensor(2.0, dtype=torch.float64).log()], dtype=torch.float64)
+    wanted = torch.tensor(
+        [0, 2, 100, -inf, 3 + torch.tensor(2.0, dtype=torch.float64).log()], dtype=torch.float64
+    )
     torch.testing.assert_close(merged_lse[0, 0], wanted, rtol=0, atol=1e-15)

@@ -1,4 +1,5 @@
-"""A wrong argument of a public function is named on every rank, also if only one rank has it, and so is a disagreement.
+"""A wrong argument of a public function is named on every rank, also if only one rank has it, and
+so is a disagreement.
 
 `test_mask_arguments` has the constructors of masks and layouts.
 """
@@ -54,7 +55,12 @@ def right(half, function):
     qkv = {"q": X, "k": KV, "v": KV}
     return {
         "attention_forward": {**qkv, "mask": Mask.causal(T)},
-        "latent_attention": {"q": X, "latent": zeros(1, T, 6), "k_rope": zeros(1, T, 4), "up_weight": WEIGHT},
+        "latent_attention": {
+            "q": X,
+            "latent": zeros(1, T, 6),
+            "k_rope": zeros(1, T, 4),
+            "up_weight": WEIGHT,
+        },
         "attention_backward": {"dout": X, **qkv, "out": X, "lse": LSE, "mask": Mask.causal(T)},
         "merge": {"out": X, "lse": LSE, "other_out": X, "other_lse": LSE},
         "decode_attention": {"q": X[:, :3], "k": KV, "v": KV},
@@ -105,14 +111,32 @@ def masks_of(*lengths):
     return [Mask.causal(n) for n in lengths]
 
 
-TWO = dict(q=X.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1))  # sequences
+# sequences
+TWO = dict(q=X.expand(2, -1, -1, -1), k=KV.expand(2, -1, -1, -1), v=KV.expand(2, -1, -1, -1))
 SPARSE, META = X.to_sparse(), X.to("meta")
 WRONG = [  # functions, changed arguments, and a part of the error
     ((*ATTEND, "attention_forward"), dict(mask=zeros(24, 24)), "mask must be a canon.Mask"),
     ((*ATTEND, "decode_attention"), dict(mask="causal"), "mask must be a canon.Mask"),
-    *(((*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch", "prepare"), dict(mask=ends),
-       "for packed documents pass Mask.documents(cu_seqlens)") for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))),
-    (("attention",), dict(q=X[0], k=KV[0], v=KV[0], mask=(0, 8)), "got (0, 8) (tuple): for packed documents"),
+    *(
+        (
+            (
+                *ATTEND,
+                "attention_forward",
+                "attention_backward",
+                "decode_attention",
+                "dispatch",
+                "prepare",
+            ),
+            dict(mask=ends),
+            "for packed documents pass Mask.documents(cu_seqlens)",
+        )
+        for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))
+    ),
+    (
+        ("attention",),
+        dict(q=X[0], k=KV[0], v=KV[0], mask=(0, 8)),
+        "got (0, 8) (tuple): for packed documents",
+    ),
     (ATTEND, dict(q=META), "q is on the meta device"),
     ((*ATTEND, "decode_attention"), dict(k=None), "k must be a torch.Tensor"),
     (ATTEND, dict(v=KV.half()), "q, k, v must share one dtype"),
@@ -125,13 +149,21 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (ATTEND, dict(q=X[0]), "(b, t, heads, width)"),
     (ATTEND, dict(scale=float("nan")), "scale must be finite"),
     (ATTEND, dict(scale=float("inf")), "scale must be finite"),
-    (ATTEND, dict(scale=torch.ones((), requires_grad=True)), "scale must be a number without a gradient"),
+    (
+        ATTEND,
+        dict(scale=torch.ones((), requires_grad=True)),
+        "scale must be a number without a gradient",
+    ),
     (ATTEND, dict(scale="1"), "scale must be a number"),
     (ATTEND, dict(softcap=0), "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
     (ATTEND, dict(softcap=-30.0), "softcap must be None or a number from 1e-30 to 1e30, got -30.0"),
     (ATTEND, dict(softcap=float("nan")), "softcap must be finite"),
     (ATTEND, dict(softcap="30"), "softcap must be a number without a gradient"),
-    (ATTEND, dict(scale=torch.ones((), device="meta")), "scale is a tensor on meta, for which each call would wait"),
+    (
+        ATTEND,
+        dict(scale=torch.ones((), device="meta")),
+        "scale is a tensor on meta, for which each call would wait",
+    ),
     (ATTEND, dict(backward="fast"), "backward='fast': expected one of"),
     (ATTEND, dict(sink=zeros(3)), "sink must be (4,), a logit for each query head, got (3,)"),
     (ATTEND, dict(sink=zeros(1, 4)), "sink must be (4,)"),
@@ -140,35 +172,74 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (ATTEND, dict(sink=zeros(4, device="meta")), "sink is on the meta device"),
     (DISTRIBUTED, dict(reduce_dtype="float32"), "reduce_dtype must be"),
     (DISTRIBUTED, dict(reduce_dtype=torch.int32), "reduce_dtype must be"),
-    (DISTRIBUTED, dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1: pass one for each sequence"),
+    (
+        DISTRIBUTED,
+        dict(mask=masks_of(24, 24)),
+        "mask holds 2 Masks for a batch of 1: pass one for each sequence",
+    ),
     (DISTRIBUTED, dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(24)), "pass one Mask"),
     (DISTRIBUTED, TWO | dict(mask=masks_of(24, 9)), "mask[1] is 9 x 9, the layout has 24 tokens"),
     (DISTRIBUTED, TWO | dict(mask=[CAUSAL, None]), "mask[1] must be a canon.Mask, got NoneType"),
-    (("strided_attention", "magi_attention"),
-     TWO | dict(mask=[CAUSAL, Mask.full(24)], layout=CONTIGUOUS, rank_invariant=True),
-     "rank_invariant=True takes different masks for sequences of a multiple of 128 tokens, got 24"),
-    (PLACED, dict(mask=Mask.causal(9), layout=CONTIGUOUS), "the mask is 9 x 9, the layout has 24 tokens"),
+    (
+        ("strided_attention", "magi_attention"),
+        TWO | dict(mask=[CAUSAL, Mask.full(24)], layout=CONTIGUOUS, rank_invariant=True),
+        "rank_invariant=True takes different masks for sequences of a multiple of 128 tokens, got "
+        "24",
+    ),
+    (
+        PLACED,
+        dict(mask=Mask.causal(9), layout=CONTIGUOUS),
+        "the mask is 9 x 9, the layout has 24 tokens",
+    ),
     (PLACED, dict(layout="zigzag"), "layout must be a canon.Layout"),
     (PLACED, dict(layout=Layout.contiguous(24, 5)), "the layout is for 5 ranks, the group has 3"),
-    (PLACED, dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)), "tokens, q holds 8"),
+    (
+        PLACED,
+        dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)),
+        "tokens, q holds 8",
+    ),
     (LATENT, dict(latent=None), "latent must be a torch.Tensor, got NoneType"),
     (LATENT, dict(up_weight=None), "up_weight must be a torch.Tensor, got NoneType"),
-    (LATENT, dict(latent=KV), "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope)"),
-    (LATENT, dict(k_rope=zeros(1, 5, 4)), "the tokens, got q (1, 8, 4, 16), latent (1, 8, 6), k_rope (1, 5, 4), up"),
-    (LATENT, dict(latent=zeros(1, 5, 6), k_rope=zeros(1, 5, 4)), "q, latent and k_rope must share the batch and the tokens"),
+    (
+        LATENT,
+        dict(latent=KV),
+        "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope)",
+    ),
+    (
+        LATENT,
+        dict(k_rope=zeros(1, 5, 4)),
+        "the tokens, got q (1, 8, 4, 16), latent (1, 8, 6), k_rope (1, 5, 4), up",
+    ),
+    (
+        LATENT,
+        dict(latent=zeros(1, 5, 6), k_rope=zeros(1, 5, 4)),
+        "q, latent and k_rope must share the batch and the tokens",
+    ),
     (LATENT, dict(k_rope=zeros(1, T, 16)), "q must be wider than k_rope"),
     (LATENT, dict(up_weight=WEIGHT.mT), "up_weight must be (h * (d - rope + dv), rank)"),
     (LATENT, dict(up_weight=zeros(4 * 12, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
     (LATENT, dict(up_weight=zeros(113, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
-    (LATENT, dict(up_weight=WEIGHT.half()), "must share one dtype of float64, float32, float16, bfloat16, got torch.float32"),
+    (
+        LATENT,
+        dict(up_weight=WEIGHT.half()),
+        "must share one dtype of float64, float32, float16, bfloat16, got torch.float32",
+    ),
     (LATENT, dict(layout="zigzag"), "layout must be a canon.Layout"),
     (LATENT, dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1"),
     (LATENT, dict(sink=zeros(3)), "sink must be (4,)"),
     (("attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
     (("attention",), dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
-    (LOCAL, dict(mask=masks_of(8, 8)), "mask holds 2 Masks for a batch of 1: pass one for each sequence"),
+    (
+        LOCAL,
+        dict(mask=masks_of(8, 8)),
+        "mask holds 2 Masks for a batch of 1: pass one for each sequence",
+    ),
     (LOCAL, dict(mask=[]), "mask holds 0 Masks for a batch of 1"),
-    (PLACED, dict(q=X.transpose(1, 2), k=KV.transpose(1, 2), v=KV.transpose(1, 2)), "got 4 and 2: pass x.transpose(1, 2)"),
+    (
+        PLACED,
+        dict(q=X.transpose(1, 2), k=KV.transpose(1, 2), v=KV.transpose(1, 2)),
+        "got 4 and 2: pass x.transpose(1, 2)",
+    ),
     (LOCAL, dict(mask=masks_of(9)), "mask[0] is 9 queries x 9 keys, q holds 8 tokens"),
     (LOCAL, dict(mask=[None]), "mask[0] must be a canon.Mask, got NoneType"),
     (LOCAL, dict(mask=[masks_of(8)]), "mask[0] must be one canon.Mask"),
@@ -178,24 +249,68 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("attention_backward",), dict(lse=LSE[:, :3]), "lse must be"),
     (("attention_backward",), dict(dlse=LSE, delta=LSE), "not both"),
     (("merge",), dict(other_out=X[:, :5], other_lse=LSE[..., :5]), "parts differ in shape"),
-    (("decode_attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys, q holds 3 tokens and k 8"),
+    (
+        ("decode_attention",),
+        dict(mask=Mask.causal(5)),
+        "mask is 5 queries x 5 keys, q holds 3 tokens and k 8",
+    ),
     (("decode_attention",), dict(sink=zeros(3)), "a logit for each query head"),
     (("decode_attention",), dict(mask=masks_of(5, 5)), "mask holds 2 Masks for a batch of 1"),
-    (("strided_attention",), dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3), "head_stride=3 does not"),
+    (
+        ("strided_attention",),
+        dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3),
+        "head_stride=3 does not",
+    ),
     (("strided_attention",), dict(head_stride=0), "head_stride=0 does not divide the 2 key heads"),
-    (("strided_attention",), dict(head_stride=2, forward_first_stride=2), "forward_first_stride=2: expected 0 < first < head"),
-    (("strided_attention",), dict(head_stride=2, backward_first_stride=0), "backward_first_stride=0: expected 0 < first"),
-    (("strided_attention",), dict(head_stride=2, backward_last_stride=5), "backward_last_stride=5: expected 0 < last < head"),
-    (("strided_attention",), dict(head_stride=2, backward_first_stride=1, backward_last_stride=1), "split two head groups"),
-    (("strided_attention",), dict(backward_schedule="rign"), "backward_schedule='rign': expected one of 'scatter', 'ring'"),
-    (("strided_attention",), dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"), "has no effect with"),
-    (("strided_attention",), dict(head_stride=2, backward_last_stride=1, backward_schedule="ring"), "has no effect with"),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, forward_first_stride=2),
+        "forward_first_stride=2: expected 0 < first < head",
+    ),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, backward_first_stride=0),
+        "backward_first_stride=0: expected 0 < first",
+    ),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, backward_last_stride=5),
+        "backward_last_stride=5: expected 0 < last < head",
+    ),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, backward_first_stride=1, backward_last_stride=1),
+        "split two head groups",
+    ),
+    (
+        ("strided_attention",),
+        dict(backward_schedule="rign"),
+        "backward_schedule='rign': expected one of 'scatter', 'ring'",
+    ),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"),
+        "has no effect with",
+    ),
+    (
+        ("strided_attention",),
+        dict(head_stride=2, backward_last_stride=1, backward_schedule="ring"),
+        "has no effect with",
+    ),
     (("magi_attention", "cast_plan"), dict(casts=-1), "casts must be a whole number >= 1, got -1"),
     (("magi_attention", "cast_plan"), dict(casts=True), "casts must be a whole number"),
     (("magi_attention", "cast_plan"), dict(casts=1.0), "casts must be a whole number"),
     (("magi_attention", "cast_plan"), dict(casts=0), "casts must be a whole number >= 1, got 0"),
-    (("magi_attention", "cast_plan"), dict(casts=2, own_keys_first=False), "casts=2 needs own_keys_first=True or None"),
-    (("magi_attention", "cast_plan"), dict(own_keys_first=1), "own_keys_first must be True or False, got 1"),
+    (
+        ("magi_attention", "cast_plan"),
+        dict(casts=2, own_keys_first=False),
+        "casts=2 needs own_keys_first=True or None",
+    ),
+    (
+        ("magi_attention", "cast_plan"),
+        dict(own_keys_first=1),
+        "own_keys_first must be True or False, got 1",
+    ),
     (("magi_attention",), dict(keep_kv=[1]), "unhashable"),
     (("group_cast", "group_reduce"), dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
     (("group_cast",), dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
@@ -203,24 +318,47 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("dispatch",), dict(ranks=0), "ranks must be a whole number >= 1"),
     (("dispatch", "plan_report"), dict(chunk=0), "chunk must be a whole number >= 1"),
     (("dispatch",), dict(imbalance=0.9), "at least 1; got 0.9"),
-    (("dispatch",), dict(imbalance=float("nan")), "imbalance is the largest work divided by its lower bound"),
+    (
+        ("dispatch",),
+        dict(imbalance=float("nan")),
+        "imbalance is the largest work divided by its lower bound",
+    ),
     (("dispatch",), dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
     (("dispatch",), dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
     (("dispatch",), dict(tokens_per_us=0), "tokens_per_us must be"),
     (("dispatch",), dict(tokens_per_us=2**58), "only the ratio of the two rates matters"),
-    (("dispatch",), dict(swaps_per_chunk=-1), "swaps_per_chunk must be a whole number >= 0, got -1"),
+    (
+        ("dispatch",),
+        dict(swaps_per_chunk=-1),
+        "swaps_per_chunk must be a whole number >= 0, got -1",
+    ),
     (("dispatch",), dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
     (("dispatch",), dict(mask=[CAUSAL, Mask([], 3, 4)]), "mask[1] is 3 x 4, not square"),
-    (("dispatch",), dict(mask=[CAUSAL, Mask.causal(9)]), "masks of one size: mask[0] has 24 tokens, mask[1] 9"),
+    (
+        ("dispatch",),
+        dict(mask=[CAUSAL, Mask.causal(9)]),
+        "masks of one size: mask[0] has 24 tokens, mask[1] 9",
+    ),
     (("dispatch",), dict(mask=[]), "mask holds no Mask"),
     (("prepare",), dict(mask=masks_of(24)), "one Mask serves the whole batch here, so pack"),
     (("dispatch",), dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
-    (("dispatch",), dict(rank_invariant=True, chunk=200), "multiple of 128 tokens, got 200: call dispatch(..., chunk=256"),
-    *((("dispatch",), {name: wrong}, f"{name} must be a whole number") for wrong in ("4", 4.0, True, [4], float("nan"))
-      for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")),
+    (
+        ("dispatch",),
+        dict(rank_invariant=True, chunk=200),
+        "multiple of 128 tokens, got 200: call dispatch(..., chunk=256",
+    ),
+    *(
+        (("dispatch",), {name: wrong}, f"{name} must be a whole number")
+        for wrong in ("4", 4.0, True, [4], float("nan"))
+        for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")
+    ),
     (("dispatch", "cast_plan"), dict(mask=CAUSAL.dense()), "mask must be a Mask, got"),
     (("cast_plan", "plan_report"), dict(layout=[[range(24)]]), "layout must be a Layout, got"),
-    (("cast_plan",), dict(layout=Layout.contiguous(9, 2)), "the mask is 24 x 24, the layout has 9 tokens"),
+    (
+        ("cast_plan",),
+        dict(layout=Layout.contiguous(9, 2)),
+        "the mask is 24 x 24, the layout has 9 tokens",
+    ),
     (("prepare",), dict(function="merge"), "function='merge'"),
     (("prepare",), dict(function="attention"), "runs on one rank"),
     (("prepare",), dict(layout=None), "layout must be a canon.Layout"),
@@ -229,44 +367,129 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("prepare",), dict(stage=0), "no option stage: expected"),
     (("prepare",), dict(heads=4), "heads must be two whole numbers"),
     (("prepare",), dict(heads=(4, 3)), "not a multiple"),
-    (("prepare",), dict(function="latent_attention"), "a key head for each query head: heads must be (4, 4)"),
+    (
+        ("prepare",),
+        dict(function="latent_attention"),
+        "a key head for each query head: heads must be (4, 4)",
+    ),
     (("prepare",), dict(dtype="bfloat16"), "dtype must be"),
     (("prepare",), dict(backward="magic"), "backward='magic'"),
     (("prepare",), dict(requires_grad=None), "requires_grad must be True or False"),
     (("unshard", "redistribute"), dict(dim=4), "x of shape (1, 8, 4, 16) has no dim 4"),
-    (("unshard", "redistribute"), dict(x=X[:, :5]), "tokens along dim 1; the layout is for 3 ranks"),
-    (("redistribute",), dict(to=Layout.zigzag(9, 3)), "to has 9 tokens on 3 ranks, the layout 24 on 3"),
+    (
+        ("unshard", "redistribute"),
+        dict(x=X[:, :5]),
+        "tokens along dim 1; the layout is for 3 ranks",
+    ),
+    (
+        ("redistribute",),
+        dict(to=Layout.zigzag(9, 3)),
+        "to has 9 tokens on 3 ranks, the layout 24 on 3",
+    ),
     (("redistribute",), dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
     (("sequence_loss",), dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
     (("sequence_loss",), dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
     (("sequence_loss",), dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
     (LOSSES, dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
-    (LOSSES, dict(shift_labels=torch.full((1, T), 5)), "shift_labels must be in 0..4 or ignore_index=-100, got 5"),
+    (
+        LOSSES,
+        dict(shift_labels=torch.full((1, T), 5)),
+        "shift_labels must be in 0..4 or ignore_index=-100, got 5",
+    ),
     (LOSSES, dict(ignore_index=0.5), "ignore_index must be a whole number"),
-    (LOSSES, dict(weights=zeros(1, 3)), "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)"),
-    (LOSSES, dict(weights=zeros(1, T, requires_grad=True)), "got a tensor with a gradient: pass weights.detach()"),
+    (
+        LOSSES,
+        dict(weights=zeros(1, 3)),
+        "weights must be constants of the shape of shift_labels, (1, 8), got (1, 3)",
+    ),
+    (
+        LOSSES,
+        dict(weights=zeros(1, T, requires_grad=True)),
+        "got a tensor with a gradient: pass weights.detach()",
+    ),
     (LOSSES, dict(weights=zeros(1, T).int()), "weights must be floating-point"),
-    (LOSSES, dict(weights=zeros(1, T) - 1), "weights must be finite, and 0 or at least 1.2e-38, because the mean divides"),
-    (LOSSES, dict(num_items_in_batch=-1), "num_items_in_batch must be a finite number >= 0, got -1"),
-    (LOSSES, dict(num_items_in_batch=torch.ones(2)), "num_items_in_batch must be a number >= 0, got a tensor of shape (2,)"),
-    (("linear_sequence_loss",), dict(hidden=zeros(1, 3, 3)), "hidden must be (b, t, width) and shift_labels (b, t), or both"),
-    (("linear_sequence_loss",), dict(linear_weight=zeros(5, 4)), "must be (vocabulary, 3) and not empty, got (5, 4)"),
+    (
+        LOSSES,
+        dict(weights=zeros(1, T) - 1),
+        "weights must be finite, and 0 or at least 1.2e-38, because the mean divides",
+    ),
+    (
+        LOSSES,
+        dict(num_items_in_batch=-1),
+        "num_items_in_batch must be a finite number >= 0, got -1",
+    ),
+    (
+        LOSSES,
+        dict(num_items_in_batch=torch.ones(2)),
+        "num_items_in_batch must be a number >= 0, got a tensor of shape (2,)",
+    ),
+    (
+        ("linear_sequence_loss",),
+        dict(hidden=zeros(1, 3, 3)),
+        "hidden must be (b, t, width) and shift_labels (b, t), or both",
+    ),
+    (
+        ("linear_sequence_loss",),
+        dict(linear_weight=zeros(5, 4)),
+        "must be (vocabulary, 3) and not empty, got (5, 4)",
+    ),
     (("linear_sequence_loss",), dict(linear_weight=zeros(0, 3)), "and not empty, got (0, 3)"),
-    (("linear_sequence_loss",), dict(linear_weight=zeros(5, 3).double()), "hidden and linear_weight must share a dtype"),
-    (("linear_sequence_loss",), dict(linear_bias=zeros(4)), "linear_bias must be (5,), a row for each of linear_weight"),
+    (
+        ("linear_sequence_loss",),
+        dict(linear_weight=zeros(5, 3).double()),
+        "hidden and linear_weight must share a dtype",
+    ),
+    (
+        ("linear_sequence_loss",),
+        dict(linear_bias=zeros(4)),
+        "linear_bias must be (5,), a row for each of linear_weight",
+    ),
     (("linear_sequence_loss",), dict(softcap=0.0), "softcap must be a finite number > 0, got 0.0"),
-    (("linear_sequence_loss",), dict(z_loss=float("nan")), "z_loss must be a finite number >= 0, got nan"),
-    (("linear_sequence_loss",), dict(label_smoothing=True), "label_smoothing must be a number >= 0 and <= 1, got True"),
+    (
+        ("linear_sequence_loss",),
+        dict(z_loss=float("nan")),
+        "z_loss must be a finite number >= 0, got nan",
+    ),
+    (
+        ("linear_sequence_loss",),
+        dict(label_smoothing=True),
+        "label_smoothing must be a number >= 0 and <= 1, got True",
+    ),
     (("linear_sequence_loss",), dict(chunk=0), "chunk must be a whole number >= 1, got 0"),
-    (("attention", "strided_attention"), dict(rank_invariant=True, backward="fused"), "backward='fused'"),
+    (
+        ("attention", "strided_attention"),
+        dict(rank_invariant=True, backward="fused"),
+        "backward='fused'",
+    ),
     (("attention",), dict(rank_invariant=1), "rank_invariant must be True or False"),
-    (("attention", "ring_attention"), dict(return_max_logits=1), "return_max_logits must be True or False, got 1"),
-    (("strided_attention", "magi_attention"), dict(rank_invariant=True, reduce_dtype=torch.float32), "reduce_dtype=torch.f"),
-    (("strided_attention",), dict(rank_invariant=True, backward_schedule="ring"), "backward_schedule='ring'"),
-    (("magi_attention",), dict(rank_invariant=True, own_keys_first=True), "with own_keys_first=False or None"),
-    (("strided_attention", "magi_attention"), dict(rank_invariant=True, layout=CONTIGUOUS), "multiple_of=128)"),
-]  # fmt: skip
-DIFFERENT = [  # arguments of one rank that are right in themselves, and the field that the error names
+    (
+        ("attention", "ring_attention"),
+        dict(return_max_logits=1),
+        "return_max_logits must be True or False, got 1",
+    ),
+    (
+        ("strided_attention", "magi_attention"),
+        dict(rank_invariant=True, reduce_dtype=torch.float32),
+        "reduce_dtype=torch.f",
+    ),
+    (
+        ("strided_attention",),
+        dict(rank_invariant=True, backward_schedule="ring"),
+        "backward_schedule='ring'",
+    ),
+    (
+        ("magi_attention",),
+        dict(rank_invariant=True, own_keys_first=True),
+        "with own_keys_first=False or None",
+    ),
+    (
+        ("strided_attention", "magi_attention"),
+        dict(rank_invariant=True, layout=CONTIGUOUS),
+        "multiple_of=128)",
+    ),
+]
+# arguments of one rank that are right in themselves, and the field that the error names
+DIFFERENT = [
     (DISTRIBUTED, dict(mask=Mask.window(24, 2, 0)), "mask"),
     (PLACED, dict(layout=Layout.striped(24, 3)), "layout"),
     (DISTRIBUTED, {x: right(reference, "ring_attention")[x].double() for x in "qkv"}, "dtype"),
@@ -288,14 +511,22 @@ DIFFERENT = [  # arguments of one rank that are right in themselves, and the fie
     (("magi_attention",), dict(keep_kv=True), "keep_kv"),
     (LATENT, dict(k_rope=zeros(1, T, 2)), "heads and width of k_rope"),
     (LATENT, dict(up_weight=zeros(4 * 20, 6)), "shape of up_weight"),
-    (LATENT, dict(up_weight=WEIGHT.clone().requires_grad_()), "requires_grad of q, latent, k_rope, up_weight"),
+    (
+        LATENT,
+        dict(up_weight=WEIGHT.clone().requires_grad_()),
+        "requires_grad of q, latent, k_rope, up_weight",
+    ),
     (("decode_attention",), dict(q=X[:, :2]), "shape of q"),
     (("decode_attention",), dict(scale=0.5), "scale"),
     (("decode_attention",), dict(softcap=5.0), "softcap"),
     (("decode_attention",), dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
     (("decode_attention",), dict(v=KV[..., :3]), "heads and width of v"),
     (("decode_attention",), dict(sink=zeros(4)), "sink"),
-    (("redistribute",), dict(x=X.double()), "dtype: rank 0, 2: torch.float32; rank 1: torch.float64"),
+    (
+        ("redistribute",),
+        dict(x=X.double()),
+        "dtype: rank 0, 2: torch.float32; rank 1: torch.float64",
+    ),
     (("redistribute",), dict(to=Layout.striped(24, 3)), "to: rank 0, 2: Layout("),
     (("redistribute",), dict(x=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
     (("sequence_loss",), dict(logits=zeros(1, T, 6)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
@@ -307,8 +538,16 @@ DIFFERENT = [  # arguments of one rank that are right in themselves, and the fie
     (LOSSES, dict(ignore_index=4), "ignore_index: rank 0, 2: -100; rank 1: 4"),
     (LOSSES, dict(num_items_in_batch=4), "num_items_in_batch: rank 0, 2: None; rank 1: 4.0"),
     (LOSSES, dict(weights=zeros(1, T)), "weights: rank 0, 2: "),
-    (("linear_sequence_loss",), dict(softcap=4), "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)"),
-    (("linear_sequence_loss",), dict(linear_weight=zeros(6, 3)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
+    (
+        ("linear_sequence_loss",),
+        dict(softcap=4),
+        "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)",
+    ),
+    (
+        ("linear_sequence_loss",),
+        dict(linear_weight=zeros(6, 3)),
+        "vocabulary: rank 0, 2: 5; rank 1: 6",
+    ),
 ]
 
 
@@ -326,7 +565,9 @@ def refused(half, function, change):
 
 @pytest.mark.parametrize("function", [*ATTEND, *LOCAL[1:], *MOVES, *OTHERS])
 def test_a_wrong_argument_is_named_on_every_rank(half, function):
-    """First all ranks have it, then rank 1 alone: then the ranks may disagree about the argument before it is checked."""
+    """First all ranks have it, then rank 1 alone: then the ranks may disagree about the argument
+    before it is checked.
+    """
 
     def program():
         faults = []
@@ -334,7 +575,9 @@ def test_a_wrong_argument_is_named_on_every_rank(half, function):
         for only in (range(RANKS), [1]):
             for change, message in of(WRONG, function):
                 text = refused(half, function, change if dist.get_rank() in only else {})
-                differs = only == [1] and "the ranks disagree" in text and next(iter(change)) in text
+                differs = (
+                    only == [1] and "the ranks disagree" in text and next(iter(change)) in text
+                )
                 faults += [] if message in text or differs else [(message, text)]
         return faults
 
@@ -346,7 +589,9 @@ def test_a_wrong_argument_is_named_on_every_rank(half, function):
 
 
 def disagreements(name, functions):
-    """Return the disagreements that the error of this rank does not name, in first calls and after a known call."""
+    """Return the disagreements that the error of this rank does not name, in first calls and after
+    a known call.
+    """
     half, faults = HALVES[name], []
     for function in functions:
         for change, message in of(DIFFERENT, function):
@@ -354,7 +599,8 @@ def disagreements(name, functions):
             text = refused(half, function, change if dist.get_rank() == 1 else {})
             named = all(word in text for word in (message, "rank 0, 2: ", "rank 1: "))
             faults += [] if named and time.monotonic() - start < 5 else [(function, message, text)]
-        call(half, function, {})  # nothing was sent before the error, so the group can still be used
+        # nothing was sent before the error, so the group can still be used
+        call(half, function, {})
     return faults
 
 
@@ -362,7 +608,10 @@ def disagreements(name, functions):
 def test_a_disagreement_of_the_ranks_is_named(name):
     """In threads for each function, and in processes over gloo for two of them."""
     functions = (*DISTRIBUTED, *LATENT, "decode_attention", "redistribute", *LOSSES)
-    assert process_groups.threads(functools.partial(disagreements, name, functions), RANKS) == [[]] * RANKS
+    assert (
+        process_groups.threads(functools.partial(disagreements, name, functions), RANKS)
+        == [[]] * RANKS
+    )
     program = functools.partial(disagreements, name, ("ring_attention", "magi_attention"))
     assert process_groups.processes(program, RANKS) == [[]] * RANKS
 
@@ -376,4 +625,6 @@ def test_a_rank_outside_the_group_raises_alone(half):
 
     assert process_groups.threads(program, RANKS)[:2] == ["nothing was raised"] * 2
     assert "is not a member of" in process_groups.threads(program, RANKS)[2]
-    assert "group must be a ProcessGroup, a DeviceMesh" in refused(half, "ring_attention", {"group": "a group"})
+    assert ("group must be a ProcessGroup, a DeviceMesh") in refused(
+        half, "ring_attention", {"group": "a group"}
+    )

@@ -1,4 +1,6 @@
-"""Attention under autograd: recomputation, autocast, inference mode, frozen inputs, second derivatives."""
+"""Attention under autograd: recomputation, autocast, inference mode, frozen inputs, second
+derivatives.
+"""
 
 import functools
 
@@ -74,7 +76,9 @@ def test_an_evaluation_with_a_backend_does_not_stop_a_training_without_one(used)
     q, k, v = (x.requires_grad_() for x in inputs())
     with fast.backend("triton"), torch.no_grad():
         fast.attention(q, k, v)
-    checkpoint(lambda *x: torch.sin(fast.attention(*x)), q, k, v, use_reentrant=False).sum().backward()
+    checkpoint(
+        lambda *x: torch.sin(fast.attention(*x)), q, k, v, use_reentrant=False
+    ).sum().backward()
     device._first_runs.clear()
 
 
@@ -142,7 +146,9 @@ def messages(half, function, frozen, sent):
 
     def program():
         layout = Layout.zigzag(48, 2)
-        leaves = [x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)]
+        leaves = [
+            x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)
+        ]
         out = getattr(half, function)(*leaves, None, layout)
         dist.barrier()
         sent.clear()
@@ -161,7 +167,9 @@ def test_gradients_that_are_not_needed_are_not_sent(half, function, sent):
     assert torch.equal(queries[0], everything[0])
     assert queries[1] is queries[2] is keys[0] is None
     assert all(torch.equal(x, y) for x, y in zip(keys[1:], everything[1:], strict=True))
-    assert all_bytes - few_bytes >= 4 * 24 * 2 * (16 + 16), "dk and dv of the other rank, in float32"
+    assert all_bytes - few_bytes >= 4 * 24 * 2 * (16 + 16), (
+        "dk and dv of the other rank, in float32"
+    )
     assert more_bytes == all_bytes
 
 
@@ -169,7 +177,9 @@ def test_gradients_that_are_not_needed_are_not_sent(half, function, sent):
 @pytest.mark.parametrize("frozen", ["q", "k", "v", "kv", "qk"])
 def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
     def grads(frozen):
-        leaves = [x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)]
+        leaves = [
+            x.requires_grad_(name not in frozen) for name, x in zip("qkv", inputs(), strict=True)
+        ]
         half.attention(*leaves, backward=method).square().sum().backward()
         return [x.grad for x in leaves]
 
@@ -180,7 +190,8 @@ def test_attention_computes_the_gradients_that_are_needed(half, method, frozen):
 # --- unsupported differentiation
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's forward mode causes it
+# torch's forward mode causes it
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @every_function
 def test_unsupported_differentiation_is_named(half, function):
     attend = getattr(half, function)
@@ -189,7 +200,10 @@ def test_unsupported_differentiation_is_named(half, function):
         torch.func.grad(lambda q: attend(q, k, v).sum())(q)
     with pytest.raises(NotImplementedError, match=r"torch\.func"):
         torch.func.vmap(lambda q: attend(q, k.detach(), v.detach()))(q.detach()[None])
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match="forward-mode"),
+    ):
         attend(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k.detach(), v.detach())
     (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivatives"):

@@ -1,4 +1,6 @@
-"""A band has the cells of its definition, and its operations act on the cells like operations on a boolean matrix."""
+"""A band has the cells of its definition, and its operations act on the cells like operations on a
+boolean matrix.
+"""
 
 import torch
 from band_strategies import bands, bounds, intervals, ranges_inside
@@ -54,7 +56,9 @@ def test_shift_of_a_band_is_undone_by_the_opposite_shift(band, queries, keys):
 def test_pick_of_a_band_slices_its_matrix(data, band, step):
     rows, columns = (data.draw(ranges_inside(12, step)) for _ in "qk")
     picked = band.pick(rows, columns)
-    assert torch.equal(cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)])
+    assert torch.equal(
+        cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)]
+    )
     assert picked.area == cells(picked)[: len(rows), : len(columns)].sum()
 
 
@@ -67,6 +71,7 @@ def test_joined_repairs_a_band_that_was_cut_at_keys_in_any_order(data, band, sea
     assert joined(sorted(parts)) == whole
     assert len(whole) <= len(parts)
     assert torch.equal(
-        sum((cells(part).int() for part in whole), torch.zeros(12, 12, dtype=torch.int32)).bool(), cells(band)
+        sum((cells(part).int() for part in whole), torch.zeros(12, 12, dtype=torch.int32)).bool(),
+        cells(band),
     )
     assert sum(part.area for part in whole) == band.area

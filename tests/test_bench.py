@@ -25,7 +25,12 @@ def test_shapes_and_masks_are_read():
     assert shapes.shape_of("1,40,4,2,16,prefix:9").mask == Mask.prefix(40, 9)
     assert shapes.shape_of("1,8,4,2,16,tree:4+2x2").mask == Mask.tree([-1, 0, 0], [4, 2, 2])
     assert shapes.shape_of("1,6,4,2,16,blocks:3+1+2").mask == Mask.block_causal([0, 0, 0, 1, 2, 2])
-    wrong = [("1,2,3", "causal"), ("1,64,4,2,16", "triangle"), ("1,64,4,2,16", "window"), ("x,1,1,1,1", "full")]
+    wrong = [
+        ("1,2,3", "causal"),
+        ("1,64,4,2,16", "triangle"),
+        ("1,64,4,2,16", "window"),
+        ("x,1,1,1,1", "full"),
+    ]
     wrong += [
         ("1,64,4,2,16", "pack"),
         ("1,64,4,2,16", "prefix:65"),
@@ -33,7 +38,12 @@ def test_shapes_and_masks_are_read():
         ("1,64,4,2,16", "tree:60+2x3"),
         ("1,64,4,2,16", "tree:60+4x"),
     ]
-    wrong += [("1,64,4,3,16", "full"), ("1,64,4,2,16", None), ("1,64,4,2,16,full", "causal"), ("1,0,1,1,16", "full")]
+    wrong += [
+        ("1,64,4,3,16", "full"),
+        ("1,64,4,2,16", None),
+        ("1,64,4,2,16,full", "causal"),
+        ("1,0,1,1,16", "full"),
+    ]
     for text, mask in wrong:
         with pytest.raises(ValueError, match="expected"):
             shapes.shape_of(text, mask)
@@ -42,20 +52,32 @@ def test_shapes_and_masks_are_read():
 def test_masks_go_to_shapes_without_one_and_replace_those_of_the_defaults():
     assert len(shapes.shapes_of([], [], shapes.KERNELS)) == 9
     assert [s.mask_name for s in shapes.shapes_of(["1,8,1,1,16"], [], [])] == ["causal"]
-    assert [s.mask_name for s in shapes.shapes_of(["1,8,1,1,16"], ["full", "window:2"], [])] == ["full", "window:2"]
+    assert [s.mask_name for s in shapes.shapes_of(["1,8,1,1,16"], ["full", "window:2"], [])] == [
+        "full",
+        "window:2",
+    ]
     assert [s.mask_name for s in shapes.shapes_of(["1,8,1,1,16,full"], [], [])] == ["full"]
     with pytest.raises(ValueError, match="without a mask"):
         shapes.shapes_of(["1,8,1,1,16,full"], ["causal"], [])
-    replaced = shapes.shapes_of([], ["full"], ["1,8,1,1,16,causal", "1,8,1,1,16,full", "1,16,1,1,16,causal"])
+    replaced = shapes.shapes_of(
+        [], ["full"], ["1,8,1,1,16,causal", "1,8,1,1,16,full", "1,16,1,1,16,causal"]
+    )
     assert [(s.n, s.mask_name) for s in replaced] == [(8, "full"), (16, "full")]
 
 
 def test_jobs_are_what_the_options_ask_for():
     assert len(kernels.jobs(options_of("kernels"))) == 9
-    assert [len(job) for job in kernels.jobs(options_of("kernels", "--partial", "--shape", "1,64,2,2,16"))] == [2]
+    assert [
+        len(job)
+        for job in kernels.jobs(options_of("kernels", "--partial", "--shape", "1,64,2,2,16"))
+    ] == [2]
     assert len(kernels.jobs(options_of("kernels", "--sweep", "64"))) == 9
     assert len(kernels.jobs(options_of("kernels", "--sweep"))) == 27
-    for words in (["--sweep", "wide"], ["--auto", "--mask", "full"], ["--partial", "--mask", "full"]):
+    for words in (
+        ["--sweep", "wide"],
+        ["--auto", "--mask", "full"],
+        ["--partial", "--mask", "full"],
+    ):
         with pytest.raises(ValueError):
             kernels.jobs(options_of("kernels", *words))
 
@@ -65,7 +87,9 @@ def test_an_option_of_another_command_is_refused():
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
     with pytest.raises(ValueError, match="belongs to tune"):
         bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
-    with pytest.raises(ValueError, match="belongs to kernels and few and trees and layers and schedules"):
+    with pytest.raises(
+        ValueError, match="belongs to kernels and few and trees and layers and schedules"
+    ):
         bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
@@ -76,7 +100,8 @@ def test_every_method_agrees_before_it_is_timed():
     names = ["split", "fused", "head_parallel"]
     assert [row["contender"] for row in rows] == [f"canon triton {name}" for name in names]
     assert all(row["agrees"] and row["backward_ms"] == [1.0] * 6 for row in rows)
-    assert [("forward_ms" in row) for row in rows] == [True, False, False]  # they share one forward pass
+    # they share one forward pass
+    assert [("forward_ms" in row) for row in rows] == [True, False, False]
     assert rows[0]["forward_tflops"] == shape.operations / 1e9
     assert rows[0]["backward_tflops"] == 2.5 * shape.operations / 1e9
     assert "forward_to_peer" not in rows[0]  # there is no peer
@@ -87,7 +112,9 @@ def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
     from canon import fast
 
     attention = fast.attention
-    monkeypatch.setattr(fast, "attention", lambda q, k, v, mask, **kw: attention(q, k, v, mask, **kw) * factor)
+    monkeypatch.setattr(
+        fast, "attention", lambda q, k, v, mask, **kw: attention(q, k, v, mask, **kw) * factor
+    )
     shape = shapes.shape_of("1,40,2,2,16", "causal")
     (rows,) = kernels.measure([shape], torch.float32, CPU, "canon triton split", 2, CEILINGS)
     assert "disagrees" in rows[0]["failed"]
@@ -100,14 +127,19 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     rows = layers.measure(shape, torch.float32, CPU, 2, "eager|SDPA|auto|triton|cuda")
     names = ["canon auto", "SDPA mask", "eager", "eager float32", "canon triton", "canon cuda"]
     assert [row["contender"] for row in rows] == names
-    assert all(row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None for row in rows[:-1])
+    assert all(
+        row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None
+        for row in rows[:-1]
+    )
     assert "support bfloat16" in rows[-1]["declined"]
     assert layers.tables(rows)[0].row_count == len(rows)
 
 
 def test_decoding_is_judged_on_ranks_and_its_bits_compared():
     shape = shapes.shape_of("1,3,4,2,64", "full:300")
-    rows, _ = process_groups.processes(decoding.Bench((shape,), torch.float32, "", 2, "cpu", calls=1), 2)
+    rows, _ = process_groups.processes(
+        decoding.Bench((shape,), torch.float32, "", 2, "cpu", calls=1), 2
+    )
     assert [row["schedule"] for row in rows] == ["parts", "sums travel", "keys travel", "one GPU"]
     assert all(row["agrees"] and len(row["wall_ms"]) == 2 and "failed" not in row for row in rows)
     assert decoding.tables(rows)[0].row_count == len(rows)
@@ -115,13 +147,17 @@ def test_decoding_is_judged_on_ranks_and_its_bits_compared():
 
 def test_few_queries_are_judged_and_timed_beside_a_copy(monkeypatch):
     monkeypatch.setattr(few_queries, "FLUSHED", 1024)
-    monkeypatch.setattr(few_queries, "_gpu_times", lambda run, flush, times: [run() is None or 2.0] * times)
+    monkeypatch.setattr(
+        few_queries, "_gpu_times", lambda run, flush, times: [run() is None or 2.0] * times
+    )
     shape = shapes.shape_of("1,2,2,1,16", "full:5000")
     rows = few_queries.measure(shape, torch.bfloat16, CPU, 1, "auto")
     automatic, invariant, copy = rows
     assert automatic["contender"] == "canon auto"
     assert invariant["contender"] == "canon auto, rank invariant"
-    assert all(row["agrees"] and row["tbs"] == row["bytes"] / 2e9 and row["of_copy"] for row in rows[:2])
+    assert all(
+        row["agrees"] and row["tbs"] == row["bytes"] / 2e9 and row["of_copy"] for row in rows[:2]
+    )
     assert copy["tbs"] == pytest.approx((5000 * 2 + 2 * 2 * 2) * 16 * 2 / copy["gpu_ms"][0] / 1e9)
     assert few_queries.tables(rows)[0].row_count == 3
 
@@ -150,13 +186,26 @@ def test_candidates_are_read():
     assert tune.config_of("128, 64, 8, 2, tma, partial_columns=32") == Config(
         128, 64, 8, 2, tma=True, partial_columns=32
     )
-    for text in ("64,32,4", "64,32,4,3,2", "64,32,4,3,fast", "64,32,4,3,tma=2", "64,32,4,3,apart,7", ""):
+    for text in (
+        "64,32,4",
+        "64,32,4,3,2",
+        "64,32,4,3,fast",
+        "64,32,4,3,tma=2",
+        "64,32,4,3,apart,7",
+        "",
+    ):
         with pytest.raises(ValueError, match="expected rows,columns,warps,stages"):
             tune.config_of(text)
-    assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(128, 64, 2, ping_pong=True)
-    assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(192, 128, 4, 2, ping_pong=True)
+    assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(
+        128, 64, 2, ping_pong=True
+    )
+    assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(
+        192, 128, 4, 2, ping_pong=True
+    )
     assert tune.config_of("128,128,3,1,plain", "gluon") == hopper_config.PLAIN[128, 128]
-    assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(128, 64, 2, stale_maximum=True)
+    assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(
+        128, 64, 2, stale_maximum=True
+    )
     with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
         tune.config_of("128,64,2,tma", "gluon")
 
@@ -170,12 +219,26 @@ def test_the_hopper_kernels_are_tuned_alike():
     assert rows[1]["tflops"] > 0
     assert "bytes of shared memory" in rows[2]["failed"]
     with simulated_kernels.simulated():
-        _, row = tune.tune(shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 128, 4, 2)], "gluon")
+        _, row = tune.tune(
+            shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 128, 4, 2)], "gluon"
+        )
     assert row["failed"] == "dq does not read buffers"
     with simulated_kernels.simulated():
-        _, row = tune.tune(shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 64, 2, v_stages=1)], "gluon")
+        _, row = tune.tune(
+            shape,
+            torch.bfloat16,
+            CPU,
+            "dq",
+            [hopper_config.Config(128, 64, 2, v_stages=1)],
+            "gluon",
+        )
         _, other = tune.tune(
-            shape, torch.bfloat16, CPU, "dkdv", [hopper_config.Config(128, 64, 2, v_stages=1)], "gluon"
+            shape,
+            torch.bfloat16,
+            CPU,
+            "dkdv",
+            [hopper_config.Config(128, 64, 2, v_stages=1)],
+            "gluon",
         )
     assert row["tflops"] > 0
     assert other["failed"] == "dkdv does not read v_stages"

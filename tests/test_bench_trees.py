@@ -1,4 +1,6 @@
-"""`canon bench trees`: peers of a shared trunk compute the tree, or are absent, and Canon's speed is relative to theirs."""
+"""`canon bench trees`: peers of a shared trunk compute the tree, or are absent, and Canon's speed
+is relative to theirs.
+"""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +21,10 @@ FLASH = ["flash-attn-4 separate", "flash-attn-4 gathered", "flash-attn-4 gathere
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, max_seqlen_q, max_seqlen_k):
     """Compute what flash-attn-4 does: the last query of a sequence sees all its keys."""
     assert causal
-    parts, ends = [], [list(zip(x, x[1:], strict=False)) for x in (cu_seqlens_q.tolist(), cu_seqlens_k.tolist())]
+    parts, ends = (
+        [],
+        [list(zip(x, x[1:], strict=False)) for x in (cu_seqlens_q.tolist(), cu_seqlens_k.tolist())],
+    )
     for (start, stop), (first, last) in zip(*ends, strict=True):
         queries, keys = stop - start, last - first
         assert queries <= max_seqlen_q
@@ -31,7 +36,9 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, max_seqlen_q, max_seq
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Pretend that flash-attn-4 is installed, and that torch compiles a dense FlexAttention. Return the calls."""
+    """Pretend that flash-attn-4 is installed, and that torch compiles a dense FlexAttention. Return
+    the calls.
+    """
     calls = []
 
     def flash(*tensors, **options):
@@ -43,7 +50,9 @@ def calls(monkeypatch):
             raise RuntimeError("no such kernel")
         return peers._masked_sdpa(shape, device)
 
-    monkeypatch.setattr(peers, "flash4_module", lambda: (SimpleNamespace(flash_attn_varlen_func=flash), "4.0.0b36"))
+    monkeypatch.setattr(
+        peers, "flash4_module", lambda: (SimpleNamespace(flash_attn_varlen_func=flash), "4.0.0b36")
+    )
     monkeypatch.setattr(peers, "flex", flex)
     return calls
 
@@ -77,11 +86,20 @@ def test_a_wrong_sum_or_path_has_no_figure(calls, fault, monkeypatch):
 
 
 def test_speeds_are_relative_to_canon_by_both_clocks():
-    canon = {"contender": "canon auto", "canon": True, "both_ms": [2.0, 2.0, 9.0], "both_wall_ms": [4.0]}
+    canon = {
+        "contender": "canon auto",
+        "canon": True,
+        "both_ms": [2.0, 2.0, 9.0],
+        "both_wall_ms": [4.0],
+    }
     peer = {"contender": "peer", "canon": False, "both_ms": [7.0], "both_wall_ms": [6.0]}
     shape = shapes.shape_of(SHAPE)
     packed_trees.add_ratios([canon, peer, {"contender": "absent", "canon": False}], shape)
-    assert (peer["canon_by_both"], peer["canon_by_both_wall"], canon["canon_by_both"]) == (3.5, 1.5, 1.0)
+    assert (peer["canon_by_both"], peer["canon_by_both_wall"], canon["canon_by_both"]) == (
+        3.5,
+        1.5,
+        1.0,
+    )
     assert canon["both_tflops"] == 3.5 * 4 * 2 * 16 * (40 * 41 / 2 - 3 * 64) / 2e9
 
 
@@ -91,12 +109,24 @@ def test_the_command_reports_absent_peers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_command, "_device", lambda: CPU)
     monkeypatch.setattr(bench_command.record, "machine", dict)
     monkeypatch.setattr(peers, "flash4_module", lambda: (None, "not installed (no module)"))
-    words = ["bench", "trees", "--only", "canon|separate", "--rounds", "1", "--record", str(tmp_path / "trees.json")]
+    words = [
+        "bench",
+        "trees",
+        "--only",
+        "canon|separate",
+        "--rounds",
+        "1",
+        "--record",
+        str(tmp_path / "trees.json"),
+    ]
     assert main([*words, "--shape", "1,40,4,2,16,causal"]) == 2
     assert "tree:TRUNK+BRANCHESxTOKENS" in capsys.readouterr().out
     assert main([*words, "--shape", SHAPE]) == 0
     assert "canon auto" in capsys.readouterr().out
     kept = json.loads((tmp_path / "trees.json").read_text())
     assert kept["peers"] == {"flash-attn-4": "not installed (no module)"}
-    assert [row.get("declined") for row in kept["results"]] == [None, "ModuleNotFoundError: not installed (no module)"]
+    assert [row.get("declined") for row in kept["results"]] == [
+        None,
+        "ModuleNotFoundError: not installed (no module)",
+    ]
     assert kept["command"].startswith(f"canon bench trees --shape {SHAPE} --only")

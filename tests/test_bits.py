@@ -1,4 +1,5 @@
-"""The contract of bits: with rank_invariant=True, out and lse of a query depend on its keys and their places alone.
+"""The contract of bits: with rank_invariant=True, out and lse of a query depend on its keys and
+their places alone.
 
 Causes that would break it are planted, and change bits. The kernels have the tiles of GPUs.
 """
@@ -29,7 +30,8 @@ IN_TWO_BANDS = Mask([Band(0, N, 0, 70, None, 0), Band(70, N, 70, N, None, 0)], N
 KINDS = {
     "triton-64-bfloat16": ("triton", 64, torch.bfloat16, HOPPER["forward", 64][0]),
     "triton-128-float16": ("triton", 128, torch.float16, HOPPER["forward", 128][0]),
-    "triton-256-float32": ("triton", 256, torch.float32, Config(64, 32)),  # a GPU has 16 x 16: slow here
+    # a GPU has 16 x 16: slow here
+    "triton-256-float32": ("triton", 256, torch.float32, Config(64, 32)),
     "gluon-64-float16": ("gluon", 64, torch.float16, None),
     "gluon-128-bfloat16": ("gluon", 128, torch.bfloat16, None),
     "gluon-256-bfloat16": ("gluon", 256, torch.bfloat16, None),
@@ -52,7 +54,9 @@ def kernels(kind):
 def inputs(kind, n=N, b=1, h=2, g=1, seed=0):
     _, d, dtype, _ = KINDS[kind]
     draw = torch.Generator().manual_seed(seed)
-    return [2 * torch.randn(b, n, heads, d, generator=draw).to(dtype).to(DEVICE) for heads in (h, g, g)]
+    return [
+        2 * torch.randn(b, n, heads, d, generator=draw).to(dtype).to(DEVICE) for heads in (h, g, g)
+    ]
 
 
 def attended(q, k, v, mask, **options):
@@ -77,7 +81,10 @@ def chunk(tensors, start, stop):
 def surrounded(tensors, before, after):
     """Return the sequence between two other documents, and their mask."""
     n = tensors[0].shape[1]
-    mixed = [torch.randn(1, before + n + after, *x.shape[2:], dtype=x.dtype, device=x.device) for x in tensors]
+    mixed = [
+        torch.randn(1, before + n + after, *x.shape[2:], dtype=x.dtype, device=x.device)
+        for x in tensors
+    ]
     for place, x in zip(mixed, tensors, strict=True):
         place[:, before : before + n] = x
     return mixed, Mask.documents([0, 37, before, before + n, before + n + after])
@@ -93,7 +100,9 @@ def test_the_bits_of_a_query_depend_on_its_keys_alone(kind):
     with kernels(kind):
         whole = attended(*tensors, CAUSAL)
         for start, stop in ((290, 291), (150, 250)):
-            assert not differ(rows(whole, start, stop), chunk(tensors, start, stop)), f"chunk {start}:{stop}"
+            assert not differ(rows(whole, start, stop), chunk(tensors, start, stop)), (
+                f"chunk {start}:{stop}"
+            )
         mixed, mask = surrounded(tensors, 128, 40)
         twice = [torch.cat([x, x]).repeat_interleave(2, 2) for x in mixed]
         out, lse = attended(*twice, mask)
@@ -113,7 +122,8 @@ def test_a_document_moved_by_part_of_a_tile_has_other_bits(kind):
 @pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
 def test_a_window_or_a_hole_in_the_keys_changes_no_bit_of_a_chunk(kind):
     q, k, v = inputs(kind)
-    mask = Mask([Band(0, N, 0, 20), Band(0, N, 20, N, -60, 0)], N, N)  # attention to the first tokens and a window
+    # attention to the first tokens and a window
+    mask = Mask([Band(0, N, 0, 20), Band(0, N, 20, N, -60, 0)], N, N)
     with kernels(kind):
         whole = attended(q, k, v, mask)
         for rows_of in (range(290, 291), range(125, 225)):
@@ -124,18 +134,23 @@ def test_a_window_or_a_hole_in_the_keys_changes_no_bit_of_a_chunk(kind):
 # ---------------------------------------------------------------------- trees
 @pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
 def test_branches_of_a_tree_have_the_bits_and_query_gradients_of_their_sequences(kind):
-    """Gradients of keys of a leaf equal those of its sequence alone; those of the trunk add all branches, in a fixed order."""
+    """Gradients of keys of a leaf equal those of its sequence alone; those of the trunk add all
+    branches, in a fixed order.
+    """
     trunk, leaves = [1] * 130, ([2] * 100, [3] * 20)
     tree = trees.pack([trunk + leaf for leaf in leaves], multiple_of=128)
     depth = tree.position_ids
-    lookup = inputs(kind, n=512, seed=3)  # a row for each token and depth: equal prefixes have equal rows
+    # a row for each token and depth: equal prefixes have equal rows
+    lookup = inputs(kind, n=512, seed=3)
     q, k, v = (x[:, (depth + 17 * tree.token_ids) % 512] for x in lookup)
     with kernels(kind):
         packed = gradients(q, k, v, tree.mask)
         again = gradients(q, k, v, tree.mask)
         assert not differ(packed, again)
         for path, leaf in zip(tree.paths, leaves, strict=True):
-            held = torch.cat([torch.arange(tree.starts[x], tree.starts[x] + tree.lengths[x]) for x in path])
+            held = torch.cat(
+                [torch.arange(tree.starts[x], tree.starts[x] + tree.lengths[x]) for x in path]
+            )
             alone = gradients(*(x[:, held] for x in (q, k, v)), Mask.causal(len(held)))
             own = len(held) - len(leaf)
             for name, x, y in zip(("out", "lse", "dq"), packed, alone, strict=False):
@@ -150,7 +165,11 @@ def gradients(q, k, v, mask):
     """Return out, lse, dq, dk and dv."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, lse = attended(*leaves, mask)
-    dout = torch.cos(torch.arange(out[0, 0].numel(), device=DEVICE)).to(out.dtype).view(1, 1, *out.shape[2:])
+    dout = (
+        torch.cos(torch.arange(out[0, 0].numel(), device=DEVICE))
+        .to(out.dtype)
+        .view(1, 1, *out.shape[2:])
+    )
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout.expand(out.shape))
 
 
@@ -172,7 +191,10 @@ def chunks_differ(kind):
     tensors = inputs(kind)
     with kernels(kind):
         whole = attended(*tensors, CAUSAL)
-        return any(differ(rows(whole, *place), chunk(tensors, *place)) for place in ((290, 291), (150, 250)))
+        return any(
+            differ(rows(whole, *place), chunk(tensors, *place))
+            for place in ((290, 291), (150, 250))
+        )
 
 
 @pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
@@ -221,9 +243,11 @@ def test_a_stale_maximum_by_the_size_of_the_call_changes_bits(kind, planted):
 
 @pytest.mark.parametrize("kind", [ALL[4]])
 def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypatch):
-    """A document that begins in a later tile of its work tile starts in `repeat_tile`, another one in `step`.
+    """A document that begins in a later tile of its work tile starts in `repeat_tile`, another one
+    in `step`.
 
-    The fault is planted in the source that the simulator runs: a GPU would run the compiled kernel again.
+    The fault is planted in the source that the simulator runs: a GPU would run the compiled kernel
+    again.
     """
     tensors = [x[:, :200] for x in inputs(kind)]
     mixed, mask = surrounded(tensors, 128, 0)
@@ -242,7 +266,9 @@ def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypat
 
 @pytest.mark.parametrize("kind", [ALL[4]])
 def test_packed_heads_change_no_bit(kind, monkeypatch):
-    """The mask decides how many heads share a tile. Rows of a tile are independent, so it cannot matter."""
+    """The mask decides how many heads share a tile. Rows of a tile are independent, so it cannot
+    matter.
+    """
     found = []
     for pack in (1, 4):
         forget()  # a recording of the first call would replay it

@@ -1,4 +1,6 @@
-"""Block-causal masks have the cells of their definition, in few bands; and overlapping bands are found."""
+"""Block-causal masks have the cells of their definition, in few bands; and overlapping bands are
+found.
+"""
 
 import re
 
@@ -12,7 +14,9 @@ from canon import Band, Mask
 
 @st.composite
 def block_ids(draw, low=0, high=40):
-    """Draw ids of every kind: random, few, in runs, ascending, descending; also far apart, and negative."""
+    """Draw ids of every kind: random, few, in runs, ascending, descending; also far apart, and
+    negative.
+    """
     n = draw(st.integers(low, high))
     kind = draw(st.sampled_from(["random", "few", "runs", "ascending", "descending"]))
     most = {"few": 3, "runs": 5}.get(kind, 50)
@@ -59,8 +63,14 @@ def corners(matrix):
 
 
 def runs_of_cells(matrix):
-    """Count the runs of cells in the rows of the matrix. A row that repeats the row above does not count."""
-    kept = [row for place, row in enumerate(matrix) if place == 0 or not torch.equal(row, matrix[place - 1])]
+    """Count the runs of cells in the rows of the matrix. A row that repeats the row above does not
+    count.
+    """
+    kept = [
+        row
+        for place, row in enumerate(matrix)
+        if place == 0 or not torch.equal(row, matrix[place - 1])
+    ]
     return sum(int((row & ~torch.nn.functional.pad(row, (1, 0))[:-1]).sum()) for row in kept)
 
 
@@ -80,8 +90,15 @@ def test_equal_cells_make_equal_masks(blocks):
     q, k, q_valid, k_valid = blocks
     mask, k = Mask.block_causal(*blocks), q if k is None else k
     order = sorted({*q, *k})
-    assert Mask.block_causal(*([2 * order.index(x) for x in side] for side in (q, k)), q_valid, k_valid) == mask
-    q_ids = [x if valid else -(10**15) for x, valid in zip(q, q_valid or [True] * len(q), strict=True)]
+    assert (
+        Mask.block_causal(
+            *([2 * order.index(x) for x in side] for side in (q, k)), q_valid, k_valid
+        )
+        == mask
+    )
+    q_ids = [
+        x if valid else -(10**15) for x, valid in zip(q, q_valid or [True] * len(q), strict=True)
+    ]
     k_ids = [x if valid else 10**15 for x, valid in zip(k, k_valid or [True] * len(k), strict=True)]
     other = Mask.block_causal(q_ids, k_ids)
     assert other == mask
@@ -89,21 +106,36 @@ def test_equal_cells_make_equal_masks(blocks):
 
 
 def test_padding_in_the_middle_costs_a_few_bands():
-    """With ascending ids and a hole, the queries after the hole see all keys before it as one rectangle."""
+    """With ascending ids and a hole, the queries after the hole see all keys before it as one
+    rectangle.
+    """
     n, hole = 4000, range(1500, 1600)
     valid = [token not in hole for token in range(n)]
     mask = Mask.block_causal(range(n), None, valid, valid)
-    before, after = Mask.causal(hole.start).bands, Mask.causal(n).crop(range(hole.stop, n), range(hole.stop, n)).bands
+    before, after = (
+        Mask.causal(hole.start).bands,
+        Mask.causal(n).crop(range(hole.stop, n), range(hole.stop, n)).bands,
+    )
     assert mask == Mask(
-        [*before, Band(hole.stop, n, 0, hole.start), *(band.shift(hole.stop, hole.stop) for band in after)], n, n
+        [
+            *before,
+            Band(hole.stop, n, 0, hole.start),
+            *(band.shift(hole.stop, hole.stop) for band in after),
+        ],
+        n,
+        n,
     )
 
 
 @pytest.mark.parametrize("runs", [1, 4])
 def test_random_ids_make_as_many_bands_as_the_formula(runs):
-    """0.105 r^2 bands; r^2 / 24 is the lower bound. Both vary by about 1 / sqrt(r) = 0.05; twice that is allowed."""
+    """0.105 r^2 bands; r^2 / 24 is the lower bound. Both vary by about 1 / sqrt(r) = 0.05; twice
+    that is allowed.
+    """
     r = 400
-    ids = torch.randint(0, 2**40, (r,), generator=torch.Generator().manual_seed(0)).repeat_interleave(runs)
+    ids = torch.randint(
+        0, 2**40, (r,), generator=torch.Generator().manual_seed(0)
+    ).repeat_interleave(runs)
     mask = Mask.block_causal(ids)
     assert len(mask.bands) == pytest.approx(0.105 * r**2, rel=0.1)
     assert corners(mask.dense()) == pytest.approx(r**2 / 24, rel=0.1)
@@ -112,7 +144,11 @@ def test_random_ids_make_as_many_bands_as_the_formula(runs):
 # --- overlapping bands ---
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 12)] * 4, *[st.none() | st.integers(-12, 12)] * 2), max_size=6))
+@given(
+    st.lists(
+        st.tuples(*[st.integers(0, 12)] * 4, *[st.none() | st.integers(-12, 12)] * 2), max_size=6
+    )
+)
 def test_bands_raise_exactly_if_two_share_a_cell(numbers):
     """Two bands may become neighbours in a row where the band between them ends."""
     bands = [Band(*numbers) for numbers in numbers]

@@ -1,4 +1,6 @@
-"""Ranks that make different calls all raise before they compute, and name the field and the ranks."""
+"""Ranks that make different calls all raise before they compute,
+and name the field and the ranks.
+"""
 
 import functools
 import gc
@@ -41,13 +43,18 @@ LATER = {  # a call of rank 1, known on both ranks or on one, and the field that
     "two known masks": (dict(mask=MASKS[1]), "mask"),
     "a mask that one rank knows": (dict(mask=Mask.window(12, 3, 0)), "mask"),
     "another shape": (dict(tensors=inputs(tokens=5)), "mask"),
-    "requires_grad on one rank": (dict(tensors=[x.requires_grad_() for x in inputs()]), "requires_grad"),
+    "requires_grad on one rank": (
+        dict(tensors=[x.requires_grad_() for x in inputs()]),
+        "requires_grad",
+    ),
     "another scale": (dict(scale=0.25), "scale"),
 }
 
 
 def disagree_later(name):
-    """After known calls of all ranks, rank 1 makes a different one. At last it calls forward while others call backward."""
+    """After known calls of all ranks, rank 1 makes a different one. At last it calls forward while
+    others call backward.
+    """
     half, found = HALVES[name], []
     for wrong, _ in LATER.values():
         for mask in (*MASKS, *MASKS):
@@ -56,7 +63,8 @@ def disagree_later(name):
         with pytest.raises(ValueError) as raised:
             call(half, **(wrong if dist.get_rank() == 1 else dict(mask=MASKS[0])))
         seconds = time.monotonic() - start
-        out = call(half, mask=MASKS[0])  # nothing was sent before the error, so the group can still be used
+        # nothing was sent before the error, so the group can still be used
+        out = call(half, mask=MASKS[0])
         found.append((str(raised.value), seconds, out))
     leaves = [x.requires_grad_() for x in inputs()]
     out = call(half, tensors=leaves)
@@ -99,18 +107,28 @@ def test_equal_calls_are_one_object_and_each_is_compared():
         assert agreed(mask=Mask.causal(8), layout=Layout.contiguous(8, 2), scale=8**-0.5) is first
         assert state.calls == 3
         shifted = [torch.ones(1, 4, 2, 9)[..., 1:] for _ in range(3)]
-        others = [dict(tensors=shifted), dict(scale=1.0), dict(casts=2), dict(keep_kv=1), dict(mask=Mask.full(8))]
+        others = [
+            dict(tensors=shifted),
+            dict(scale=1.0),
+            dict(casts=2),
+            dict(keep_kv=1),
+            dict(mask=Mask.full(8)),
+        ]
         others += [dict(tensors=inputs(dtype=torch.float64))]
         calls = [first, *(agreed(**other) for other in others)]
         assert len(set(calls)) == len(calls)
         assert [agreed(**other) for other in others[1:-1]] == calls[2:-1]
         assert state.calls == 3 + len(others) + len(others) - 2
-        assert agreed([x.requires_grad_() for x in inputs()]) is first, "a checkpoint recomputes the same call"
+        assert agreed([x.requires_grad_() for x in inputs()]) is first, (
+            "a checkpoint recomputes the same call"
+        )
 
     process_groups.threads(program, 2)
 
 
-@pytest.mark.parametrize("one", [1, 1.0, np.int64(1), np.float32(1), np.float64(1), torch.tensor(1.0), torch.tensor(1)])
+@pytest.mark.parametrize(
+    "one", [1, 1.0, np.int64(1), np.float32(1), np.float64(1), torch.tensor(1.0), torch.tensor(1)]
+)
 def test_equal_numbers_of_all_types_make_one_call(one):
     """The launches of a pass are recorded for each call object."""
     q, stride = inputs(), one if type(one) in (int, np.int64) else 1
@@ -142,8 +160,13 @@ def on_gpu(half, mask, tokens=4):
 
 
 def disagree_on_gpus(other):
-    """Make two calls known on both ranks, then let rank 1 make the other one. Return the error and its seconds."""
-    shapes = {"mask": (Mask.causal(8), Mask.window(8, 2, 0)), "tokens": (Mask.causal(8), Mask.causal(4096))}
+    """Make two calls known on both ranks, then let rank 1 make the other one. Return the error and
+    its seconds.
+    """
+    shapes = {
+        "mask": (Mask.causal(8), Mask.window(8, 2, 0)),
+        "tokens": (Mask.causal(8), Mask.causal(4096)),
+    }
     masks = shapes[other]
     for _ in range(2):
         for mask in masks:
@@ -162,7 +185,9 @@ def disagree_on_gpus(other):
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("other", ["mask", "tokens"])
 def test_ranks_that_disagree_on_gpus_raise_at_the_next_call(other):
-    for message, seconds in process_groups.gpus(functools.partial(disagree_on_gpus, other), 2, timeout=90):
+    for message, seconds in process_groups.gpus(
+        functools.partial(disagree_on_gpus, other), 2, timeout=90
+    ):
         assert "rank 0: " in message
         assert "rank 1: " in message
         assert "make a new process group" in message
@@ -184,7 +209,9 @@ def lose_a_rank_on_gpus():
 def test_a_missing_rank_is_named_on_gpus(tmp_path):
     """Rank 0 writes its error to a file, because the process group reports that rank 1 ended."""
     with pytest.raises(RuntimeError, match="rank 1 ended with exit code 0"):
-        process_groups.gpus(functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60)
+        process_groups.gpus(
+            functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60
+        )
     assert "rank 1 is missing" in (tmp_path / "error").read_text()
 
 
@@ -213,7 +240,9 @@ def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
         if not hasattr(reference, function):  # of another test
             continue
         signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
-        public = {x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart}
+        public = {
+            x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart
+        }
         assert algorithm.side.name == name
         assert algorithm.declaration.defaults == public, function
 
@@ -224,21 +253,31 @@ def frames_above(frame):
     while frame is not None:
         files.append(Path(frame.f_code.co_filename).resolve())
         frame = frame.f_back
-    mine = [Path(torch.__file__).parent, *(Path(half.__file__).resolve().parent for half in HALVES.values())]
+    mine = [
+        Path(torch.__file__).parent,
+        *(Path(half.__file__).resolve().parent for half in HALVES.values()),
+    ]
     mine.append(Path(call_module.__file__).resolve().parent)
     return sum(any(file.is_relative_to(folder) for folder in mine) for file in files)
 
 
 @pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("function", ["attention", "ring_attention", "strided_attention", "magi_attention"])
+@pytest.mark.parametrize(
+    "function", ["attention", "ring_attention", "strided_attention", "magi_attention"]
+)
 def test_few_frames_are_above_the_mathematics(name, function, monkeypatch):
     half, above = HALVES[name], []
     file = function.removesuffix("_attention").replace("attention", "local")
     if name == "fast" and file != "local":
         file = "schedule"
     module = importlib.import_module(f"canon.{name}.{file}")
-    step, most = ("tiled_forward", 6) if name == "reference" else ("replayed", 6)  # it is above the replay itself
+    # it is above the replay itself
+    step, most = ("tiled_forward", 6) if name == "reference" else ("replayed", 6)
     run = getattr(module, step)
-    monkeypatch.setattr(module, step, lambda *a, **k: (above.append(frames_above(sys._getframe(1))), run(*a, **k))[1])
+    monkeypatch.setattr(
+        module,
+        step,
+        lambda *a, **k: (above.append(frames_above(sys._getframe(1))), run(*a, **k))[1],
+    )
     process_groups.threads(lambda: call(half, function), 1 if function == "attention" else 2)
     assert 0 < max(above) <= most

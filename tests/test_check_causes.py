@@ -1,4 +1,6 @@
-"""A cause that `canon check` states is the planted one. Without a cause it names the worst token, head and rank."""
+"""A cause that `canon check` states is the planted one. Without a cause it names the worst token,
+head and rank.
+"""
 
 import io
 
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from canon import reference
 
+
 def part(q, k, v, visible, scale, softcap):
     share = q.shape[2] // k.shape[2]
     heads = {heads}
@@ -30,14 +33,20 @@ def part(q, k, v, visible, scale, softcap):
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
     return p @ v, lse
 
-def attention(q, k, v, mask=None, *, scale=None, softcap=None, sink=None, backward="auto", return_lse=False):
+
+def attention(
+    q, k, v, mask=None, *, scale=None, softcap=None, sink=None, backward="auto", return_lse=False
+):
     packed = q.dim() == 3
     q, k, v = (x[None] if packed else x for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = reference.Mask.causal(q.shape[1]) if mask is None else mask
     visible, n = mask.dense(), mask.keys
     {visible}
-    (one, a), (two, b) = (part(q, k[:, x], v[:, x], visible[:, x], scale, softcap) for x in (slice(n // 2), slice(n // 2, n)))
+    (one, a), (two, b) = (
+        part(q, k[:, x], v[:, x], visible[:, x], scale, softcap)
+        for x in (slice(n // 2), slice(n // 2, n))
+    )
     lse = {lse}
     finite = lse.masked_fill(lse == -torch.inf, 0)[..., None]
     out = {exp}(a[..., None] - finite) * one + {exp}(b[..., None] - finite) * two
@@ -57,31 +66,92 @@ RIGHT = {
 WORST = "is worst at token"
 BASE_2 = "lse is as if its logarithm had base 2"
 FAULTS = {  # fault: (case, beginning of the first fault, all causes that may be named, wrong lines)
-    "lse in base 2": ("documents", "lse is 1.44 times", ["lse is 1.44 times", BASE_2], {"results": "lse = lse / math.log(2)"}),
-    "parts merged in base 2": ("documents", WORST, [], {"exp": "torch.exp2", "lse": "torch.logaddexp2(a, b)"}),
+    "lse in base 2": (
+        "documents",
+        "lse is 1.44 times",
+        ["lse is 1.44 times", BASE_2],
+        {"results": "lse = lse / math.log(2)"},
+    ),
+    "parts merged in base 2": (
+        "documents",
+        WORST,
+        [],
+        {"exp": "torch.exp2", "lse": "torch.logaddexp2(a, b)"},
+    ),
     "weights of parts in base 2": ("documents", WORST, [], {"exp": "torch.exp2"}),
-    "parts of lse in base 2": ("causal", WORST, [], {"lse": "torch.logaddexp(a / math.log(2), b / math.log(2))"}),
-    "the scale is ignored": ("block_causal", "had the default scale", ["as if query"], {"scale": "q.shape[-1] ** -0.5"}),
+    "parts of lse in base 2": (
+        "causal",
+        WORST,
+        [],
+        {"lse": "torch.logaddexp(a / math.log(2), b / math.log(2))"},
+    ),
+    "the scale is ignored": (
+        "block_causal",
+        "had the default scale",
+        ["as if query"],
+        {"scale": "q.shape[-1] ** -0.5"},
+    ),
     "the scale is another": ("documents", WORST, [], {"scale": "1.3 * scale"}),
-    "the mask is off by one": ("window", "saw the hidden key", ["as if query"], {"visible": "visible |= visible.roll(1, 1)"}),
-    "a key too few": ("documents", "did not see the visible key", ["as if query"],
-                      {"visible": "visible &= torch.arange(n) < torch.arange(n)[:, None]"}),
-    "the last key is dropped": ("causal", "did not see the visible key", ["as if query"],
-                                {"visible": "visible[:, -1] = False"}),
-    "documents are ignored": ("documents", "of them are hidden", ["as if query"],
-                              {"visible": "visible = torch.ones(n, n, dtype=torch.bool).tril()"}),
-    "heads of k in another order": ("documents", " read head 0 of k and v, not 1", ["as if query"],
-                                    {"heads": "torch.arange(q.shape[2]) % k.shape[2]"}),
-    "the soft-cap is ignored": ("documents/float32/softcap", "had no soft-cap", ["as if query"], {"scores": "pass"}),
-    "the soft-cap is another": ("documents/float32/softcap", WORST, [],
-                                {"scores": "softcap = 1.1 * softcap; scores = softcap * torch.tanh(scores / softcap)"}),
+    "the mask is off by one": (
+        "window",
+        "saw the hidden key",
+        ["as if query"],
+        {"visible": "visible |= visible.roll(1, 1)"},
+    ),
+    "a key too few": (
+        "documents",
+        "did not see the visible key",
+        ["as if query"],
+        {"visible": "visible &= torch.arange(n) < torch.arange(n)[:, None]"},
+    ),
+    "the last key is dropped": (
+        "causal",
+        "did not see the visible key",
+        ["as if query"],
+        {"visible": "visible[:, -1] = False"},
+    ),
+    "documents are ignored": (
+        "documents",
+        "of them are hidden",
+        ["as if query"],
+        {"visible": "visible = torch.ones(n, n, dtype=torch.bool).tril()"},
+    ),
+    "heads of k in another order": (
+        "documents",
+        " read head 0 of k and v, not 1",
+        ["as if query"],
+        {"heads": "torch.arange(q.shape[2]) % k.shape[2]"},
+    ),
+    "the soft-cap is ignored": (
+        "documents/float32/softcap",
+        "had no soft-cap",
+        ["as if query"],
+        {"scores": "pass"},
+    ),
+    "the soft-cap is another": (
+        "documents/float32/softcap",
+        WORST,
+        [],
+        {"scores": "softcap = 1.1 * softcap; scores = softcap * torch.tanh(scores / softcap)"},
+    ),
     "the sink is ignored": ("documents/*/sink", "had no sink", ["as if query"], {"sink": "out"}),
     "one element is wrong": ("documents", WORST, [], {"results": "out[0, 1, 33, 5] += 1"}),
-    "lse alone is wrong": ("documents", WORST, [], {"results": "lse = lse.clone(); lse[0, 1, 33] += 1"}),
-    "out alone is of other keys": ("documents", WORST, [],
-                                   {"visible": "visible = torch.ones(n, n, dtype=torch.bool).tril()",
-                                    "results": "lse = part(q, k, v, mask.dense(), scale, softcap)[1]"}),
-}  # fmt: skip
+    "lse alone is wrong": (
+        "documents",
+        WORST,
+        [],
+        {"results": "lse = lse.clone(); lse[0, 1, 33] += 1"},
+    ),
+    "out alone is of other keys": (
+        "documents",
+        WORST,
+        [],
+        {
+            "visible": "visible = torch.ones(n, n, dtype=torch.bool).tril()",
+            "results": "lse = part(q, k, v, mask.dense(), scale, softcap)[1]",
+        },
+    ),
+}
 CAUSES = ("as if", "times the expected", "sees no key")
 
 
@@ -89,7 +159,16 @@ CAUSES = ("as if", "times the expected", "sees no key")
 def test_a_stated_cause_is_the_planted_one(fault, run, write_module):
     case, first, causes, lines = FAULTS[fault]
     write_module("dense", DENSE.format_map(RIGHT | lines))
-    words = ("--tokens", 200, "--only", f"attention/{case}*", "--features", "forward,finite", "--runs", 1)
+    words = (
+        "--tokens",
+        200,
+        "--only",
+        f"attention/{case}*",
+        "--features",
+        "forward,finite",
+        "--runs",
+        1,
+    )
     status, _, record = run("dense", *words, "--dtype", "float32")
     assert status == 1
     for result in (r for r in record["results"] if r["verdict"] != "agrees"):
@@ -102,17 +181,30 @@ def test_a_stated_cause_is_the_planted_one(fault, run, write_module):
 
 def test_the_planted_module_is_right_without_a_fault(run, write_module):
     write_module("dense", DENSE.format_map(RIGHT))
-    status, printed, _ = run("dense", "--tokens", 200, "--only", "attention", "--features", "forward,finite,one-mask")
+    status, printed, _ = run(
+        "dense", "--tokens", 200, "--only", "attention", "--features", "forward,finite,one-mask"
+    )
     assert status == 0, printed.out
 
 
 def test_a_case_with_a_cause_is_printed_in_full_before_one_with_a_place():
     texts = {
-        "place": ["out is worst at token 3, head 0: off by 1", "out is off by 1.00e+00 in the l2 norm"],
-        "cause": ["as if query 3 saw the hidden key 4", "out is worst at token 3, head 0: off by 1"],
-        "other place": ["out is off by 1.00e+00 in the l2 norm", "lse is worst at token 5, head 1: off by 1"],
+        "place": [
+            "out is worst at token 3, head 0: off by 1",
+            "out is off by 1.00e+00 in the l2 norm",
+        ],
+        "cause": [
+            "as if query 3 saw the hidden key 4",
+            "out is worst at token 3, head 0: off by 1",
+        ],
+        "other place": [
+            "out is off by 1.00e+00 in the l2 norm",
+            "lse is worst at token 5, head 1: off by 1",
+        ],
     }
-    results = [{"case": case, "verdict": "disagrees", "faults": faults} for case, faults in texts.items()]
+    results = [
+        {"case": case, "verdict": "disagrees", "faults": faults} for case, faults in texts.items()
+    ]
     console = Console(file=io.StringIO(), width=100)
     check_report.faults(results, console)
     printed = console.file.getvalue()
@@ -123,14 +215,23 @@ def test_a_case_with_a_cause_is_printed_in_full_before_one_with_a_place():
 def test_a_factor_is_only_named_if_it_explains_the_result():
     """A result much smaller than the expected one is near 0 times it, whatever it holds."""
     exact, other = torch.randn(2, 100, 4, 16, generator=torch.Generator().manual_seed(0)).double()
-    for out, expected in ((exact / 40, ["out is 0.0250 times the expected"]), (exact / 40 + other / 30, [])):
-        assert explained(["out is off"], Attended(out), Attended(exact), [Attended(exact)], None) == expected
+    for out, expected in (
+        (exact / 40, ["out is 0.0250 times the expected"]),
+        (exact / 40 + other / 30, []),
+    ):
+        assert (
+            explained(["out is off"], Attended(out), Attended(exact), [Attended(exact)], None)
+            == expected
+        )
 
 
 def test_the_lse_of_a_query_tells_which_keys_it_saw():
     """Keys 3 to 5 have so little weight that rounding of out in 16 bits hides them."""
     k = torch.tensor([0.0, 0.0, 0.0, -9.0, -9.0, -9.0])[:, None, None].double()
-    q, v = torch.ones_like(k), torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double()
+    q, v = (
+        torch.ones_like(k),
+        torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double(),
+    )
     x = Inputs(q, k, v, v, v, Mask.causal(6), 1.0, torch.zeros(1))
     exact = Attended(v, torch.zeros(1, 6).double())
     rounded = exact._replace(out=v + 4e-3)

@@ -1,4 +1,6 @@
-"""Claims about `canon check MODULE`: the template passes, limits hold, failures have a place, Ctrl-C keeps results."""
+"""Claims about `canon check MODULE`: the template passes, limits hold, failures have a place,
+Ctrl-C keeps results.
+"""
 
 import io
 import json
@@ -57,17 +59,27 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     assert status == 0, printed.out
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
         "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
-    lines = [line for line in printed.out.splitlines() if "ring_attention" in line and "does not" not in line]
+    lines = [
+        line
+        for line in printed.out.splitlines()
+        if "ring_attention" in line and "does not" not in line
+    ]
     assert len([line for line in lines if "not written yet" in line]) == 1
     assert len([line for line in lines if line.startswith("│")]) == 1, "one row of the table"
-    assert sum(name.startswith("attention/") for name in verdicts(record)) == 14  # three with a visible NaN
+    # three with a visible NaN
+    assert sum(name.startswith("attention/") for name in verdicts(record)) == 14
     status, printed, _ = run("my_attention", "--random", 20, "--seed", 7)
     assert status == 0, "random cases pass no option that the functions lack"
 
 
 def test_help_names_the_conventions_and_every_feature(run):
     _, printed, _ = run("--help")
-    for word in ("q (b, t, h, d)", "natural logarithm", "NotImplementedError declines", *contract.WORDS):
+    for word in (
+        "q (b, t, h, d)",
+        "natural logarithm",
+        "NotImplementedError declines",
+        *contract.WORDS,
+    ):
         assert word in " ".join(printed.out.split()), word
     for name in covered(canon.reference, canon.reference).tested:
         assert name in printed.out, "the help names every function with cases"
@@ -78,21 +90,51 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     words = ("plain_attention", "--tokens", 200)
     status, printed, _ = run(*words)
     assert status == 1
-    assert "if attention has no such argument, check the module with --features no-lse" in " ".join(printed.out.split())
+    assert (
+        "if attention has no such argument, check the module with --features no-lse"
+    ) in " ".join(printed.out.split())
     limits = "no-mask,equal-heads,equal-widths,batched"
     status, printed, record = run(*words, "--features", limits)
     assert status == 0, printed.out
-    assert list(verdicts(record)) == ["attention/causal/float32/plain", "attention/causal/float32/plain/inf in dout"]
+    assert list(verdicts(record)) == [
+        "attention/causal/float32/plain",
+        "attention/causal/float32/plain/inf in dout",
+    ]
     assert f"--features {limits}" in record["command"]
 
 
-@pytest.mark.parametrize("words", ["documents,no-lse", "forward", "one-mask", "forward,no-lse,packed", "no-options",
-                                   "causal,contiguous", "causal,finite",
-                                   "no-mask", "no-mask,forward"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "documents,no-lse",
+        "forward",
+        "one-mask",
+        "forward,no-lse,packed",
+        "no-options",
+        "causal,contiguous",
+        "causal,finite",
+        "no-mask",
+        "no-mask,forward",
+    ],
+)
 def test_the_reference_agrees_under_every_limit(words, run):
-    status, printed, record = run("canon.reference", "--tokens", 150, "--features", words, "--only", "attention/*causal*",
-                                  "--ranks", 3) if "documents" not in words else run(
-        "canon.reference", "--tokens", 150, "--features", words, "--only", "zigzag_attention")  # fmt: skip
+    status, printed, record = (
+        run(
+            "canon.reference",
+            "--tokens",
+            150,
+            "--features",
+            words,
+            "--only",
+            "attention/*causal*",
+            "--ranks",
+            3,
+        )
+        if "documents" not in words
+        else run(
+            "canon.reference", "--tokens", 150, "--features", words, "--only", "zigzag_attention"
+        )
+    )
     assert status == 0, printed.out
     assert record["results"]
     tensors = {m["tensor"] for result in record["results"] for m in result["measures"]}
@@ -104,13 +146,17 @@ def test_the_reference_agrees_under_every_limit(words, run):
 
 def test_a_failure_names_token_rank_and_head(run, write_module):
     write_module("off_attention", OFF)
-    status, printed, record = run("off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents")
+    status, printed, record = run(
+        "off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents"
+    )
     assert status == 1
     result, _with_sink = record["results"]
     tokens = sum(record["documents"].values())
     token = int(Layout.zigzag(tokens, 4).positions(1)[7])
     (line,) = [fault for fault in result["faults"] if fault.startswith("out is worst")]
-    assert line.startswith(f"out is worst at token {token}, head 2, which rank 1 holds in row 7: off by")
+    assert line.startswith(
+        f"out is worst at token {token}, head 2, which rank 1 holds in row 7: off by"
+    )
     assert f"token {token}, head 2, which rank 1" in " ".join(printed.out.split())
 
 
@@ -125,7 +171,10 @@ def attention(q, k, v, mask=None, **options):
 MISTAKES = {  # message: (case, line of the module)
     "dk is 8.00 times the expected": ("causal/float32", "k.register_hook(lambda dk: 8 * dk)"),
     "out is 1.00e+09 times the expected": ("causal/float32", "v = 1e9 * v"),
-    "as if query 0 saw the hidden key 1": ("causal/float32", "n = q.shape[-3]; mask = Mask.window(n, n, 1)"),
+    "as if query 0 saw the hidden key 1": (
+        "causal/float32",
+        "n = q.shape[-3]; mask = Mask.window(n, n, 1)",
+    ),
     "did not see the visible key": ("window", "n = q.shape[-3]; mask = Mask.window(n, n // 5, 15)"),
     "of them are hidden": ("documents", "mask = Mask.causal(q.shape[-3])"),
     "sees no key, so its out must be 0": (
@@ -140,14 +189,18 @@ MISTAKES = {  # message: (case, line of the module)
 def test_a_failing_case_names_the_mistake(message, run, write_module):
     case, line = MISTAKES[message]
     write_module("mistaken", MISTAKEN.format(line=line))
-    _, printed, record = run("mistaken", "--tokens", 200, "--only", f"attention/{case}*", "--runs", 1)
+    _, printed, record = run(
+        "mistaken", "--tokens", 200, "--only", f"attention/{case}*", "--runs", 1
+    )
     assert message in record["results"][0]["faults"][0]
     assert message in printed.out
 
 
 def test_large_ratios_have_a_short_form(run, write_module):
     write_module("mistaken", MISTAKEN.format(line="v = 1e9 * v"))
-    _, printed, _ = run("mistaken", "--tokens", 200, "--only", "attention/causal/float32", "--runs", 1)
+    _, printed, _ = run(
+        "mistaken", "--tokens", 200, "--only", "attention/causal/float32", "--runs", 1
+    )
     row = next(line for line in printed.out.splitlines() if line.startswith("│"))
     assert float(row.split("│")[5]) > 1e6
     assert len(row.split("│")[5].strip()) == 5
@@ -176,7 +229,10 @@ def group_reduce(y, plan, stage, into, *, group=None):
     assert cast[0].startswith("rank 2: cast 0: 1 of ")
     tokens = sum(record["documents"].values())
     assert "the first is row 3, token " in cast[0]
-    assert f"rank 1: sum is worst in row 5, token {int(Layout.striped(tokens, 4).positions(1)[5])}, head 1" in reduced
+    assert (
+        "rank 1: sum is worst in row 5, token "
+        f"{int(Layout.striped(tokens, 4).positions(1)[5])}, head 1"
+    ) in reduced
 
 
 def test_places_of_lse_and_of_values_that_are_not_finite():
@@ -187,19 +243,27 @@ def test_places_of_lse_and_of_values_that_are_not_finite():
     assert place("lse", got, exact, layout).startswith(
         "lse is worst at token 5 of sequence 1, head 2, which rank 1 holds in row 2"
     )
-    exact[1, 0, 2] = -torch.inf  # the errors of token 5 (NaN) and token 2 are both infinite; the first is reported
+    # the errors of token 5 (NaN) and token 2 are both infinite; the first is reported
+    exact[1, 0, 2] = -torch.inf
     assert "tokens 2, 5" in place("lse", got, exact, layout)
 
 
 def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
-    text = "from canon import reference\n\ndef merge(*parts):\n    out, lse = reference.merge(*parts)\n"
+    text = (
+        "from canon import reference\n\ndef merge(*parts):\n    out, lse = "
+        "reference.merge(*parts)\n"
+    )
     text += "    return out * float('nan'), lse\n"
     write_module("not_a_number", text)
     _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
     (result,) = record["results"]
-    assert result["faults"][0].startswith("out is worst at token 0"), "the place stands before the norms"
+    assert result["faults"][0].startswith("out is worst at token 0"), (
+        "the place stands before the norms"
+    )
     assert result["faults"][1].startswith("out has ")
-    assert (result["measures"][0]["tensor"], result["measures"][0]["ratio"]) == ("out", "inf"), "the worst measure"
+    assert (result["measures"][0]["tensor"], result["measures"][0]["ratio"]) == ("out", "inf"), (
+        "the worst measure"
+    )
     assert not any("other bits" in fault for fault in result["faults"])
 
 
@@ -232,9 +296,13 @@ def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_re
         "shapes": ["rank 1: RuntimeError: the sizes differ"],
         "norms": ["out is worst at token 3", "out is off by 1.00e+00 in the l2 norm"],
         "deadlock": [waits],
-        "arguments": ["rank 0: ValueError: the ranks disagree:\n  mask: rank 0: causal; rank 1: full"],
+        "arguments": [
+            "rank 0: ValueError: the ranks disagree:\n  mask: rank 0: causal; rank 1: full"
+        ],
     }
-    results = [{"case": case, "verdict": "failed", "faults": faults} for case, faults in texts.items()]
+    results = [
+        {"case": case, "verdict": "failed", "faults": faults} for case, faults in texts.items()
+    ]
     console = Console(file=io.StringIO(), width=100)
     check_report.faults(results, console)
     printed = " ".join(console.file.getvalue().split())
@@ -255,9 +323,11 @@ def test_version():
 # ---------------------------------------------------------------------- interrupted, and resumed
 def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
-    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a test run in the background ignores SIGINT
+    # a test run in the background ignores SIGINT
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    shows_stacks = os.environ | {"PYTHONFAULTHANDLER": "1"}  # if it aborts, which happened on a busy machine
+    # if it aborts, which happened on a busy machine
+    shows_stacks = os.environ | {"PYTHONFAULTHANDLER": "1"}
     child = subprocess.Popen(words, cwd=tmp_path, preexec_fn=listen, env=shows_stacks, **pipes)
     for line in child.stderr or ():
         if line.startswith("3/"):
@@ -276,9 +346,13 @@ def test_a_check_resumes(run, monkeypatch):
     _, _, first = run(*words)
     ran = []
     real = check_command.run_cases
-    noted = lambda kind, ranks, runner, *numbers: ran.extend(runner.cases) or real(kind, ranks, runner, *numbers)
+    noted = lambda kind, ranks, runner, *numbers: (
+        ran.extend(runner.cases) or real(kind, ranks, runner, *numbers)
+    )
     monkeypatch.setattr(check_command, "run_cases", noted)
-    status, _, record = run("canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume")
+    status, _, record = run(
+        "canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume"
+    )
     assert status == 0
     assert verdicts(first).keys() & verdicts(record).keys() == {"merge/documents/bfloat16"}
     assert {case.name for case in ran} == verdicts(record).keys() - verdicts(first).keys()

@@ -1,4 +1,6 @@
-"""Claims about how `canon check` ends: never with 0 unless it judged a case, whatever the module does; and in plain words."""
+"""Claims about how `canon check` ends: never with 0 unless it judged a case, whatever the module
+does; and in plain words.
+"""
 
 import os
 import subprocess
@@ -12,16 +14,31 @@ from canon.check.module_import import uses_kernels
 from canon.testing import process_groups
 
 BODY = "\n    return reference.attention(q, k, v, mask, **options)\n"
-FUNCTION = "from canon import reference\nimport os, sys\n\ndef attention(q, k, v, mask=None, **options):\n    "
-ENDS = ["sys.exit(0)", "sys.exit()", "os._exit(0)", "raise SystemExit", "os.execv('/bin/true', ['true'])"]
+FUNCTION = (
+    "from canon import reference\nimport os, sys\n\ndef attention(q, k, v, mask=None, "
+    "**options):\n    "
+)
+ENDS = [
+    "sys.exit(0)",
+    "sys.exit()",
+    "os._exit(0)",
+    "raise SystemExit",
+    "os.execv('/bin/true', ['true'])",
+]
 ONLY = ("--tokens", 100, "--only", "attention/causal/float32", "--runs", 1)
 
 
 @pytest.mark.parametrize("ends", ENDS)
 @pytest.mark.parametrize("place", ["at import", "inside a call"])
-def test_a_module_that_ends_the_process_does_not_end_the_check_with_0(place, ends, run, write_module):
+def test_a_module_that_ends_the_process_does_not_end_the_check_with_0(
+    place, ends, run, write_module
+):
     write_module(
-        "ending", FUNCTION + (ends if place == "inside a call" else "pass") + BODY + ends * (place == "at import")
+        "ending",
+        FUNCTION
+        + (ends if place == "inside a call" else "pass")
+        + BODY
+        + ends * (place == "at import"),
     )
     status, printed, _ = run("ending", *ONLY)
     if place == "at import":
@@ -34,8 +51,11 @@ def test_a_module_that_ends_the_process_does_not_end_the_check_with_0(place, end
 
 
 def test_a_rank_process_that_ends_with_0_fails(run, write_module):
-    write_module("ending", FUNCTION.replace("attention(", "ring_attention(").replace("mask", "mask=None, layout")
-                 + "os._exit(0)\n")  # fmt: skip
+    write_module(
+        "ending",
+        FUNCTION.replace("attention(", "ring_attention(").replace("mask", "mask=None, layout")
+        + "os._exit(0)\n",
+    )
     words = (
         "--world",
         "processes",
@@ -69,8 +89,14 @@ def test_a_rank_process_that_ends_with_0_does_not_keep_the_others_until_the_time
     ("returned", "sentence"),
     [
         ("3", "attention returned int, expected the tensors (out, lse), because return_lse=True"),
-        ("(q.numpy(), q.numpy())", "attention returned (ndarray, ndarray), expected the tensors (out, lse)"),
-        ("reference.attention(q, k, v, mask)", "attention returned Tensor, expected the tensors (out, lse)"),
+        (
+            "(q.numpy(), q.numpy())",
+            "attention returned (ndarray, ndarray), expected the tensors (out, lse)",
+        ),
+        (
+            "reference.attention(q, k, v, mask)",
+            "attention returned Tensor, expected the tensors (out, lse)",
+        ),
     ],
 )
 def test_results_of_another_type_are_named(returned, sentence, run, write_module):
@@ -84,7 +110,9 @@ def test_results_of_another_type_are_named(returned, sentence, run, write_module
 def test_a_path_instead_of_a_name_is_refused_with_a_remedy(name, run):
     status, printed, _ = run(name)
     assert status == 2
-    assert printed.err.startswith(f"canon check: cannot import {name!r}: expected the name of a module, not a path; ")
+    assert printed.err.startswith(
+        f"canon check: cannot import {name!r}: expected the name of a module, not a path; "
+    )
     assert len(printed.err.splitlines()) == 1
 
 
@@ -103,7 +131,10 @@ def test_a_part_with_other_arguments_gets_no_remedy_of_attention(run, write_modu
 def test_the_status_of_the_program_is_that_of_the_check(tmp_path):
     (tmp_path / "ending.py").write_text("import os\nos._exit(0)\n")
     ended = subprocess.run(
-        [sys.executable, "-m", "canon", "check", "ending"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "canon", "check", "ending"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 2
     assert "os._exit(0)" in ended.stderr
@@ -111,13 +142,18 @@ def test_the_status_of_the_program_is_that_of_the_check(tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--digest"], ["--bits"]])
 def test_a_module_without_a_judged_case_does_not_end_with_0(options, run, write_module):
-    text = "def attention(q, k, v, mask=None, *, rank_invariant=False, **options):\n    raise NotImplementedError('later')\n"
+    text = (
+        "def attention(q, k, v, mask=None, *, rank_invariant=False, **options):\n    raise "
+        "NotImplementedError('later')\n"
+    )
     write_module("later", text)
     assert run("later", "--tokens", 40, *options)[0] == 1
 
 
 def test_bits_without_a_compared_row_do_not_end_with_0(run):
-    status, printed, _ = run("canon.reference", "--bits", "--tokens", 300, "--only", "whole call", "--dtype", "float32")
+    status, printed, _ = run(
+        "canon.reference", "--bits", "--tokens", 300, "--only", "whole call", "--dtype", "float32"
+    )
     assert status == 1
     assert "0 of 0 cells have equal bits." in printed.out
 
@@ -128,7 +164,9 @@ def test_an_exception_at_import_is_one_sentence_and_its_traceback(run, write_mod
     status, printed, _ = run("dividing")
     assert status == 2
     first, second, third, *_ = printed.err.splitlines()
-    assert first == "canon check: cannot import dividing: it raises ZeroDivisionError: division by zero"
+    assert first == (
+        "canon check: cannot import dividing: it raises ZeroDivisionError: division by zero"
+    )
     assert second.startswith("Traceback")
     assert 'dividing.py", line 3' in third
     assert 'helping.py", line 2' in printed.err
@@ -139,7 +177,10 @@ def test_an_exception_at_import_is_one_sentence_and_its_traceback(run, write_mod
     ("text", "sentence"),
     [
         ("def attention(q, k, v:\n    pass\n", "syntax error in broken.py, line 1: "),
-        ("import no_such_package\n", "it raises ModuleNotFoundError: No module named 'no_such_package'"),
+        (
+            "import no_such_package\n",
+            "it raises ModuleNotFoundError: No module named 'no_such_package'",
+        ),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_named(text, sentence, run, write_module):
@@ -151,7 +192,10 @@ def test_a_module_that_cannot_be_imported_is_named(text, sentence, run, write_mo
 
 
 def test_parts_and_foreign_parameters_are_named_with_their_remedy(run, write_module):
-    text = "def merge(a, b):\n    return a\n\ndef attention(q, k, v, dropout_p=0.0, causal=False):\n    return q * dropout_p\n"
+    text = (
+        "def merge(a, b):\n    return a\n\ndef attention(q, k, v, dropout_p=0.0, "
+        "causal=False):\n    return q * dropout_p\n"
+    )
     write_module("foreign", text)
     status, printed, _ = run("foreign", *ONLY[:2], "--only", "attention/causal/float32")
     words = " ".join(printed.out.split())
@@ -164,7 +208,10 @@ def test_parts_and_foreign_parameters_are_named_with_their_remedy(run, write_mod
 
 
 def test_only_modules_with_kernels_mention_the_interpreter(run, write_module):
-    write_module("launching", "from canon import fast\n\ndef attend(*tensors):\n    return fast.attention(*tensors)\n")
+    write_module(
+        "launching",
+        "from canon import fast\n\ndef attend(*tensors):\n    return fast.attention(*tensors)\n",
+    )
     for name, text, expected in (
         ("plain", "from canon import reference\n" + FUNCTION + "pass" + BODY, False),
         ("direct", "import triton\n" + FUNCTION + "pass" + BODY, True),

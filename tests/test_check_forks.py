@@ -1,4 +1,6 @@
-"""Many cases of a check on the CPU run in forks, one for each core, with the results of one process."""
+"""Many cases of a check on the CPU run in forks, one for each core, with the results of one
+process.
+"""
 
 import os
 from dataclasses import replace
@@ -13,7 +15,9 @@ from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
 
 DOCUMENTS = FromDocuments(Documents(tuple("ab"), (bytes(range(9)), bytes(range(11)))))
-CASES = tuple(x for x in all_cases(["float32"], gpu=False) if x.function in ("merge", "attention_forward"))
+CASES = tuple(
+    x for x in all_cases(["float32"], gpu=False) if x.function in ("merge", "attention_forward")
+)
 RUNNER = CaseRunner("canon.reference", CASES, DOCUMENTS, "cpu", Path())
 
 
@@ -24,8 +28,13 @@ def results_of(runner, forks, monkeypatch):
 
 
 def test_forks_give_the_results_of_one_process_in_the_order_of_the_cases(monkeypatch, capsys):
-    one, two = ([x | {"seconds": [], "reference_seconds": []} for x in results_of(RUNNER, forks, monkeypatch)]
-                for forks in (1, 2))  # fmt: skip
+    one, two = (
+        [
+            x | {"seconds": [], "reference_seconds": []}
+            for x in results_of(RUNNER, forks, monkeypatch)
+        ]
+        for forks in (1, 2)
+    )
     assert len(CASES) > 4
     assert one == two
     assert [x["case"] for x in two] == [case.name for case in CASES]
@@ -33,7 +42,10 @@ def test_forks_give_the_results_of_one_process_in_the_order_of_the_cases(monkeyp
 
 
 def test_a_failing_case_is_named_and_the_others_run(monkeypatch, write_module):
-    write_module("failing", "from canon.reference import attention_forward\ndef merge(*_): raise KeyError('lost')\n")
+    write_module(
+        "failing",
+        "from canon.reference import attention_forward\ndef merge(*_): raise KeyError('lost')\n",
+    )
     results = {x["case"]: x for x in results_of(replace(RUNNER, module="failing"), 2, monkeypatch)}
     assert {case.name: results[case.name]["verdict"] for case in CASES} == {
         case.name: "failed" if case.function == "merge" else "agrees" for case in CASES
@@ -41,14 +53,18 @@ def test_a_failing_case_is_named_and_the_others_run(monkeypatch, write_module):
 
 
 def test_a_case_that_ends_its_fork_fails(monkeypatch, write_module):
-    write_module("killing", "import os, signal\ndef merge(*_): os.kill(os.getpid(), signal.SIGKILL)\n")
+    write_module(
+        "killing", "import os, signal\ndef merge(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
     cases = tuple(x for x in CASES if x.function == "merge") + CASES[:2]
     found = results_of(replace(RUNNER, module="killing", cases=cases), 2, monkeypatch)
     assert all(x["verdict"] == "failed" for x in found if x["case"].startswith("merge"))
     assert "terminated abruptly" in found[0]["faults"][0]
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no sched_getaffinity")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="this system has no sched_getaffinity"
+)
 def test_few_cases_run_in_one_process(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert [run_cases._forks(cases) for cases in (1, 31, 32, 156, 1000)] == [0, 1, 2, 8, 8]
@@ -59,5 +75,9 @@ def test_a_check_shares_the_types_of_interpreted_tensors_once():
     for _ in range(2):
         assert check_command._interpret()
         assert core.tensor.__init__.__module__ == "canon.testing.interpreted_types"
-    closure = dict(zip(core.tensor.__init__.__code__.co_freevars, core.tensor.__init__.__closure__, strict=True))
+    closure = dict(
+        zip(
+            core.tensor.__init__.__code__.co_freevars, core.tensor.__init__.__closure__, strict=True
+        )
+    )
     assert closure["make_tensor"].cell_contents.__module__ == "triton.language.core"

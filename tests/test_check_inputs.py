@@ -33,7 +33,9 @@ def test_unseen_tokens_hold_nan():
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(ranks):
-    """With the default rates of `dispatch`, so few tokens would stay in contiguous shards, and casts would be empty."""
+    """With the default rates of `dispatch`, so few tokens would stay in contiguous shards, and
+    casts would be empty.
+    """
     documents = Documents(tuple("abcd"), tuple(b"x" * n for n in (72, 100, 150, 257)))
     planned = [case for case in cases.all_cases(["float32"], gpu=False) if case.layout == "planned"]
     assert {case.mask for case in planned} == {*cases.MASKS, "sequences"} - {"full"}
@@ -49,4 +51,8 @@ def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(r
             mask, layout = Mask.concat(mask), Layout.concat([layout] * len(mask))
         plan = cast_plan(mask, layout, **options)
         assert plan.casts == options.get("casts", 1), case.name
-        assert all(any(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(1, ranks))
+        assert all(
+            any(plan.receive_sizes(cast, rank))
+            for cast in range(plan.casts)
+            for rank in range(1, ranks)
+        )

@@ -1,4 +1,6 @@
-"""`canon check` finds faults of sinks, of a mask for each sequence, of decoding and of prepared plans."""
+"""`canon check` finds faults of sinks, of a mask for each sequence, of decoding and of prepared
+plans.
+"""
 
 from collections import defaultdict
 
@@ -22,15 +24,23 @@ def zigzag_attention(q, k, v, mask=None, *, return_lse=False):
     return reference.zigzag_attention(q, k, v, mask, return_lse=return_lse)
 """
 WRONG_SINKS = {  # fault: (case, message, wrong line)
-    "a sink is ignored": ("attention", "dsink is zero everywhere", {"local": "sink = 0 * sink - 1e9"}),
+    "a sink is ignored": (
+        "attention",
+        "dsink is zero everywhere",
+        {"local": "sink = 0 * sink - 1e9"},
+    ),
     "a sink is off": ("attention", "out is off by", {"local": "sink = sink + 0.05"}),
     "the gradient of one head is off": (
-        "attention", "dsink is worst at head 1",
-        {"local": "sink.register_hook(lambda x: x * x.new_tensor([1, 1.1] * (len(x) // 2)))"}),
+        "attention",
+        "dsink is worst at head 1",
+        {"local": "sink.register_hook(lambda x: x * x.new_tensor([1, 1.1] * (len(x) // 2)))"},
+    ),
     "one rank gives no gradient": (
-        "ring_attention", "dsink is off by",
-        {"ring": "sink = sink.detach() + 0 * sink if dist.get_rank() == 1 else sink"}),
-}  # fmt: skip
+        "ring_attention",
+        "dsink is off by",
+        {"ring": "sink = sink.detach() + 0 * sink if dist.get_rank() == 1 else sink"},
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", WRONG_SINKS)
@@ -40,9 +50,10 @@ def test_wrong_sinks_disagree(fault, run, write_module):
     status, printed, record = run("sinking", "--tokens", 200, "--only", "attention*documents*sink")
     assert status == 1
     found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
-    assert found == {name: "disagrees" if name == function else "agrees" for name in ("attention", "ring_attention")}, (
-        "zigzag_attention has no parameter sink, so no case"
-    )
+    assert found == {
+        name: "disagrees" if name == function else "agrees"
+        for name in ("attention", "ring_attention")
+    }, "zigzag_attention has no parameter sink, so no case"
     assert message in printed.out
     assert "the reference itself" not in printed.out
 
@@ -77,18 +88,39 @@ from canon.reference import magi_attention, ring_attention, strided_attention, s
 """
 WRONG_GENERATION = {  # fault: (case, message, wrong line)
     "None is taken for causal": (
-        "decode_attention*plain", "out is off by",
-        {"before": "n = k.shape[-3]; m = q.shape[-3]; mask = mask or reference.Mask.causal(n).crop(queries=range(n - m, n))"}),
+        "decode_attention*plain",
+        "out is off by",
+        {
+            "before": "n = k.shape[-3]; m = q.shape[-3]; mask = mask or "
+            "reference.Mask.causal(n).crop(queries=range(n - m, n))"
+        },
+    ),
     "one rank rounds otherwise": (
-        "decode_attention*last/float32", "rank 2 has other bits than rank 0, in",
-        {"after": "out = (out[0] * (1 + 2**-23 * (dist.get_rank() == 2)), out[1])"}),
+        "decode_attention*last/float32",
+        "rank 2 has other bits than rank 0, in",
+        {"after": "out = (out[0] * (1 + 2**-23 * (dist.get_rank() == 2)), out[1])"},
+    ),
     "all sequences have the mask of the first": (
-        "attention/sequences/float32", "out is off by", {"masks": "mask = mask[0]"}),
+        "attention/sequences/float32",
+        "out is off by",
+        {"masks": "mask = mask[0]"},
+    ),
     "sequences on ranks have the masks in another order": (
-        "zigzag_attention/zigzag/sequences/*", "out is off by", {"shared": "mask = mask[::-1]"}),
-    "the plan is that of the first mask": ("dispatch/sequences", "rows are wrong", {"planned": "mask = mask[0]"}),
-    "plans cannot be made": ("prepare*ring_attention", "KeyError: 'ring_attention'", {"plans": "{}[function]"}),
-}  # fmt: skip
+        "zigzag_attention/zigzag/sequences/*",
+        "out is off by",
+        {"shared": "mask = mask[::-1]"},
+    ),
+    "the plan is that of the first mask": (
+        "dispatch/sequences",
+        "rows are wrong",
+        {"planned": "mask = mask[0]"},
+    ),
+    "plans cannot be made": (
+        "prepare*ring_attention",
+        "KeyError: 'ring_attention'",
+        {"plans": "{}[function]"},
+    ),
+}
 
 
 @pytest.mark.parametrize("fault", WRONG_GENERATION)

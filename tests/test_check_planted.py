@@ -1,4 +1,6 @@
-"""Claims about rows of `canon check` with a NaN or an infinity: which values they compare, and what they say of the others."""
+"""Claims about rows of `canon check` with a NaN or an infinity: which values they compare, and what
+they say of the others.
+"""
 
 import pytest
 
@@ -60,7 +62,9 @@ def test_a_row_counts_the_values_that_a_planted_nan_may_reach(of_heads):
 
 
 def test_the_worst_place_is_not_one_that_a_planted_nan_may_reach(of_heads):
-    _, _, result, _ = of_heads(4, 2, fault="out = out + torch.nn.functional.one_hot(torch.tensor(5), 16)")
+    _, _, result, _ = of_heads(
+        4, 2, fault="out = out + torch.nn.functional.one_hot(torch.tensor(5), 16)"
+    )
     assert result["exempt"]["out"]
     (place,) = [text for text in result["faults"] if text.startswith("out is worst")]
     assert "off by 1.00e+00" in place
@@ -76,7 +80,10 @@ def test_a_row_in_which_all_values_of_a_tensor_are_exempt_is_not_judged(of_heads
 def test_a_nan_that_reaches_another_key_head_disagrees(run, write_module):
     for name, added, expected in (("leaking", "0 * out.flip(-2)", 1), ("tight", "0", 0)):
         text = "from canon import reference\n\ndef attention(q, k, v, mask=None, **options):\n"
-        text += f"    out, lse = reference.attention(q, k, v, mask, **options)\n    return out + {added}, lse\n"
+        text += (
+            "    out, lse = reference.attention(q, k, v, mask, **options)\n    return out + "
+            f"{added}, lse\n"
+        )
         write_module(name, text)
         words = ("--tokens", 150, "--only", "attention/documents/*/nan in k", "--runs", 1)
         assert run(name, *words)[0] == expected

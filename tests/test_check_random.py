@@ -1,4 +1,6 @@
-"""Claims about `canon check --random`: seed and number determine a case, faults are found, records resume."""
+"""Claims about `canon check --random`: seed and number determine a case, faults are found, records
+resume.
+"""
 
 import json
 import re
@@ -21,7 +23,12 @@ from functools import partial
 from canon import reference
 import torch
 
-globals().update((name, partial(f)) for name, f in vars(reference).items() if callable(f) and not isinstance(f, type))
+globals().update(
+    (name, partial(f))
+    for name, f in vars(reference).items()
+    if callable(f) and not isinstance(f, type)
+)
+
 
 def ring_attention(q, k, v, mask=None, layout=None, **options):
     {line}
@@ -39,65 +46,136 @@ def test_fifty_random_cases_agree(run):
     assert len(kept_cases(record)) == 50
     verdicts = {index: verdict for index, (_, verdict, _) in kept_cases(record).items()}
     assert set(verdicts.values()) <= {"agrees", "declined", "not judged"}
-    assert all(draws.drawn(20, index).planted for index, verdict in verdicts.items() if verdict == "not judged")
+    assert all(
+        draws.drawn(20, index).planted
+        for index, verdict in verdicts.items()
+        if verdict == "not judged"
+    )
 
 
 def test_a_case_is_a_pure_function_of_seed_and_number():
     program = "from canon.check.draws import drawn; print([drawn(3, i) for i in range(40)])"
-    other = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    other = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert other.strip() == str([draws.drawn(3, i) for i in range(40)])
     assert draws.drawn(3, 0) != draws.drawn(4, 0)
 
 
 def test_all_kinds_are_drawn():
-    """Draw 800 cases and find every function, constructor, layout, number of ranks, dtype, option and small size."""
+    """Draw 800 cases and find every function, constructor, layout, number of ranks, dtype, option
+    and small size.
+    """
     cases = [draws.drawn(0, i) for i in range(800)]
     assert {case.function for case in cases} == set(draws.WEIGHTS)
-    for word in ("full", "causal", "window", "documents", "prefix", "block_causal", "ranges", "tree", "concat"):
+    for word in (
+        "full",
+        "causal",
+        "window",
+        "documents",
+        "prefix",
+        "block_causal",
+        "ranges",
+        "tree",
+        "concat",
+    ):
         assert any(f"Mask.{word}(" in case.mask for case in cases), word
     for word in (".crop(", ".shift(", "window=(", "causal=False", "q_valid", "k_valid", "left=-1"):
         assert any(word in case.mask for case in cases), word
-    assert any(re.search(r"documents\(\[[^]]*\b(\d+), \1\b", case.mask) for case in cases), "an empty document"
+    assert any(
+        re.search(
+            r"documents\(\[[^]]*\b(\d+), "
+            r"\1\b",
+            case.mask,
+        )
+        for case in cases
+    ), "an empty document"
     assert {case.ranks for case in cases} == set(range(1, 9))
     assert {case.dtype for case in cases} == {"", "float64", "float32", "float16", "bfloat16"}
-    assert {case.used for case in cases} == {"both", "out", "lse", "no lse", "sum", "forward", "forward, no lse"}
+    assert {case.used for case in cases} == {
+        "both",
+        "out",
+        "lse",
+        "no lse",
+        "sum",
+        "forward",
+        "forward, no lse",
+    }
     assert {case.method for case in cases} == {"auto", "split", "fused", "head_parallel"}
     options = Counter(name for case in cases for name, _ in case.options)
-    assert options.keys() == {"sink", "softcap", "rank_invariant", "reduce_dtype", "casts", "own_keys_first", "keep_kv",
-                              "head_stride", "backward_schedule", "forward_first_stride", "backward_first_stride",
-                              "backward_last_stride"}  # fmt: skip
+    assert options.keys() == {
+        "sink",
+        "softcap",
+        "rank_invariant",
+        "reduce_dtype",
+        "casts",
+        "own_keys_first",
+        "keep_kv",
+        "head_stride",
+        "backward_schedule",
+        "forward_first_stride",
+        "backward_first_stride",
+        "backward_last_stride",
+    }
     planted = [case.planted.split(" in ") for case in cases if case.planted]
     assert [set(some) for some in zip(*planted, strict=True)] == [set(VALUES), set(TENSORS)]
     attended = [case for case in cases if case.dtype]
     assert any(case.shape.scale == 0 for case in attended)
     assert any((case.shape.scale or 0) < 0 for case in attended)
-    assert any((case.shape.scale or 0) > 1e5 for case in attended), "scores near the limit of canon.fast"
-    assert any(case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1] for case in attended)
-    assert all(0 < case.shape.latent[1] < case.shape.widths[0] for case in cases if case.has_latents)
+    assert any((case.shape.scale or 0) > 1e5 for case in attended), (
+        "scores near the limit of canon.fast"
+    )
+    assert any(
+        case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1]
+        for case in attended
+    )
+    assert all(
+        0 < case.shape.latent[1] < case.shape.widths[0] for case in cases if case.has_latents
+    )
     assert {case.function for case in cases if case.has_latents} == {"latent_attention", "prepare"}
     masks = [draws.evaluated(case.mask) for case in cases]
-    several = {case.function for case, mask in zip(cases, masks, strict=True) if isinstance(mask, tuple)}
+    several = {
+        case.function for case, mask in zip(cases, masks, strict=True) if isinstance(mask, tuple)
+    }
     assert several == draws.FOR_EACH_SEQUENCE, "a mask for each sequence"
     cases = [case for case, mask in zip(cases, masks, strict=True) if not isinstance(mask, tuple)]
     masks = [mask for mask in masks if not isinstance(mask, tuple)]
     assert {0, 1} <= {mask.queries for mask in masks}
     assert any(mask.queries != mask.keys for mask in masks)
-    shared = [case.layout_of(mask, case.ranks) for case, mask in zip(cases, masks, strict=True) if case.ranks > 1]
+    shared = [
+        case.layout_of(mask, case.ranks)
+        for case, mask in zip(cases, masks, strict=True)
+        if case.ranks > 1
+    ]
     assert any(0 < layout.tokens < layout.ranks for layout in shared), "more ranks than tokens"
-    assert any({piece.step for held in layout.ranges_per_rank for piece in held if len(piece) > 1} - {1, layout.ranks}
-               for layout in shared), "a step that is neither contiguous nor striped"  # fmt: skip
+    assert any(
+        {piece.step for held in layout.ranges_per_rank for piece in held if len(piece) > 1}
+        - {1, layout.ranks}
+        for layout in shared
+    ), "a step that is neither contiguous nor striped"
 
 
 @pytest.mark.parametrize("table", ["cpu", "gluon", "cuda"])
 def test_float16_cases_come_near_the_largest_dS(table):
-    """P is uniform in them, so dS = P (dP - delta) needs no softmax. All results are float16 numbers."""
+    """P is uniform in them, so dS = P (dP - delta) needs no softmax. All results are float16
+    numbers.
+    """
     source, largest = RandomSource(), []
     cases = [draws.drawn(0, index, table) for index in range(600)]
     near = [case for case in cases if case.ds and case.shape.batch < 2 and not case.has_sink]
     for case in near[:25]:
-        x, expected = source.inputs(case, "cpu"), source.expected(case, case.layout_of(source.mask(case), 1), "cpu")
-        q, k, v, dout = (t.reshape(-1, *t.shape[-2:]).nan_to_num().double() for t in (x.q, x.k, x.v, x.dout))
-        assert all(t.nan_to_num(0, 0, 0).abs().max() <= 65504 for t in expected.exact if t is not None and t.numel())
+        x, expected = (
+            source.inputs(case, "cpu"),
+            source.expected(case, case.layout_of(source.mask(case), 1), "cpu"),
+        )
+        q, k, v, dout = (
+            t.reshape(-1, *t.shape[-2:]).nan_to_num().double() for t in (x.q, x.k, x.v, x.dout)
+        )
+        assert all(
+            t.nan_to_num(0, 0, 0).abs().max() <= 65504
+            for t in expected.exact
+            if t is not None and t.numel()
+        )
         p = x.mask.dense().double()
         p = p / p.sum(1, keepdim=True).clamp(min=1)
         dp = torch.einsum("ihd,jhd->hij", dout, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
@@ -108,13 +186,17 @@ def test_float16_cases_come_near_the_largest_dS(table):
     assert sum(size > 1000 for size in largest) > len(largest) / 2
 
 
-def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, write_module, tmp_path, monkeypatch):
+def test_a_failure_names_its_draws_and_the_command_that_repeats_it(
+    run, write_module, tmp_path, monkeypatch
+):
     write_module("off_ring", FAULTY.format(line="v = v * 1.02"))
     monkeypatch.setattr(draws, "WEIGHTS", {"attention": 1, "ring_attention": 1, "prepare": 1})
     monkeypatch.setattr(draws, "PREPARED", {"ring_attention": "zigzag"})
     status, printed, record = run("off_ring", "--random", 12, "--seed", 2)
     assert status == 1
-    wrong = {number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"}
+    wrong = {
+        number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"
+    }
     assert wrong
     names = {kept_cases(record)[number][0] for number in wrong}
     assert names == {"ring_attention", "prepare"}, "a case of prepare calls the function"
@@ -122,13 +204,24 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(run, write_mo
     assert {failure["index"] for failure in failures} == wrong
     failure = failures[0]
     assert failure["draws"]["mask"].startswith("Mask.")
-    for name in ("ranks", "layout", "dtype", "heads", "widths", "scale", "method", "differentiated"):
+    for name in (
+        "ranks",
+        "layout",
+        "dtype",
+        "heads",
+        "widths",
+        "scale",
+        "method",
+        "differentiated",
+    ):
         assert name in failure["draws"]
     index = failure["index"]
     first = f" --first {index}" if index else ""
     assert failure["repeat"] == f"canon check off_ring --random 1 --seed 2{first}"
     assert failure["repeat"] in printed.out
-    status, printed, record = run(*failure["repeat"].split()[2:], "--record", tmp_path / "again.json")
+    status, printed, record = run(
+        *failure["repeat"].split()[2:], "--record", tmp_path / "again.json"
+    )
     again = json.loads((tmp_path / "again.json").read_text())
     assert status == 1
     assert kept_cases(again) == {index: kept_cases(record)[index]}
@@ -143,7 +236,9 @@ def strided_attention(q, k, v, mask=None, layout=None, *, rank_invariant=False, 
 """
 
 
-def test_a_module_that_ignores_rank_invariant_has_other_bits_than_one_rank(run, write_module, tmp_path, monkeypatch):
+def test_a_module_that_ignores_rank_invariant_has_other_bits_than_one_rank(
+    run, write_module, tmp_path, monkeypatch
+):
     """The judge alone accepts these results. The command that repeats a failure finds it again."""
     write_module("forgetful", IGNORES_RANKS)
     monkeypatch.setattr(draws, "WEIGHTS", {"strided_attention": 1})
@@ -154,11 +249,15 @@ def test_a_module_that_ignores_rank_invariant_has_other_bits_than_one_rank(run, 
     for failure in failures:
         assert failure["draws"]["rank_invariant"] == "True"
         (fault,) = failure["faults"]
-        assert fault.startswith("other bits than attention(..., rank_invariant=True) on one rank, in ")
+        assert fault.startswith(
+            "other bits than attention(..., rank_invariant=True) on one rank, in "
+        )
     again = tmp_path / "again.json"
     status, _, _ = run(*failures[0]["repeat"].split()[2:], "--record", again)
     assert status == 1
-    assert kept_cases(json.loads(again.read_text())) == {failures[0]["index"]: kept_cases(record)[failures[0]["index"]]}
+    assert kept_cases(json.loads(again.read_text())) == {
+        failures[0]["index"]: kept_cases(record)[failures[0]["index"]]
+    }
 
 
 def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
@@ -172,11 +271,15 @@ def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
     )
     replaced = {case.index for case in drawn if case.function == "Layout"}
     drawn = [case for case in drawn if case.index not in replaced]
-    failed = [number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "failed"]
+    failed = [
+        number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "failed"
+    ]
     failed = [number for number in failed if number not in replaced]
     assert replaced
     assert failed
-    assert failed == [c.index for c in drawn if c.function == "ring_attention" and c.dtype != "bfloat16"]
+    assert failed == [
+        c.index for c in drawn if c.function == "ring_attention" and c.dtype != "bfloat16"
+    ]
     assert "AssertionError: bfloat16 alone" in printed.out
 
 
@@ -189,7 +292,9 @@ def test_records_resume(run, monkeypatch):
     monkeypatch.setattr(
         random_check._RandomCheck,
         "add",
-        lambda check, cases, results: ran.extend(case.index for case in cases) or add(check, cases, results),
+        lambda check, cases, results: (
+            ran.extend(case.index for case in cases) or add(check, cases, results)
+        ),
     )
     status, printed, record = run("canon.reference", "--random", 9, "--seed", 5)
     assert sorted(ran) == [6, 7, 8]
@@ -202,13 +307,21 @@ def test_records_resume(run, monkeypatch):
 def test_only_selects_functions_and_masks_of_random_cases(run):
     status, _, record = run("canon.reference", "--random", 40, "--seed", 5, "--only", "tree")
     assert status == 0
-    assert sorted(kept_cases(record)) == [index for index in range(40) if "tree" in draws.drawn(5, index).mask] != []
-    assert record["runs"][0]["command"] == "canon check canon.reference --random 40 --seed 5 --only tree"
+    assert (
+        sorted(kept_cases(record))
+        == [index for index in range(40) if "tree" in draws.drawn(5, index).mask]
+        != []
+    )
+    assert record["runs"][0]["command"] == (
+        "canon check canon.reference --random 40 --seed 5 --only tree"
+    )
 
 
 # ---------------------------------------------------------------------- the judge with few elements
 def test_the_judge_accepts_only_rounding_of_few_elements():
-    """With one key per query, dq is exactly 0. At width 1 no honest evaluation has the rounding noise of float32."""
+    """With one key per query, dq is exactly 0. At width 1 no honest evaluation has the rounding
+    noise of float32.
+    """
     draw = torch.Generator().manual_seed(0)
     mask = Mask.window(3, 0, 0)
     q, k, v, dout = (torch.randn(1, 3, 1, 1, generator=draw) for _ in range(4))
@@ -224,12 +337,16 @@ def test_the_judge_accepts_only_rounding_of_few_elements():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_roundings_bound_the_errors_of_honest_attention(dtype):
-    """Each error is below 8 times the distance of `roundings`. The largest error is above 1/300 of the largest one."""
+    """Each error is below 8 times the distance of `roundings`. The largest error is above 1/300 of
+    the largest one.
+    """
     draw = torch.Generator().manual_seed(1)
     mask = Mask.documents([0, 1, 9, 40])
     q, k, v, dout = (torch.randn(2, 40, 4, 16, generator=draw).to(dtype) for _ in range(4))
     exact, reach = oracle(q, k, v, dout, mask), roundings(q, k, v, dout, mask)
-    for name, got, true, size in zip(Attended._fields, dense(q, k, v, dout, mask), exact, reach, strict=True):
+    for name, got, true, size in zip(
+        Attended._fields, dense(q, k, v, dout, mask), exact, reach, strict=True
+    ):
         error, once = (
             (got.double() - true).abs(),
             torch.finfo(got.dtype).eps * true.abs().clamp(min=torch.finfo(got.dtype).tiny),
@@ -240,10 +357,17 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
 
 @pytest.mark.parametrize("names", [("dk", "dv"), ("dlatent", "dk_rope")])
 def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits(names):
-    case = next(c for c in (draws.drawn(0, i) for i in range(9000))
-                if dict(c.options).get("reduce_dtype") == "bfloat16" and c.dtype == "float32" and c.ranks > 2
-                and isinstance(mask := draws.evaluated(c.mask), Mask) and mask.area > 50 and c.used == "both"
-                and c.has_latents == ("dlatent" in names))  # fmt: skip
+    case = next(
+        c
+        for c in (draws.drawn(0, i) for i in range(9000))
+        if dict(c.options).get("reduce_dtype") == "bfloat16"
+        and c.dtype == "float32"
+        and c.ranks > 2
+        and isinstance(mask := draws.evaluated(c.mask), Mask)
+        and mask.area > 50
+        and c.used == "both"
+        and c.has_latents == ("dlatent" in names)
+    )
     layout = draws.evaluated(case.layout)
     assert isinstance(layout, Layout)
     expected = RandomSource().expected(case, layout, "cpu")

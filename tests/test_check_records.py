@@ -1,4 +1,6 @@
-"""Claims about the records of `canon check`: they are continued with the same code only, and each module has its own."""
+"""Claims about the records of `canon check`: they are continued with the same code only, and each
+module has its own.
+"""
 
 import signal
 import sys
@@ -60,7 +62,12 @@ def test_the_digest_changes_with_all_code_that_a_module_runs(module, file, files
 
 def test_the_digest_does_not_change_with_other_files(files):
     before = sources.digest("mine")
-    for name in ("folder/record.json", "folder/notes.txt", "elsewhere/alone.py", "folder/unrelated/code.py"):
+    for name in (
+        "folder/record.json",
+        "folder/notes.txt",
+        "elsewhere/alone.py",
+        "folder/unrelated/code.py",
+    ):
         (files / name).write_text("changed")
     assert sources.digest("mine") == before
 
@@ -75,18 +82,25 @@ def test_the_digest_changes_with_the_version_of_an_installed_package(files, monk
     (files / "folder/mine.py").write_text("import rented")
     digests = []
     for content in ("a", "a", "b"):
-        (installed / "rented-1.dist-info/RECORD").write_text(f"rented/__init__.py,sha256={content},1\n")
+        (installed / "rented-1.dist-info/RECORD").write_text(
+            f"rented/__init__.py,sha256={content},1\n"
+        )
         digests.append(sources.digest("mine"))
     assert digests[0] == digests[1] != digests[2]
 
 
 HELPED = "import factors\nfrom canon import reference\n\n\ndef {name}(*given, **options):\n"
 HELPED += "    out = reference.{name}(*given, **options)\n"
-HELPED += "    return tuple(factors.FACTOR * x for x in out) if isinstance(out, tuple) else factors.FACTOR * out\n"
+HELPED += (
+    "    return tuple(factors.FACTOR * x for x in out) if isinstance(out, tuple) else "
+    "factors.FACTOR * out\n"
+)
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_a_fault_in_what_a_module_imports_is_found_when_the_check_resumes(random, run, write_module):
+def test_a_fault_in_what_a_module_imports_is_found_when_the_check_resumes(
+    random, run, write_module
+):
     words = ("--random", 6) if random else ("--tokens", 100, "--only", "attention_forward/")
     for factor, expected in ((1, 0), (2, 1)):
         write_module("factors", f"FACTOR = {factor}")
@@ -95,7 +109,9 @@ def test_a_fault_in_what_a_module_imports_is_found_when_the_check_resumes(random
         status, printed, _ = run("helped", *words, *([] if random or factor == 1 else ["--resume"]))
         assert status == expected, printed.out
         assert "taken from the record" not in printed.out
-    assert random or "0 of 6 cases are taken from canon-check/record.json, because" in " ".join(printed.out.split())
+    assert random or ("0 of 6 cases are taken from canon-check/record.json, because") in " ".join(
+        printed.out.split()
+    )
 
 
 def test_the_output_says_how_many_cases_come_from_the_record(run):
@@ -109,7 +125,12 @@ def test_the_output_says_how_many_cases_come_from_the_record(run):
 
 def test_a_random_check_starts_afresh_with_a_flag_and_with_other_options(run):
     words = ("canon.reference", "--random", 4, "--seed", 5)
-    for more, taken in (((), False), ((), True), (("--fresh",), False), (("--world", "processes"), False)):
+    for more, taken in (
+        ((), False),
+        ((), True),
+        (("--fresh",), False),
+        (("--world", "processes"), False),
+    ):
         status, printed, record = run(*words, *more)
         assert status == 0
         assert ("taken from the record" in printed.out) == taken, more
@@ -137,12 +158,17 @@ def test_random_cases_are_those_of_functions_and_options_that_a_module_has(run, 
     assert status == 0, printed.out
     assert [row[1:3] for row in record["runs"][0]["cases"]] == [["attention", "agrees"]] * 12
     own = [draws.drawn(0, index) for index in range(12)]
-    assert any(case.function != "attention" for case in own), "without limits, other functions have cases"
+    assert any(case.function != "attention" for case in own), (
+        "without limits, other functions have cases"
+    )
 
 
 def test_features_limit_random_cases(run, write_module):
     write_module(
-        "plain", ONE.format(arguments="q, k, v", given="q, k, v", line="assert q.ndim == 4 and q.is_contiguous()")
+        "plain",
+        ONE.format(
+            arguments="q, k, v", given="q, k, v", line="assert q.ndim == 4 and q.is_contiguous()"
+        ),
     )
     status, printed, _ = run("plain", "--random", 8)
     assert status == 1
@@ -151,7 +177,9 @@ def test_features_limit_random_cases(run, write_module):
     status, printed, record = run("plain", "--random", 8, "--features", words)
     assert status == 0, printed.out
     assert [row[1:3] for row in record["runs"][-1]["cases"]] == [["attention", "agrees"]] * 8
-    assert record["runs"][-1]["command"] == f"canon check plain --random 8 --seed 0 --features {words}"
+    assert record["runs"][-1]["command"] == (
+        f"canon check plain --random 8 --seed 0 --features {words}"
+    )
 
 
 LIMITS = (
@@ -177,13 +205,20 @@ def test_the_reference_agrees_with_random_cases_under_every_limit(words, run):
         masks = mask if isinstance(mask, tuple) else (mask,)
         attends = case.function in {*draws.ATTEND, *draws.REPLICATED, "prepare"}
         fits = {
-            "no-mask": case.variant == "plain" and mask == Mask.causal(mask.queries) and case.shape.scale is None,
+            "no-mask": case.variant == "plain"
+            and mask == Mask.causal(mask.queries)
+            and case.shape.scale is None,
             "no-options": not case.options and case.shape.scale is None and case.method == "auto",
-            "packed": case.shape.batch == 0, "batched": case.shape.batch > 0, "one-mask": len(masks) == 1,
-            "equal-heads": case.shape.heads[0] == case.shape.heads[1], "contiguous": case.shape.strides is None,
-            "equal-widths": case.shape.widths[0] == case.shape.widths[1], "finite": not case.planted,
-            "no-lse": case.used in {"no lse", "forward, no lse"}, "forward": case.used.startswith("forward"),
-        }  # fmt: skip
+            "packed": case.shape.batch == 0,
+            "batched": case.shape.batch > 0,
+            "one-mask": len(masks) == 1,
+            "equal-heads": case.shape.heads[0] == case.shape.heads[1],
+            "contiguous": case.shape.strides is None,
+            "equal-widths": case.shape.widths[0] == case.shape.widths[1],
+            "finite": not case.planted,
+            "no-lse": case.used in {"no lse", "forward, no lse"},
+            "forward": case.used.startswith("forward"),
+        }
         for word in words.split(","):
             assert not attends or fits.get(word, True), (word, case)
         if kinds := set(words.split(",")) & set(contract.MASKS):
@@ -194,7 +229,8 @@ def test_the_reference_agrees_with_random_cases_under_every_limit(words, run):
 
 def test_a_random_check_that_judges_nothing_is_no_success(run, write_module):
     write_module(
-        "declining", ONE.format(arguments="*given, **options", given="*given", line="raise NotImplementedError")
+        "declining",
+        ONE.format(arguments="*given, **options", given="*given", line="raise NotImplementedError"),
     )
     status, printed, _ = run("declining", "--random", 3)
     assert status == 1
@@ -206,25 +242,36 @@ def test_a_random_check_that_judges_nothing_is_no_success(run, write_module):
 
 
 def test_each_module_has_its_own_record_of_random_cases(run, write_module, tmp_path):
-    write_module("one", ONE.format(arguments="*given, **options", given="*given, **options", line="pass"))
+    write_module(
+        "one", ONE.format(arguments="*given, **options", given="*given, **options", line="pass")
+    )
     for module in ("one", "canon.reference", "one"):
         status, printed, record = run(module, "--random", 2)
         assert status == 0, printed.out + printed.err
         assert record["module"] == module
-    status, printed, _ = run("one", "--random", 2, "--record", tmp_path / "canon-check" / "random.canon.reference.json")
+    status, printed, _ = run(
+        "one", "--random", 2, "--record", tmp_path / "canon-check" / "random.canon.reference.json"
+    )
     assert status == 2
     assert (
-        "is a record of canon.reference, not of canon check --random with one; name a new file with --record"
-        in printed.err
-    )
+        "is a record of canon.reference, not of canon check --random with one; name a new file "
+        "with --record"
+    ) in printed.err
 
 
-@pytest.mark.parametrize("words", [("--tokens", 60, "--only", "attention/"), ("--random", 8, "--ranks", 1)])
+@pytest.mark.parametrize(
+    "words", [("--tokens", 60, "--only", "attention/"), ("--random", 8, "--ranks", 1)]
+)
 def test_ctrl_c_ends_a_check_of_functions_on_one_rank(words, run, write_module):
-    """Such cases have no collective. The module presses Ctrl-C in its third call, the second case."""
+    """Such cases have no collective. The module presses Ctrl-C in its third call,
+    the second case.
+    """
     text = "import os, signal, time\nfrom canon import reference\n\ncalls = []\n\n"
     text += "def attention(q, k, v, mask=None, **options):\n"
-    text += "    calls.append(1)\n    if len(calls) == 3:\n        os.kill(os.getpid(), signal.SIGINT)\n        time.sleep(1)\n"
+    text += (
+        "    calls.append(1)\n    if len(calls) == 3:\n        os.kill(os.getpid(), "
+        "signal.SIGINT)\n        time.sleep(1)\n"
+    )
     write_module("pressing", text + "    return reference.attention(q, k, v, mask, **options)\n")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -13,7 +13,10 @@ FUNCTIONS = fast.ring_attention, fast.strided_attention, fast.magi_attention
 
 def both_passes(function, group=None):
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    q, k, v = (torch.randn(1, TOKENS // 2, heads, 8, device=device, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(1, TOKENS // 2, heads, 8, device=device, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
     function(q, k, v, None, Layout.zigzag(TOKENS, 2), group=group).sum().backward()
 
 

@@ -1,4 +1,6 @@
-"""Claims about compiled kernels, without a GPU: each compiles for sm_80 and sm_90, spills no register and fits the SM."""
+"""Claims about compiled kernels, without a GPU: each compiles for sm_80 and sm_90, spills no
+register and fits the SM.
+"""
 
 import json
 from dataclasses import asdict
@@ -10,7 +12,8 @@ from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
 from canon.testing.sass import overwritten, skipped_waits, waits
 
-# Triton assembles the PTX of a kernel, and so does the report, whose statistics are tested: the first time is left out.
+# Triton assembles the PTX of a kernel, and so does the report, whose statistics are tested: the
+# first time is left out.
 PROGRAM = """
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -23,7 +26,9 @@ main()
 
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
-    """Compile the kernels of one target in a process without the interpreter, and return its reports."""
+    """Compile the kernels of one target in a process without the interpreter, and return its
+    reports.
+    """
     cache = str(tmp_path_factory.mktemp("triton"))
     output = printed(PROGRAM, "--json", "--arch", request.param, TRITON_CACHE_DIR=cache)
     return request.param, [json.loads(line) for line in output.splitlines()]
@@ -32,22 +37,28 @@ def compiled(request, tmp_path_factory):
 def allowed_spill(report):
     """Return the bytes that may spill.
 
-    float32 and float64 use no tensor cores, so their speed matters less. For dq at D = 256, every Triton configuration
-    without spills is slower. Triton kernels that visit keys in order have a second loop, for tiles with several bands.
-    """
+    float32 and float64 use no tensor cores, so their speed matters less. For dq at D = 256, every
+    Triton configuration without spills is slower. Triton kernels that visit keys in order have a
+    second loop, for tiles with several bands."""
     case = report["case"]
     if case["backend"] == "triton" and case["key_order"]:
         return 96
     if case["dtype"] in ("float32", "float64"):
         return 32
-    return 28 if (case["backend"], case["kernel"], case["d"], case["describable"]) == ("triton", "dq", 256, True) else 0
+    return (
+        28
+        if (case["backend"], case["kernel"], case["d"], case["describable"])
+        == ("triton", "dq", 256, True)
+        else 0
+    )
 
 
 def expected_waits(report):
-    """Return the waits for MMAs of all warpgroups: in the machine code, added by the assembler, and in a branch without MMA.
+    """Return the waits for MMAs of all warpgroups: in the machine code, added by the assembler, and
+    in a branch without MMA.
 
-    The forward kernel rescales O after it issues S. In the first step of a work tile, one warpgroup waits for S there.
-    """
+    The forward kernel rescales O after it issues S. In the first step of a work tile, one warpgroup
+    waits for S there."""
     case, config = report["case"], report["config"]
     if case["backend"] != "gluon":  # Triton places them
         return report["waits"], 0, 0
@@ -72,15 +83,26 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     assert not wrong, f"more shared memory than config.shared_bytes returns: {wrong}"
     assert all(r["shared"] <= SHARED_LIMIT[arch] for r in reports)
     weights = [r["shared"] for r in reports if r["name"] == "weights_kernel"]
-    assert all(2 * (shared + 1024) <= 228 * 1024 for shared in weights), "an SM holds two CTAs of this kernel"
+    assert all(2 * (shared + 1024) <= 228 * 1024 for shared in weights), (
+        "an SM holds two CTAs of this kernel"
+    )
     wrong = [r for r in reports if r["warnings"]]
     assert not wrong, f"the assembler warns: {wrong}"
     wrong = [r for r in reports if r["overwritten"]]
     assert not wrong, f"registers of MMAs in flight are written: {wrong}"
-    wrong = [r for r in reports if (r["waits"], r["waits_added"], r["waits_skipped"]) != expected_waits(r)]
+    wrong = [
+        r
+        for r in reports
+        if (r["waits"], r["waits_added"], r["waits_skipped"]) != expected_waits(r)
+    ]
     assert not wrong, f"the assembler adds or moves waits for MMAs: {wrong}"
     long = [r["config"] for r in reports if r["case"]["seen"]]
-    assert long == [asdict(config) for choices in LONG_TABLE.values() for config in choices.values() if arch == 90]
+    assert long == [
+        asdict(config)
+        for choices in LONG_TABLE.values()
+        for config in choices.values()
+        if arch == 90
+    ]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
     assert merges == [True, True], "a warp writes lse in place before other warps have read it"
 
@@ -95,7 +117,11 @@ MMAS = """
         /*0070*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
         /*0080*/              @!P3 {third} ;
 """
-UNTOUCHED = {"first": "FADD R0, R24, R152", "second": "FMUL R24, R24, R55", "third": "MUFU.EX2 R152, R88"}
+UNTOUCHED = {
+    "first": "FADD R0, R24, R152",
+    "second": "FMUL R24, R24, R55",
+    "third": "MUFU.EX2 R152, R88",
+}
 
 
 BRANCH = """
@@ -111,7 +137,9 @@ BRANCH = """
 def test_a_wait_at_the_end_of_a_branch_is_found():
     wait = BRANCH.format(last="WARPGROUP.DEPBAR.LE gsb0, 0x0")
     assert skipped_waits(wait) == 1
-    mma = "        /*0028*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;\n"
+    mma = (
+        "        /*0028*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR36], R24, gsb0 ;\n"
+    )
     for other in (
         BRANCH,
         wait.replace("BRA `(.L_x_6)", "NOP"),

@@ -1,6 +1,8 @@
-"""Claims about torch.compile: one graph without breaks serves all masks and options, and computes what eager calls compute.
+"""Claims about torch.compile: one graph without breaks serves all masks and options, and computes
+what eager calls compute.
 
-The programs run in processes of their own, because the type checker of the tests cannot be compiled.
+The programs run in processes of their own, because the type checker of the tests cannot be
+compiled.
 """
 
 import itertools
@@ -11,7 +13,11 @@ import torch
 import torch.distributed as dist
 from compiled import assert_same, compiled_once, inputs, results
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from canon import Layout, Mask, fast, reference
 from canon.reference.local import LOCAL
@@ -21,7 +27,10 @@ from canon.testing import process_groups
 TOKENS = 24
 HALVES = {"reference": reference, "fast": fast}
 TILED = 160  # tokens with rank_invariant: one rank holds 128, and the other one 32
-MASKS, LONG = ([Mask.documents([0, *ends, n]) for ends in ([], [5], [7, 9], [1, 2, 20])] for n in (TOKENS, TILED))
+MASKS, LONG = (
+    [Mask.documents([0, *ends, n]) for ends in ([], [5], [7, 9], [1, 2, 20])]
+    for n in (TOKENS, TILED)
+)
 OWN_LAYOUTS = ("zigzag_attention", "striped_attention")
 CALLS = [
     ("ring_attention", {}),
@@ -56,17 +65,24 @@ def distributed(half, backend, subgroup, calls):
     mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))["cp"]
     for name, options in calls:
         tiled, options = "rank_invariant" in options, options | {"return_lse": True}
-        sink, options["group"] = options.pop("sink", False), mesh if options.pop("mesh", False) else group
+        sink, options["group"] = (
+            options.pop("sink", False),
+            mesh if options.pop("mesh", False) else group,
+        )
 
         def model(q, k, v, z, mask, *layout):
             under = {"sink": z} if sink else {}
-            out, lse = getattr(HALVES[half], name)(torch.sin(q), k, v, mask, *layout, **options, **under)
+            out, lse = getattr(HALVES[half], name)(
+                torch.sin(q), k, v, mask, *layout, **options, **under
+            )
             return torch.cos(out) + 0 * z[:, None], lse
 
         compiled = compiled_once(model, backend)
 
         def compare(mask, layout):
-            tokens = Layout.contiguous(TILED, 2, 128).size(dist.get_rank()) if tiled else TOKENS // 2
+            tokens = (
+                Layout.contiguous(TILED, 2, 128).size(dist.get_rank()) if tiled else TOKENS // 2
+            )
             given = [mask] if name in OWN_LAYOUTS else [mask, layout]
             found, expected = (results(f, with_sink(tokens), *given) for f in (compiled, model))
             assert_same(found, expected, exact=backend != "inductor" and not sink)
@@ -74,7 +90,10 @@ def distributed(half, backend, subgroup, calls):
         for mask in (
             LONG[1:3] if tiled else MASKS if half == "reference" else MASKS[1:3]
         ):  # Triton's interpreter is slow
-            compare(mask, Layout.contiguous(TILED, 2, 128) if tiled else reference.dispatch(mask, 2, chunk=4))
+            compare(
+                mask,
+                Layout.contiguous(TILED, 2, 128) if tiled else reference.dispatch(mask, 2, chunk=4),
+            )
         assert counters["stats"]["unique_graphs"] == 1, "a new mask or a new layout compiles again"
         if not tiled:
             compare(None, None)
@@ -98,11 +117,16 @@ def two_groups():
     pair = pairs[rank // 2]
 
     def model(q, k, v):
-        half, whole = reference.ring_attention(q, k, v, group=pair), reference.magi_attention(q, k, v)
+        half, whole = (
+            reference.ring_attention(q, k, v, group=pair),
+            reference.magi_attention(q, k, v),
+        )
         return half + torch.sin(whole), torch.zeros(1)
 
     leaves = inputs(6, seed=rank)
-    assert_same(results(compiled_once(model, "aot_eager"), leaves), results(model, leaves), exact=True)
+    assert_same(
+        results(compiled_once(model, "aot_eager"), leaves), results(model, leaves), exact=True
+    )
 
 
 def test_two_groups_in_one_graph_and_one_backward_pass():
@@ -112,16 +136,22 @@ def test_two_groups_in_one_graph_and_one_backward_pass():
 def disagreeing():
     layout = Layout.contiguous(TOKENS, 2)
     mask = MASKS[dist.get_rank()]
-    model = compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, mask, layout), "aot_eager")
+    model = compiled_once(
+        lambda q, k, v: reference.ring_attention(q, k, v, mask, layout), "aot_eager"
+    )
     with pytest.raises(ValueError, match="the ranks disagree"):
         model(*inputs(TOKENS // 2))
-    refused = compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, None, layout, backward="x"), "aot_eager")
+    refused = compiled_once(
+        lambda q, k, v: reference.ring_attention(q, k, v, None, layout, backward="x"), "aot_eager"
+    )
     with pytest.raises(ValueError, match="backward='x'"):
         refused(*inputs(TOKENS // 2))
     frozen = inputs(TOKENS // 2)
     frozen[1].requires_grad_(dist.get_rank() == 1)
     with pytest.raises(ValueError, match="requires_grad"):
-        compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, None, layout), "aot_eager")(*frozen)
+        compiled_once(lambda q, k, v: reference.ring_attention(q, k, v, None, layout), "aot_eager")(
+            *frozen
+        )
 
 
 def test_ranks_that_disagree_in_a_compiled_call_raise_on_every_rank():
@@ -148,14 +178,22 @@ def local():
                 )
             assert counters["stats"]["unique_graphs"] == 1
             packed = [x.detach()[0].requires_grad_() for x in inputs(TOKENS)]
-            assert_same(results(compiled, packed, None), results(model, packed, None), exact=half is reference)
+            assert_same(
+                results(compiled, packed, None),
+                results(model, packed, None),
+                exact=half is reference,
+            )
             with torch.autocast("cpu", torch.bfloat16):
                 assert compiled(*inputs(TOKENS), MASKS[1])[0].dtype == torch.bfloat16
                 found, expected = (results(f, inputs(TOKENS), MASKS[1]) for f in (compiled, model))
             assert_same(found, expected, exact=half is reference)
             for without_gradients in (torch.no_grad, torch.inference_mode):
                 with without_gradients():
-                    assert_same(compiled(*inputs(TOKENS), MASKS[2]), model(*inputs(TOKENS), MASKS[2]), exact=True)
+                    assert_same(
+                        compiled(*inputs(TOKENS), MASKS[2]),
+                        model(*inputs(TOKENS), MASKS[2]),
+                        exact=True,
+                    )
 
 
 def lengths():
@@ -164,7 +202,11 @@ def lengths():
     compiled = compiled_once(model, "aot_eager")
     for tokens in (24, 32, 17, 40, 5, 51, 9, 11, 13, 15):
         mask = Mask.documents([0, 3, tokens])
-        assert_same(results(compiled, inputs(tokens), mask), results(model, inputs(tokens), mask), exact=True)
+        assert_same(
+            results(compiled, inputs(tokens), mask),
+            results(model, inputs(tokens), mask),
+            exact=True,
+        )
     assert counters["stats"]["unique_graphs"] == 2
 
 
@@ -181,11 +223,18 @@ def accumulation():
 
 def options():
     """Compile sinks and rank_invariant in both halves, and a choice of backend around the call."""
-    for attend, option in itertools.product((x.attention for x in HALVES.values()), ("sink", "rank_invariant")):
+    for attend, option in itertools.product(
+        (x.attention for x in HALVES.values()), ("sink", "rank_invariant")
+    ):
 
         def model(q, k, v, z, mask, attend=attend, option=option):
             out, lse = attend(
-                torch.sin(q), k, v, mask, return_lse=True, **({"sink": z} if option == "sink" else {option: True})
+                torch.sin(q),
+                k,
+                v,
+                mask,
+                return_lse=True,
+                **({"sink": z} if option == "sink" else {option: True}),
             )
             return torch.cos(out) + 0 * z[:, None], lse
 
@@ -198,9 +247,14 @@ def options():
     with fast.backend("triton"):
         compiled = compiled_once(plain, "aot_eager")
         for mask in MASKS[:2]:
-            assert_same(results(compiled, inputs(TOKENS), mask), results(plain, inputs(TOKENS), mask), exact=True)
+            assert_same(
+                results(compiled, inputs(TOKENS), mask),
+                results(plain, inputs(TOKENS), mask),
+                exact=True,
+            )
     with fast.backend("gluon"), pytest.raises(ValueError, match="the Hopper kernels support"):
-        compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])  # these tensors are float32 and on the CPU
+        # these tensors are float32 and on the CPU
+        compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])
 
 
 @pytest.mark.interpreted
@@ -211,7 +265,9 @@ def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
 
 def refusals():
     q, k, v = inputs(TOKENS)
-    attend = lambda **options: compiled_once(lambda q, k, v: reference.attention(q, k, v, **options), "aot_eager")
+    attend = lambda **options: compiled_once(
+        lambda q, k, v: reference.attention(q, k, v, **options), "aot_eager"
+    )
     with pytest.raises(ValueError, match="backward='x': expected one of"):
         attend(backward="x")(q, k, v)
     with pytest.raises(ValueError, match="mask is 5 queries x 5 keys, q holds 24 tokens"):
@@ -220,7 +276,9 @@ def refusals():
         attend(mask="causal")(q, k, v)
     with pytest.raises(Exception, match=r"all packed .*, got q \(24, 4, 16\)"):
         attend()(q[0], k, v)
-    (dq,) = torch.autograd.grad(compiled_once(reference.attention, "eager")(q, k, v).sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(
+        compiled_once(reference.attention, "eager")(q, k, v).sum(), q, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="second derivatives"):
         (dq.sum() + q.sum()).backward()
     compiled = compiled_once(lambda q, k, v: fast.attention(q, k, v), "aot_eager")
@@ -253,7 +311,10 @@ def checkpoints():
     object.__setattr__(LOCAL, "backward", lambda *args: made.append(0) or backward(*args))
     leaves = inputs(TOKENS)
     expected = torch.autograd.grad(layer(*leaves, MASKS[1]).sum(), leaves)
-    for options, passes in (({}, 3), ({"context_fn": partial(create_selective_checkpoint_contexts, saves)}, 2)):
+    for options, passes in (
+        ({}, 3),
+        ({"context_fn": partial(create_selective_checkpoint_contexts, saves)}, 2),
+    ):
 
         def model(*tensors, options=options):
             return checkpoint(layer, *tensors, MASKS[1], use_reentrant=False, **options)
@@ -288,7 +349,9 @@ def exported(folder):
             for found in (program, torch.export.load(f"{folder}/model.pt2")):
                 assert torch.equal(found.module()(*tensors), model(*tensors))
         program = torch.export.export(model, (*tensors, MASKS[2]), strict=strict).module()
-        assert torch.equal(program(*tensors, MASKS[3]), model(*tensors, MASKS[3])), "the mask is an input"
+        assert torch.equal(program(*tensors, MASKS[3]), model(*tensors, MASKS[3])), (
+            "the mask is an input"
+        )
 
 
 @pytest.mark.skipif(not operators.EXPORTS, reason="needs torch >= 2.13")
@@ -300,7 +363,9 @@ def refused_export():
     operators.EXPORTS = False
     for strict in (True, False):
         with pytest.raises(Exception, match=r"torch\.export of canon needs torch >= 2\.13"):
-            torch.export.export(Model(None), tuple(x.detach() for x in inputs(TOKENS)), strict=strict)
+            torch.export.export(
+                Model(None), tuple(x.detach() for x in inputs(TOKENS)), strict=strict
+            )
 
 
 def test_an_export_with_an_older_torch_says_so():

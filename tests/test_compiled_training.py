@@ -1,4 +1,6 @@
-"""Claims about compiled models under DDP and FSDP2: their gradients are the means of the ranks' eager gradients."""
+"""Claims about compiled models under DDP and FSDP2: their gradients are the means of the ranks'
+eager gradients.
+"""
 
 from functools import partial
 
@@ -19,7 +21,11 @@ STEPS = ([0, 7], [0, 5, 9], [0, 3, 12])
 class Block(nn.Module):
     def __init__(self, function, **options):
         super().__init__()
-        self.qkv, self.out, self.attend = nn.Linear(32, 8 * 16), nn.Linear(64, 32), partial(function, **options)
+        self.qkv, self.out, self.attend = (
+            nn.Linear(32, 8 * 16),
+            nn.Linear(64, 32),
+            partial(function, **options),
+        )
 
     def forward(self, x, mask, layout):
         q, k, v = self.qkv(x).unflatten(-1, (8, 16)).split([4, 2, 2], dim=2)
@@ -63,7 +69,9 @@ def ddp():
 
 
 def inside_ddp():
-    return nn.parallel.DistributedDataParallel(torch.compile(Model(), backend="aot_eager", fullgraph=True))
+    return nn.parallel.DistributedDataParallel(
+        torch.compile(Model(), backend="aot_eager", fullgraph=True)
+    )
 
 
 def fsdp():
@@ -91,22 +99,30 @@ def test_compiled_models_train_with_a_new_mask_in_each_step(wrap):
 
 
 def collectives():
-    """Compile a program with all collectives besides attention, and compare it with the eager one."""
+    """Compile a program with all collectives besides attention,
+    and compare it with the eager one.
+    """
     rank, x = dist.get_rank(), torch.randn(1, 12, 5, requires_grad=True)
     layout, to = Layout.contiguous(TOKENS, 2), Layout.zigzag(TOKENS, 2)
     labels, weight = torch.arange(12)[None] % 5, torch.randn(7, 5, requires_grad=True)
 
     def step(x):
         x = torch.sin(layout.redistribute(torch.sin(x), to))
-        loss = sequence_loss(torch.cos(x), labels) + linear_sequence_loss(torch.sin(x), weight, labels, softcap=3.0)
+        loss = sequence_loss(torch.cos(x), labels) + linear_sequence_loss(
+            torch.sin(x), weight, labels, softcap=3.0
+        )
         return (layout.unshard(x) * (1 + rank)).sum() + 2 * loss
 
     expected = step(x)
     found = torch.compile(step, backend="aot_eager")(x)
     torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, (x, weight)) for loss in (found, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(loss, (x, weight)) for loss in (found, expected))
+    )
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="canon does not trace redistributed: compile without"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match="canon does not trace redistributed: compile without"
+    ):
         torch.compile(step, backend="aot_eager", fullgraph=True)(x)
 
 

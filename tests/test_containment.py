@@ -1,8 +1,9 @@
-"""A NaN or an infinity at one token reaches only tokens that see it, and tokens that share a tile with it.
+"""A NaN or an infinity at one token reaches only tokens that see it, and tokens that share a tile
+with it.
 
-An MMA multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in `canon.fast.kernels.triton.launch`
-states where that happens. In these tests, ``must`` follows from the mask alone, and ``may`` adds the tokens of shared tiles,
-from the work tables of the kernels.
+An MMA multiplies the hidden cells of a tile by 0, and 0 times NaN is NaN. The table in
+`canon.fast.kernels.triton.launch` states where that happens. In these tests, ``must`` follows from
+the mask alone, and ``may`` adds the tokens of shared tiles, from the work tables of the kernels.
 """
 
 from contextlib import nullcontext
@@ -23,7 +24,8 @@ from canon.testing.judge import Attended
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # from NumPy, if the interpreter takes a maximum
+    # from NumPy, if the interpreter takes a maximum
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),
 ]
 PLANTED = ("q", "k", "v", "dout")
 TRITON_TILES = Config(32, 16, 4, 1)
@@ -47,10 +49,16 @@ class Shared(NamedTuple):
     dkdv: torch.Tensor
 
 
-def shared_tiles(mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0) -> torch.Tensor:
-    """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile, others those of its band."""
+def shared_tiles(
+    mask: Mask, rows: int, columns: int, transposed: bool, boxes: int = 0
+) -> torch.Tensor:
+    """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile,
+    others those of its band.
+    """
     table = host_table(mask, rows, columns, columns, transposed, boxes if transposed else 0)
-    pairs = torch.zeros(*((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool)
+    pairs = torch.zeros(
+        *((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool
+    )
     for first, stop, begin, _, end in table.tiles.tolist():
         for column, tiles, _, row_stop, start, column_stop, *_ in table.spans[begin:end].tolist():
             last = column + tiles * columns
@@ -74,8 +82,12 @@ def on_hopper(mask: Mask, d: int, method: str) -> Shared:
     return Shared(*(shared_tiles(mask, *size, BOX) for size in sizes))
 
 
-def reached(planted: str, token: int, seen: torch.Tensor, shared: Shared, fused: bool) -> dict[str, torch.Tensor]:
-    """Return the tokens of each result that a NaN at ``token`` reaches: the table in `canon.fast.kernels.triton.launch`."""
+def reached(
+    planted: str, token: int, seen: torch.Tensor, shared: Shared, fused: bool
+) -> dict[str, torch.Tensor]:
+    """Return the tokens of each result that a NaN at ``token`` reaches: the table in
+    `canon.fast.kernels.triton.launch`.
+    """
     queries, keys = seen.shape
     at = torch.zeros(queries if planted in ("q", "dout") else keys, dtype=torch.bool)
     at[token] = True
@@ -84,12 +96,24 @@ def reached(planted: str, token: int, seen: torch.Tensor, shared: Shared, fused:
     if planted == "q":
         return {"out": at, "lse": at, "dq": at, "dk": shared.dkdv[token], "dv": of_keys(at)}
     if planted == "dout":
-        return {"out": no_query, "lse": no_query, "dq": at, "dk": of_keys(at), "dv": shared.dkdv[token]}
+        return {
+            "out": no_query,
+            "lse": no_query,
+            "dq": at,
+            "dk": of_keys(at),
+            "dv": shared.dkdv[token],
+        }
     if planted == "v":
         some = shared.forward[:, token]
         return {"out": some, "lse": no_query, "dq": some, "dk": of_keys(some), "dv": no_key}
     some, sharing = seen[:, token], (shared.dkdv if fused else shared.dq)[:, token]
-    return {"out": some, "lse": some, "dq": some | sharing, "dk": of_keys(some), "dv": of_keys(some)}
+    return {
+        "out": some,
+        "lse": some,
+        "dq": some | sharing,
+        "dk": of_keys(some),
+        "dv": of_keys(some),
+    }
 
 
 def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str) -> Attended:
@@ -97,29 +121,40 @@ def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str)
     simulate = name == "gluon" and not ON_HOPPER
     with backend(name), simulated_kernels.simulated("late") if simulate else nullcontext():
         out, lse = local.attention_forward(q, k, v, mask)
-        return Attended(out, lse, *backward.attention_backward(dout, q, k, v, out, lse, mask, method=method))
+        return Attended(
+            out, lse, *backward.attention_backward(dout, q, k, v, out, lse, mask, method=method)
+        )
 
 
 def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
-    """Plant ``value`` in one tensor at one token, in a group of heads for each pair. The first group holds no such value."""
+    """Plant ``value`` in one tensor at one token, in a group of heads for each pair. The first
+    group holds no such value.
+    """
     plants = [(planted, token) for planted in PLANTED for token in tokens]
     draw, groups = torch.Generator().manual_seed(0), 1 + len(plants)
-    share = 1 if d > 64 else 2  # query heads of a key head; one is enough for wide heads, because the simulator is slow
+    # query heads of a key head; one is enough for wide heads, because the simulator is slow
+    share = 1 if d > 64 else 2
     heads = {"q": share, "k": 1, "v": 1, "dout": share}
     sizes = {"q": mask.queries, "k": mask.keys, "v": mask.keys, "dout": mask.queries}
     tensors = {
-        x: torch.randn(1, sizes[x], groups * h, d, generator=draw).to(dtype).to(DEVICE) for x, h in heads.items()
+        x: torch.randn(1, sizes[x], groups * h, d, generator=draw).to(dtype).to(DEVICE)
+        for x, h in heads.items()
     }
     for group, (planted, token) in enumerate(plants, 2):
         tensors[planted][0, token, group * heads[planted] - 1, 5] = value
     seen, fused = mask.dense(), method == "fused"
     for result, x in attend(tensors, mask, method, name)._asdict().items():
-        clean, *others = (x.transpose(1, 2)[..., None] if result == "lse" else x).cpu().chunk(groups, 2)
+        clean, *others = (
+            (x.transpose(1, 2)[..., None] if result == "lse" else x).cpu().chunk(groups, 2)
+        )
         assert clean.isfinite().all(), f"{result} of another group of heads"
         for (planted, token), part in zip(plants, others, strict=True):
             some = ~part.isfinite().all(-1).all(2)[0]
             may = reached(planted, token, seen, shared, fused)[result]
-            where = f"{value} in {planted}[{token}], {method}, {result}: {some.nonzero().flatten().tolist()}"
+            where = (
+                f"{value} in {planted}[{token}], {method}, {result}: "
+                f"{some.nonzero().flatten().tolist()}"
+            )
             assert not (some & ~may).any(), where
             if value != value:
                 must = reached(planted, token, seen, Shared(seen, seen, seen), fused)[result]
@@ -160,7 +195,8 @@ def test_triton_contains_nan_in_shared_tiles(mask, method, value):
 @pytest.mark.parametrize("mask", MASKS["gluon"])
 def test_hopper_contains_nan_in_shared_tiles(mask, method, d, value, monkeypatch):
     mask, tokens = MASKS["gluon"][mask]
-    monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)  # query heads of a group share no tile
+    # query heads of a group share no tile
+    monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)
     check("gluon", mask, tokens, value, method, d, on_hopper(mask, d, method))
 
 
@@ -213,7 +249,9 @@ def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
 @pytest.mark.parametrize("method", ["split", "fused"])
 @pytest.mark.parametrize("name", ["triton", "gluon"])
 def test_a_query_with_scores_of_minus_infinity_alone_has_no_gradients(name, method):
-    """It counts as a query that sees no key: its gradients are 0, and those of the keys are finite."""
+    """It counts as a query that sees no key: its gradients are 0,
+    and those of the keys are finite.
+    """
     if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
         pytest.skip("this GPU is not a Hopper")
     draw = torch.Generator().manual_seed(0)
@@ -237,7 +275,9 @@ def test_a_nan_in_v_of_the_backward_alone_reaches_its_queries_and_its_key(name, 
         pytest.skip("the fused kernel supports heads up to 128 wide")
     draw = torch.Generator().manual_seed(0)
     mask, token = Mask.documents([0, 70, 290]), 20
-    q, k, v, dout = (torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4))
+    q, k, v, dout = (
+        torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4)
+    )
     simulate = name == "gluon" and not ON_HOPPER
     with backend(name), simulated_kernels.simulated("late") if simulate else nullcontext():
         out, lse = local.attention_forward(q, k, v, mask)

@@ -1,4 +1,6 @@
-"""Claims about the course: each hole has one solution, that of the reference, and an empty hole fails with its sentence."""
+"""Claims about the course: each hole has one solution, that of the reference, and an empty hole
+fails with its sentence.
+"""
 
 import ast
 import inspect
@@ -29,7 +31,8 @@ CELLS = {
 }
 CAST = group_collectives.GroupCast
 
-# The function of the reference that each hole is an excerpt of, and its words that differ in the notebook.
+# The function of the reference that each hole is an excerpt of, and its words that differ in the
+# notebook.
 EXCERPTS = {
     "merged": (local.merged, {}),
     "ring_forward": (
@@ -41,7 +44,10 @@ EXCERPTS = {
             ", max_logits=max_logits": "",
         },
     ),
-    "ring_backward": (ring.ring_backward, {"*read(mask, *held)": "*held", "returned(*part)": "part"}),
+    "ring_backward": (
+        ring.ring_backward,
+        {"*read(mask, *held)": "*held", "returned(*part)": "part"},
+    ),
     "pick": (Band.pick, {"self.": "band."}),
     "strided_forward": (
         strided.strided_forward,
@@ -54,26 +60,58 @@ EXCERPTS = {
 WRONG = {
     "merged": [
         ("part.to(lse.dtype).masked_fill(~visible, 0)", "part.to(lse.dtype)", "^out: "),
-        ("whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)", "whole)", "^out if both lse are -inf: "),
+        (
+            "whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)",
+            "whole)",
+            "^out if both lse are -inf: ",
+        ),
     ],
     "ring_forward": [
         ("if step + 1 < call.ranks else None", "", "^rank 0: 4 hops of keys, expected 3"),
-        ("(call.rank - step)", "(call.rank + step)", "^rank 0, step 1: the hop names owner 0, expected 2, "),
-        ("Hop(held", "Hop([k.contiguous(), v.contiguous()]", "step 1: it sends the keys of 0, expected the keys of 3$"),
-        ("Hop(held, owner - 1", "Hop(held, owner", "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the"),
+        (
+            "(call.rank - step)",
+            "(call.rank + step)",
+            "^rank 0, step 1: the hop names owner 0, expected 2, ",
+        ),
+        (
+            "Hop(held",
+            "Hop([k.contiguous(), v.contiguous()]",
+            "step 1: it sends the keys of 0, expected the keys of 3$",
+        ),
+        (
+            "Hop(held, owner - 1",
+            "Hop(held, owner",
+            "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the",
+        ),
         ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
     ],
     "ring_backward": [
-        ("elif keys_need_grad", "if keys_need_grad", "^rank 0: 4 gradient hops, expected 3: the part of step 0 stays"),
+        (
+            "elif keys_need_grad",
+            "if keys_need_grad",
+            "^rank 0: 4 gradient hops, expected 3: the part of step 0 stays",
+        ),
         ("elif keys_need_grad", "else", "'NoneType' object has no attribute 'to'"),
-        ("x.to(call.reduce_dtype)", "x", "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$"),
-        ("x.to(call.reduce_dtype)", "x.to(q.dtype)", "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$"),
+        (
+            "x.to(call.reduce_dtype)",
+            "x",
+            "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$",
+        ),
+        (
+            "x.to(call.reduce_dtype)",
+            "x.to(q.dtype)",
+            "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$",
+        ),
         ("reduce_dtype).contiguous()", "reduce_dtype)", "hop has tensors that are not contiguous$"),
-        ("part], owner - 1", "part], owner", "^rank 0, step 1: the gradient hop names owner 3, expected 2"),
+        (
+            "part], owner - 1",
+            "part], owner",
+            "^rank 0, step 1: the gradient hop names owner 3, expected 2",
+        ),
         ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
     ],
     "pick": [("(band.hi - offset) // step", "-((offset - band.hi) // step)", "^expected Band")],
-}  # fmt: skip
+}
 
 
 KERNELS = {"forward_kernel": pytest.mark.interpreted}  # holes that are Triton kernels
@@ -82,7 +120,9 @@ HOLES = [pytest.param(name, marks=KERNELS.get(name, ())) for name in ROWS]
 
 @pytest.fixture
 def run(tmp_path):
-    """Return ``run(cell, names)``, which runs the cell of a hole. The test ends with the functions that `my_attention` had."""
+    """Return ``run(cell, names)``, which runs the cell of a hole. The test ends with the functions
+    that `my_attention` had.
+    """
     kept = dict(vars(my_attention))
 
     def run(cell, names=None):
@@ -113,9 +153,10 @@ def test_each_function_of_the_table_has_a_hole_in_its_notebook_and_rows_in_00():
 def test_a_solution_is_an_excerpt_of_the_reference(name):
     function, words = EXCERPTS[name]
     source = course.unprofiled(textwrap.dedent(inspect.getsource(function)))
+    source = "\n".join(lines_of(source))
     for word, other in words.items():
         source = source.replace(word, other)
-    expected = "\n".join(line.strip() for line in lines_of(source))
+    expected = "\n".join(line.strip() for line in source.splitlines())
     found = "\n".join(line.strip() for line in lines_of(course.solution(CELLS[name][1])))
     assert found in expected
 
@@ -175,18 +216,25 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         assert "This copy is solved" not in text
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
-        assert f"`.venv/bin/jupyter lab {folder.parent}` opens" in nbformat.reads(text, 4).cells[0].source
+        assert (f"`.venv/bin/jupyter lab {folder.parent}` opens") in nbformat.reads(text, 4).cells[
+            0
+        ].source
     cells = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
     texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
     links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert {"05_backward.ipynb", "../paper/records.md"} <= links
     assert not [link for link in links if not (folder / link).exists()]
     assert course.write(tmp_path / "build") == folder  # links that are there stay
-    program = "import runpy, my_attention; runpy.run_path('cell.py'); print(my_attention.merged.__code__.co_filename)"
+    program = (
+        "import runpy, my_attention; runpy.run_path('cell.py'); "
+        "print(my_attention.merged.__code__.co_filename)"
+    )
     kept = folder / "my_functions" / "merged.py"
     empty = course.with_hole(CELLS["zigzag"][1])
     (folder / "cell.py").write_text(f"from my_attention import mine\n{CELLS['merged'][1]}\n{empty}")
-    output = printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
+    output = printed(
+        f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
+    )
     unwritten = "used in this notebook, but not kept: it raises NotImplementedError"
     assert f"merged: kept in {kept}, not checked yet\nzigzag: {unwritten}\n" in output
     assert [path.name for path in kept.parent.iterdir()] == ["merged.py"]
@@ -194,13 +242,16 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
     kept.write_text(kept.read_text().replace("logaddexp", "maximum"))
     program = "import my_attention; my_attention.check('--only merge/')"
     with pytest.raises(AssertionError, match="0 of 3 cases agree"):
-        printed(f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}")
+        printed(
+            f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
+        )
 
 
 def test_a_folder_that_has_the_name_of_a_link_is_named_before_anything_is_written(tmp_path):
     (tmp_path / "paper").mkdir()
     with pytest.raises(
-        FileExistsError, match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another"
+        FileExistsError,
+        match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another",
     ):
         course.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["paper"]

@@ -1,7 +1,7 @@
 """The CUDA backend agrees with dense attention in every function, repeats its bits, and replays.
 
-On a CPU, the source of the kernels runs in an emulation (`canon.testing.cuda_emulation`), on short sequences.
-"""
+On a CPU, the source of the kernels runs in an emulation (`canon.testing.cuda_emulation`), on short
+sequences."""
 
 import pytest
 import torch
@@ -44,7 +44,8 @@ def test_every_mask_agrees(name):
 
 
 WIDTHS = [(64, 48, F16), (16, 240, F16)]
-WIDTHS += [(128, 128, BF16), (256, 256, BF16)] if DEVICE == "cuda" else []  # on CPUs test_cuda_kernels.py has them
+# on CPUs test_cuda_kernels.py has them
+WIDTHS += [(128, 128, BF16), (256, 256, BF16)] if DEVICE == "cuda" else []
 
 
 @pytest.mark.parametrize(("d", "dv", "dtype"), WIDTHS)
@@ -57,7 +58,9 @@ def test_widths_and_dtypes_agree(d, dv, dtype):
 def test_all_bits_repeat_over_8_runs_and_on_two_streams():
     mask = MASKS["prefix"]
     tensors = inputs(mask, h=4 if DEVICE == "cuda" else 1)
-    runs = [attend(*tensors, mask, method="head_parallel") for _ in range(8 if DEVICE == "cuda" else 2)]
+    runs = [
+        attend(*tensors, mask, method="head_parallel") for _ in range(8 if DEVICE == "cuda" else 2)
+    ]
     if DEVICE == "cuda":
         for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
             stream.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,6 @@
-"""Launch planning of the CUDA kernels: every width fits into the shared memory of every supported GPU."""
+"""Launch planning of the CUDA kernels: every width fits into the shared memory of every supported
+GPU.
+"""
 
 from itertools import product
 
@@ -25,9 +27,13 @@ def test_every_pair_of_widths_fits_every_gpu(kernel, gpu):
         assert config.ctas * (config.shared_bytes + RESERVED) <= gpu.shared_memory + RESERVED
 
 
-@pytest.mark.parametrize("config", sorted({c for row in TABLE.values() for c in row}, key=str), ids=str)
+@pytest.mark.parametrize(
+    "config", sorted({c for row in TABLE.values() for c in row}, key=str), ids=str
+)
 def test_tiles_suit_the_kernels_and_rank_invariance(config):
-    assert 128 % config.rows == 128 % config.columns == 0, "tiles of rank_invariant=True divide 128 tokens"
+    assert 128 % config.rows == 128 % config.columns == 0, (
+        "tiles of rank_invariant=True divide 128 tokens"
+    )
     assert config.rows * config.parts in (16 * config.warps, 32 * config.warps)
     assert config.columns % (16 * config.parts) == 0
     assert 32 * config.warps * config.ctas * 255 <= 65536, "the registers of an SM"
@@ -36,18 +42,26 @@ def test_tiles_suit_the_kernels_and_rank_invariance(config):
 def test_the_choice_depends_on_widths_and_shared_memory_only():
     large, small = GPUS["sm_90"], GPUS["sm_86"]
     for kernel in KERNELS:
-        assert choose(kernel, 128, 128, large) == choose(kernel, 128, 128, Gpu((12, 0), 1, large.shared_memory))
+        assert choose(kernel, 128, 128, large) == choose(
+            kernel, 128, 128, Gpu((12, 0), 1, large.shared_memory)
+        )
     assert choose("forward", 128, 128, large) != choose("forward", 128, 128, small)
     assert choose("forward", 128, 128, large).rows == 128
 
 
 @pytest.mark.parametrize("widths", [(8, 64), (64, 272), (40, 40), (0, 16)])
 def test_other_widths_are_refused(widths):
-    with pytest.raises(ValueError, match=rf"multiples of 16 from 16 to 256, got {widths[0]} and {widths[1]}.*triton"):
+    with pytest.raises(
+        ValueError,
+        match=rf"multiples of 16 from 16 to 256, got {widths[0]} and "
+        rf"{widths[1]}.*triton",
+    ):
         choose("dq", *widths, GPUS["sm_80"])
 
 
 def test_too_little_shared_memory_is_an_error_with_need_limit_and_remedy():
     need = shared_bytes("dkdv", TABLE["dkdv", 256][-1], 256, 256)
-    with pytest.raises(ValueError, match=f"needs {need} bytes .* but this GPU has 49152: use backend"):
+    with pytest.raises(
+        ValueError, match=f"needs {need} bytes .* but this GPU has 49152: use backend"
+    ):
         choose("dkdv", 256, 256, Gpu((7, 5), 40, 48 << 10))

@@ -1,4 +1,6 @@
-"""`canon bench` times a replayed CUDA graph of both passes if it agrees, and else records the reason."""
+"""`canon bench` times a replayed CUDA graph of both passes if it agrees, and else records the
+reason.
+"""
 
 from types import SimpleNamespace
 
@@ -13,7 +15,9 @@ SHAPE = shapes.shape_of("1,40,2,2,16,causal")
 
 
 def eager_graph(attend, q, k, v, dout, *, factor=1.0):
-    """Return a stand-in for a CUDA graph: a replay calls the function again, and multiplies dk by ``factor``."""
+    """Return a stand-in for a CUDA graph: a replay calls the function again, and multiplies dk by
+    ``factor``.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def both():

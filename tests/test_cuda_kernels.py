@@ -1,4 +1,6 @@
-"""The CUDA kernels on a CPU: g++ compiles the .cu files, and fibers stand for threads. See canon.testing.cuda_emulation."""
+"""The CUDA kernels on a CPU: g++ compiles the .cu files, and fibers stand for threads. See
+canon.testing.cuda_emulation.
+"""
 
 import functools
 import shutil
@@ -23,7 +25,8 @@ if shutil.which("g++") is None:
 N, BF16, F16 = 52, torch.bfloat16, torch.float16
 SMALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 16, 2))  # 16 rows for each warp
 TALL = dict.fromkeys(("forward", "dq", "dkdv"), Config(64, 32, 2))  # 32 rows for each warp
-SHARED = SMALL | dict.fromkeys(("dq", "dkdv"), Config(32, 32, 4, parts=2))  # two warps share 16 rows
+# two warps share 16 rows
+SHARED = SMALL | dict.fromkeys(("dq", "dkdv"), Config(32, 32, 4, parts=2))
 MASKS = {
     "causal": Mask.causal(N),
     "window": Mask.window(N, 9, 4),
@@ -42,7 +45,9 @@ inputs = functools.partial(hopper.inputs, d=16, dv=16)
 
 
 def verdict(configs, mask, scale=None, arguments=None, options=None, **sizes):
-    """``configs``: by kernel, or the shared memory of a GPU, for the configurations of its table."""
+    """``configs``: by kernel, or the shared memory of a GPU,
+    for the configurations of its table.
+    """
     q, k, v, dout, dlse = arguments or inputs(mask, **sizes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     got = attend(configs, q, k, v, dout, dlse, mask, scale, **(options or {}))
@@ -50,8 +55,12 @@ def verdict(configs, mask, scale=None, arguments=None, options=None, **sizes):
     return agreement(got, exact, honest)
 
 
-def attend(configs, q, k, v, dout, dlse, mask, scale, method="split", result=None, empty=torch.empty, **how):
-    """Return the results of both passes, in tensors that ``empty`` makes from a shape and a dtype."""
+def attend(
+    configs, q, k, v, dout, dlse, mask, scale, method="split", result=None, empty=torch.empty, **how
+):
+    """Return the results of both passes, in tensors that ``empty`` makes from a shape and a
+    dtype.
+    """
 
     def choose(kernel, d, dv, gpu):
         config = configs[kernel]
@@ -59,7 +68,12 @@ def attend(configs, q, k, v, dout, dlse, mask, scale, method="split", result=Non
 
     how |= {"choose": choose} if isinstance(configs, dict) else {"gpu": Gpu((8, 0), 108, configs)}
     new = lambda x, width: empty((*x.shape[:3], width), dtype=result or q.dtype).fill_(torch.nan)
-    out, dq, dk, dv = new(q, v.shape[-1]), new(q, q.shape[-1]), new(k, q.shape[-1]), new(v, v.shape[-1])
+    out, dq, dk, dv = (
+        new(q, v.shape[-1]),
+        new(q, q.shape[-1]),
+        new(k, q.shape[-1]),
+        new(v, v.shape[-1]),
+    )
     lse = torch.full(dlse.shape, torch.nan)
     with emulated(**how):
         local.forward_into(q, k, v, mask, scale, out, lse)
@@ -94,7 +108,9 @@ def test_heads_of_a_group_are_summed(h, g, method, l2_heads, monkeypatch):
 )
 def test_widths_with_the_configurations_of_a_gpu(d, dv, shared_memory, dtype):
     options = {"result": torch.float32 if dtype == torch.float16 else None}
-    assert_exact(shared_memory << 10, Mask.causal(70), h=1, d=d, dv=dv, dtype=dtype, options=options)
+    assert_exact(
+        shared_memory << 10, Mask.causal(70), h=1, d=d, dv=dv, dtype=dtype, options=options
+    )
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -131,9 +147,18 @@ def test_large_scores_give_nan_and_not_a_wrong_number():
 
 
 FAULTS = {  # the lines of a fault: right, wrong
-    "no barrier before a stage is used": ("        cta_barrier();\n        const Visit", "        const Visit"),
-    "a stage is used before it has arrived": ("wait_for_copies<STAGES - 2>();", "wait_for_copies<STAGES - 1>();"),
-    "the next stage is loaded into the wrong buffer": ("stage == 0 ? STAGES - 1 : stage - 1", "stage"),
+    "no barrier before a stage is used": (
+        "        cta_barrier();\n        const Visit",
+        "        const Visit",
+    ),
+    "a stage is used before it has arrived": (
+        "wait_for_copies<STAGES - 2>();",
+        "wait_for_copies<STAGES - 1>();",
+    ),
+    "the next stage is loaded into the wrong buffer": (
+        "stage == 0 ? STAGES - 1 : stage - 1",
+        "stage",
+    ),
     "invisible keys are not hidden": ("hide(", "(void)sizeof("),
     "no barrier after the exchange": ("wait_for_parts(", "(void)sizeof("),
 }
@@ -141,7 +166,11 @@ FAULTS = {  # the lines of a fault: right, wrong
 
 RACES = {  # faults that need not change a result: file, right, wrong
     "the ring of visits is too short": ("work_tile.cuh", "SLOTS = STAGES + 1", "SLOTS = STAGES"),
-    "ds is written over p that others read": ("dkdv.cu", "if constexpr (EXCHANGES == 1) group_barrier(warp);", ""),
+    "ds is written over p that others read": (
+        "dkdv.cu",
+        "if constexpr (EXCHANGES == 1) group_barrier(warp);",
+        "",
+    ),
     "lanes read what others stage without a barrier": ("tensor.cuh", "warp_barrier();", ""),
 }
 
@@ -149,7 +178,9 @@ RACES = {  # faults that need not change a result: file, right, wrong
 def is_found(sources, backwards):
     """Return whether the kernels in this folder give a wrong result, or a fault."""
     try:
-        return not verdict(SHARED, Mask.causal(100), h=1, options={"sources": sources, "backwards": backwards}).agrees
+        return not verdict(
+            SHARED, Mask.causal(100), h=1, options={"sources": sources, "backwards": backwards}
+        ).agrees
     except RuntimeError as fault:
         return bool(fault.args)
 

@@ -1,4 +1,6 @@
-"""Launches of the CUDA kernels without a GPU: parameters, copies of views, results of any dtype, and errors with a remedy."""
+"""Launches of the CUDA kernels without a GPU: parameters, copies of views, results of any dtype,
+and errors with a remedy.
+"""
 
 import struct
 
@@ -18,12 +20,16 @@ MASK = Mask.prefix(40, 7)
 
 
 class Launched:
-    """A launch: the kernel, its CTAs, the tensors that its pointers stand for, the other fields and the macros."""
+    """A launch: the kernel, its CTAs, the tensors that its pointers stand for, the other fields and
+    the macros.
+    """
 
     def __init__(self, kernel: Kernel, ctas: int, arguments: tuple, variant):
         self.kernel, self.ctas, self.variant = kernel.name, ctas, variant
         self.tensors = arguments[: kernel.pointers]
-        fields = struct.unpack_from(f"<{kernel.pointers}Q{kernel.strides}q{kernel.numbers}", kernel.image(arguments))
+        fields = struct.unpack_from(
+            f"<{kernel.pointers}Q{kernel.strides}q{kernel.numbers}", kernel.image(arguments)
+        )
         strides = fields[kernel.pointers : kernel.pointers + kernel.strides]
         self.strides = [strides[i : i + 3] for i in range(0, kernel.strides - 2, 3)]
         self.statistic_strides = strides[-2:]
@@ -79,17 +85,28 @@ def test_the_forward_has_the_strides_of_its_tensors(launched):
     assert (sign, count, heads, group, l2_heads) == (1, len(tiles), 4, 2, 8)
     assert made.ctas == count * 2 * 4
     assert made.variant.shared_bytes == config.choose("forward", 64, 32, A100).shared_bytes
-    assert {"CANON_D": 64, "CANON_DV": 32, "CANON_BF16": 1, "CANON_OUT_FLOAT": 0}.items() <= made.macros.items()
+    assert {
+        "CANON_D": 64,
+        "CANON_DV": 32,
+        "CANON_BF16": 1,
+        "CANON_OUT_FLOAT": 0,
+    }.items() <= made.macros.items()
 
 
 def test_views_that_cannot_be_read_by_16_bytes_are_copied(launched):
     q, k, v, out = inputs()
     packed = torch.zeros(2, 40, 8, 96, dtype=BF16)
-    aligned = packed[:, :, :4, 8:72], packed[:, :, 4:6, :64], packed[:, ::2, 6:, 64:].expand(2, -1, -1, -1)
+    aligned = (
+        packed[:, :, :4, 8:72],
+        packed[:, :, 4:6, :64],
+        packed[:, ::2, 6:, 64:].expand(2, -1, -1, -1),
+    )
     shifted = torch.zeros(2 * 40 * 4 * 64 + 1, dtype=BF16)[1:].view(q.shape)
     odd = torch.zeros(2, 40, 2, 65, dtype=BF16)[..., :64]
     turned = v.transpose(1, 3).contiguous().transpose(1, 3)
-    launch.forward(*aligned[:2], aligned[2].repeat_interleave(2, 1), MASK, 0.5, out, torch.empty(2, 4, 40))
+    launch.forward(
+        *aligned[:2], aligned[2].repeat_interleave(2, 1), MASK, 0.5, out, torch.empty(2, 4, 40)
+    )
     launch.forward(shifted, odd, turned, MASK, 0.5, out, torch.empty(2, 4, 40))
     in_place, copied = launched
     assert in_place.tensors[0] is aligned[0]
@@ -146,13 +163,22 @@ def test_unsupported_inputs_name_the_remedy(launched, change, message):
 
 def test_the_fused_method_names_the_others(launched):
     q, k, v, dout = inputs()
-    with pytest.raises(ValueError, match='no fused kernel: use backward="split", "head_parallel" or "auto"'):
+    with pytest.raises(
+        ValueError, match='no fused kernel: use backward="split", "head_parallel" or "auto"'
+    ):
         gradients(q, k, v, dout, dq=torch.zeros(q.shape))
 
 
 def test_other_devices_name_the_remedy():
     q, k, v, out = inputs(device="meta")
-    for gpu, message in ((A100._replace(capability=(7, 5)), r"need an sm_80 or later.*\(7, 5\)"), (None, "on a GPU")):
+    for gpu, message in (
+        (
+            A100._replace(capability=(7, 5)),
+            r"need an sm_80 or later.*\(7, "
+            r"5\)",
+        ),
+        (None, "on a GPU"),
+    ):
         with meta_stands_for(gpu), pytest.raises(ValueError, match=message):
             launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40, device="meta"))
 

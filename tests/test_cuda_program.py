@@ -1,4 +1,6 @@
-"""CUDA programs: each variant is compiled once, its cubin is kept on disk whole, and errors name their remedy."""
+"""CUDA programs: each variant is compiled once, its cubin is kept on disk whole, and errors name
+their remedy.
+"""
 
 import subprocess
 from pathlib import Path
@@ -46,7 +48,9 @@ def test_a_compiled_program_comes_from_the_cache(folder, compilations):
     assert code[:4] == b"\x7fELF"
     assert fill(folder).compiled() == code
     assert len(compilations) == 1
-    assert [path.name for path in program.cache_folder().iterdir()] == [f"fill-{fill(folder).key()}.cubin"]
+    assert [path.name for path in program.cache_folder().iterdir()] == [
+        f"fill-{fill(folder).key()}.cubin"
+    ]
 
 
 def test_a_file_of_the_cache_appears_whole_or_not_at_all(folder, monkeypatch):
@@ -73,7 +77,9 @@ if sys.argv[2] == "forks":
 else:
     start, failed = threading.Barrier(4), []
     threading.excepthook = lambda arguments: failed.append(arguments.exc_value)
-    threads = [threading.Thread(target=lambda job=job: (start.wait(), job.compile())) for job in jobs]
+    threads = [
+        threading.Thread(target=lambda job=job: (start.wait(), job.compile())) for job in jobs
+    ]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not failed, failed
@@ -88,7 +94,11 @@ def test_the_compiler_is_imported_by_forks_and_by_threads_that_start_together(fo
 
 def test_an_error_in_the_source_has_the_messages_of_the_compiler(folder):
     (folder / "value.cuh").write_text("#define VALUE unknown\n")
-    with pytest.raises(RuntimeError, match=r'(?s)fill.cu does not compile for sm_80.*"unknown" is undefined'):
+    with pytest.raises(
+        RuntimeError,
+        match=r'(?s)fill.cu does not compile for sm_80.*"unknown" is '
+        r"undefined",
+    ):
         fill(folder).compiled()
 
 
@@ -96,7 +106,10 @@ def test_the_messages_of_the_assembler_give_registers_and_spills(folder):
     registers, spilled, shared = resources(fill(folder).compile()[1])
     assert 4 <= registers <= 255
     assert (spilled, shared) == (0, 0)
-    messages = "Used 168 registers, 40 bytes smem\n 0 bytes stack frame, 8 bytes spill stores, 16 bytes spill loads"
+    messages = (
+        "Used 168 registers, 40 bytes smem\n 0 bytes stack frame, 8 bytes spill stores, 16 "
+        "bytes spill loads"
+    )
     assert resources(messages) == (168, 24, 40)
     with pytest.raises(ValueError, match="one kernel, got 0"):
         resources("")
@@ -129,22 +142,26 @@ else:
 FILL = kernel.Kernel("fill", 2, 1, "fi")
 DRIVER = """
 #include <string.h>
-typedef struct { unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count; } Config;
+typedef struct {
+  unsigned grid[3], block[3], shared; void *stream, *attributes; unsigned count;
+} Config;
 static unsigned char seen[64]; static unsigned grid, block, shared_bytes;
 int cuLaunchKernelEx(const Config *config, void *function, void **parameters, void **extra) {
   memcpy(seen, parameters[0], sizeof seen);
   grid = config->grid[0], block = config->block[0], shared_bytes = config->shared;
   return 0;
 }
-int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b, unsigned c, unsigned shared,
-                   void *stream, void **parameters, void **extra) {
+int cuLaunchKernel(void *function, unsigned x, unsigned y, unsigned z, unsigned a, unsigned b,
+                   unsigned c, unsigned shared, void *stream, void **parameters, void **extra) {
   memcpy(seen, parameters[0], sizeof seen);
   grid = x, block = a, shared_bytes = shared;
   return 0;
 }
 int cuMemsetD8Async() { return 0; }
 int cuTensorMapEncodeTiled() { return 0; }
-unsigned char *last(unsigned *sizes) { sizes[0] = grid, sizes[1] = block, sizes[2] = shared_bytes; return seen; }
+unsigned char *last(unsigned *sizes) {
+  sizes[0] = grid, sizes[1] = block, sizes[2] = shared_bytes; return seen;
+}
 """
 LAUNCHES = """
 import ctypes, struct, sys
@@ -161,7 +178,8 @@ def last():
 
 fill = kernel.Kernel("fill", 2, 1, "fi")
 loaded = object.__new__(kernel.LoadedKernel)
-loaded.kernel, loaded.variant, loaded.device, loaded.function = fill, kernel.Variant((), 4, 512), 0, 4096
+loaded.kernel, loaded.variant = fill, kernel.Variant((), 4, 512)
+loaded.device, loaded.function = 0, 4096
 x, y = torch.zeros(3), torch.zeros(2)
 torch._C._cuda_getCurrentRawStream = lambda device: 0
 arguments = x, y, 7, 0.5, 3
@@ -178,7 +196,9 @@ def test_a_launch_and_its_replay_pass_the_structure_with_addresses(tmp_path):
     """A library with the name of the driver takes the launches."""
     source, built = tmp_path / "driver.c", tmp_path / "driver.so"
     source.write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", built, source], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", built, source], check=True
+    )
     printed(LAUNCHES.format(driver=str(built)))
 
 
@@ -206,6 +226,8 @@ def test_the_sources_are_package_data():
     """A wheel takes the patterns of pyproject.toml."""
     import tomllib
 
-    patterns = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"][
+        "setuptools"
+    ]
     assert {"*.cu", "*.cuh"} <= set(patterns["package-data"]["*"])
     assert {path.suffix for path in program.FOLDER.iterdir()} <= {".py", ".cu", ".cuh", ""}

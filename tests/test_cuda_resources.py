@@ -1,4 +1,6 @@
-"""Every CUDA kernel compiles by NVRTC for sm_80 to sm_90, and its main configurations spill no register and fit the SM."""
+"""Every CUDA kernel compiles by NVRTC for sm_80 to sm_90, and its main configurations spill no
+register and fit the SM.
+"""
 
 import pytest
 from cuda_resources import compile_all, ctas, main_cases
@@ -12,8 +14,12 @@ pytest.importorskip("cuda.core", reason="needs the extra cuda")
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_the_kernels_compile_without_spills_and_fit_the_device(arch):
     found = compile_all(arch)
-    assert len(found) == len(list(main_cases(arch))), "every width has a configuration for this shared memory"
-    assert {(one.kernel, one.d, one.dv) for one in found if one.d == 128} == {(k, 128, 128) for k in config.KERNELS}
+    assert len(found) == len(list(main_cases(arch))), (
+        "every width has a configuration for this shared memory"
+    )
+    assert {(one.kernel, one.d, one.dv) for one in found if one.d == 128} == {
+        (k, 128, 128) for k in config.KERNELS
+    }
     assert not [str(one) for one in found if one.spilled]
     assert not [str(one) for one in found if one.shared > SHARED_LIMIT[arch] or one.ctas < 1]
 

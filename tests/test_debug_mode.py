@@ -1,4 +1,6 @@
-"""PyTorch's DebugMode names the first call of Canon in which two runs part, by the lines of paper/in_your_program.md."""
+"""PyTorch's DebugMode names the first call of Canon in which two runs part, by the lines of
+paper/in_your_program.md.
+"""
 
 import re
 from pathlib import Path
@@ -11,19 +13,28 @@ from canon import Mask, reference
 from canon.testing import process_groups
 
 PAGE = Path(__file__).parents[1] / "paper" / "in_your_program.md"
-(CODE,) = re.findall(r"```python\n(from torch.utils._debug_mode.*?)```", PAGE.read_text(), re.DOTALL)
+(CODE,) = re.findall(
+    r"```python\n(from "
+    r"torch.utils._debug_mode.*?)```",
+    PAGE.read_text(),
+    re.DOTALL,
+)
 N = 20
 
 
 def logs_of(folder, run, half=reference, scale=0.25, off=0.0):
-    """Run the page's lines on two ranks. Each takes two steps; ``off`` is added to k of rank 1 between them."""
+    """Run the page's lines on two ranks. Each takes two steps; ``off`` is added to k of rank 1
+    between them.
+    """
 
     def program():
         q, k, v = (torch.randn(1, N // 2, h, 16).requires_grad_() for h in (2, 1, 1))
 
         def train():
             for _ in range(2):
-                half.zigzag_attention(q, k, v, Mask.window(N, 3, 0), scale=scale).square().sum().backward()
+                half.zigzag_attention(
+                    q, k, v, Mask.window(N, 3, 0), scale=scale
+                ).square().sum().backward()
                 with torch.no_grad():
                     k.add_(off * dist.get_rank())
 
@@ -36,7 +47,9 @@ def logs_of(folder, run, half=reference, scale=0.25, off=0.0):
 
 def first_difference(one, other):
     """Return the two lines that differ first, and the number of Canon's passes before them."""
-    found = [(i, x.strip(), y.strip()) for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y][:1]
+    found = [
+        (i, x.strip(), y.strip()) for i, (x, y) in enumerate(zip(one, other, strict=True)) if x != y
+    ][:1]
     return [(x, y, sum("canon::" in line for line in one[:i])) for i, x, y in found]
 
 
@@ -44,7 +57,9 @@ def first_difference(one, other):
 def logged(tmp_path, monkeypatch):
     """Return a function that logs a run with the same tensors as every other run."""
     drawn = torch.randn
-    monkeypatch.setattr(torch, "randn", lambda *shape: drawn(shape, generator=torch.Generator().manual_seed(7)))
+    monkeypatch.setattr(
+        torch, "randn", lambda *shape: drawn(shape, generator=torch.Generator().manual_seed(7))
+    )
     return lambda run, **options: logs_of(tmp_path, run, **options)
 
 
@@ -79,7 +94,10 @@ def test_the_pass_with_other_bits_is_named(logged, monkeypatch, function, passes
     name = "canon::zigzag_attention" + "_backward" * (function == "backward")
     assert one.startswith(f"{name}(")
     assert place == passes
-    inputs, results = zip(*(line.split("# {'input_hash': ")[1].split("'hash': ") for line in (one, other)), strict=True)
+    inputs, results = zip(
+        *(line.split("# {'input_hash': ")[1].split("'hash': ") for line in (one, other)),
+        strict=True,
+    )
     assert inputs[0] == inputs[1]
     differ = [x != y for x, y in zip(*(re.findall(r"\d+", line) for line in results), strict=True)]
     assert differ == [False, True, False], "the log names the tensor: lse, or dk"

@@ -1,4 +1,6 @@
-"""Queries that all ranks hold attend to keys that the ranks divide: shapes and dtypes that the table of cases leaves out."""
+"""Queries that all ranks hold attend to keys that the ranks divide: shapes and dtypes that the
+table of cases leaves out.
+"""
 
 import pytest
 import torch
@@ -8,13 +10,17 @@ from canon import Mask
 from canon.testing import process_groups
 
 ENDS, QUERIES = [0, 11, 11, 37], 3  # of the keys of three ranks; the second one has none
-LAST = Mask.ranges([(0, QUERIES)], [(0, 37)], ["causal"], queries=QUERIES, keys=37)  # causal at the end
+# causal at the end
+LAST = Mask.ranges([(0, QUERIES)], [(0, 37)], ["causal"], queries=QUERIES, keys=37)
 
 
 def inputs(dtype=torch.float32):
     """Return q and the keys and values of all ranks."""
     draw = torch.Generator().manual_seed(0)
-    return [torch.randn(2, *shape, generator=draw).to(dtype) for shape in ((QUERIES, 4, 8), (37, 2, 8), (37, 2, 5))]
+    return [
+        torch.randn(2, *shape, generator=draw).to(dtype)
+        for shape in ((QUERIES, 4, 8), (37, 2, 8), (37, 2, 5))
+    ]
 
 
 def decoded(half, q, k, v, mask=None):
@@ -35,7 +41,9 @@ def test_a_rank_without_keys_has_the_bits_of_the_others(half, mask):
     assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
     whole, whole_lse = half.attention_forward(q, k, v, mask or Mask.full(QUERIES, 37))
     torch.testing.assert_close((out, lse), (whole, whole_lse), rtol=0, atol=1e-13)
-    assert torch.equal(half.decode_attention(q, k, v), half.attention_forward(q, k, v, Mask.full(QUERIES, 37))[0])
+    assert torch.equal(
+        half.decode_attention(q, k, v), half.attention_forward(q, k, v, Mask.full(QUERIES, 37))[0]
+    )
 
 
 def test_packed_queries_and_autocast(half):
@@ -55,7 +63,11 @@ def test_no_queries(half, shape):
 
 
 def test_the_result_is_not_differentiable(half):
-    assert not any(x.requires_grad for pair in decoded(half, *(x.requires_grad_() for x in inputs())) for x in pair)
+    assert not any(
+        x.requires_grad
+        for pair in decoded(half, *(x.requires_grad_() for x in inputs()))
+        for x in pair
+    )
 
 
 @pytest.mark.usefixtures("own_errors")

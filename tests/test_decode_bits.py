@@ -1,4 +1,6 @@
-"""With rank_invariant=True a decoded query has the bits of the whole forward pass, on any number of ranks."""
+"""With rank_invariant=True a decoded query has the bits of the whole forward pass, on any number of
+ranks.
+"""
 
 import pytest
 import torch
@@ -25,14 +27,22 @@ def same(one, other):
 
 
 def decoded(half, ends, q, k, v, mask=None, **options):
-    """Return out and lse of each rank. ``mask`` is over the keys of all ranks, which end at ``ends``."""
+    """Return out and lse of each rank. ``mask`` is over the keys of all ranks, which end at
+    ``ends``.
+    """
 
     def program():
         torch.set_num_threads(1)
         held = range(*[0, *ends][dist.get_rank() :][:2])
         own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
-        masks = [x.crop(keys=held) for x in mask] if isinstance(mask, list) else mask and mask.crop(keys=held)
-        return half.decode_attention(q, *own, masks, rank_invariant=True, return_lse=True, **options)
+        masks = (
+            [x.crop(keys=held) for x in mask]
+            if isinstance(mask, list)
+            else mask and mask.crop(keys=held)
+        )
+        return half.decode_attention(
+            q, *own, masks, rank_invariant=True, return_lse=True, **options
+        )
 
     return process_groups.threads(program, len(ends))
 
@@ -40,7 +50,9 @@ def decoded(half, ends, q, k, v, mask=None, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_decoded_one_by_one_have_the_bits_of_the_whole_forward(half, dtype):
     q, k, v = inputs(dtype)
-    options = dict(sink=torch.randn(4, device=DEVICE), softcap=1.0, rank_invariant=True, return_lse=True)
+    options = dict(
+        sink=torch.randn(4, device=DEVICE), softcap=1.0, rank_invariant=True, return_lse=True
+    )
     out, lse = half.attention(q, k, v, **options)
     for i in (0, 127, 128, 254, 299):
         keys = (q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])
@@ -56,7 +68,9 @@ def test_ranks_that_divide_the_keys_have_the_bits_of_one(half, ends):
     out, lse = half.attention(q, k, v, whole, rank_invariant=True, return_lse=True)
     expected = out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop]
     mask = whole.crop(queries=rows)
-    assert all(same(expected, got) for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask))
+    assert all(
+        same(expected, got) for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask)
+    )
 
 
 def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
@@ -72,13 +86,16 @@ def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
 def test_ranks_may_have_one_mask_or_one_for_each_sequence(half):
     q, k, v = inputs(b=2)
     q = q[:, -2:]
-    one = half.attention(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 128)], 2, N)], rank_invariant=True)
+    one = half.attention(
+        q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 128)], 2, N)], rank_invariant=True
+    )
 
     def program():
         torch.set_num_threads(1)
-        held, masks = [(slice(0, 128), None), (slice(128, N), [Mask.full(2, N - 128), Mask([], 2, N - 128)])][
-            dist.get_rank()
-        ]
+        held, masks = [
+            (slice(0, 128), None),
+            (slice(128, N), [Mask.full(2, N - 128), Mask([], 2, N - 128)]),
+        ][dist.get_rank()]
         return half.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True)
 
     assert all(torch.equal(one, got) for got in process_groups.threads(program, 2))
@@ -102,7 +119,9 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):
 
     def program():
         held = (slice(0, 100), slice(100, N))[dist.get_rank()]
-        with pytest.raises(ValueError, match="those of rank 1 begin at 100: give every rank but the last") as error:
+        with pytest.raises(
+            ValueError, match="those of rank 1 begin at 100: give every rank but the last"
+        ) as error:
             half.decode_attention(q[:, :1], k[:, held], v[:, held], rank_invariant=True)
         messages.append(str(error.value))
         return half.decode_attention(q[:, :1], k[:, :128], v[:, :128], rank_invariant=True)

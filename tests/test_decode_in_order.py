@@ -1,4 +1,6 @@
-"""Few queries over keys on several ranks with rank_invariant=True: sums travel, and give the bits of one rank."""
+"""Few queries over keys on several ranks with rank_invariant=True: sums travel, and give the bits
+of one rank.
+"""
 
 from contextlib import contextmanager
 
@@ -17,13 +19,19 @@ from canon.testing import process_groups
 
 pytestmark = HOPPER_ONLY
 N = 700
-ENDS = {"two ranks": (384, N), "a short shard first": (128, 640, N), "ranks without keys": (0, 256, 256, N, N)}
+ENDS = {
+    "two ranks": (384, N),
+    "a short shard first": (128, 640, N),
+    "ranks without keys": (0, 256, 256, N, N),
+}
 MASKS = {
     "one query": Mask.full(1, N),
     "causal": Mask.causal(17, N),
     "window": Mask.window(N, 300, 3).crop(queries=range(N - 40, N)),
     "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
-    "a gap that no query sees": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "a gap that no query sees": Mask(
+        [Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N
+    ),
     "no bands": Mask([], 4, N),
 }
 
@@ -89,9 +97,14 @@ def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
 
 @pytest.mark.parametrize(
     ("h", "g", "d", "dv", "dtype"),
-    [(6, 2, 128, 128, torch.bfloat16), (2, 2, 64, 64, torch.float16), (4, 2, 256, 256, torch.float16),
-     (2, 1, 192, 128, torch.bfloat16), (3, 3, 40, 24, torch.bfloat16)],
-)  # fmt: skip
+    [
+        (6, 2, 128, 128, torch.bfloat16),
+        (2, 2, 64, 64, torch.float16),
+        (4, 2, 256, 256, torch.float16),
+        (2, 1, 192, 128, torch.bfloat16),
+        (3, 3, 40, 24, torch.bfloat16),
+    ],
+)
 def test_widths_and_dtypes(monkeypatch, h, g, d, dv, dtype):
     mask = MASKS["causal"]
     q, k, v, *_ = inputs(mask, 1, h, g, d, dv, dtype)
@@ -131,7 +144,9 @@ def test_where_scores_are_not_finite_the_keys_travel(monkeypatch, value, keys):
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_where_values_are_not_finite_the_keys_travel(monkeypatch, value):
-    """0 times NaN reaches other rows of a tile of queries, whose size depends on the keys of a rank."""
+    """0 times NaN reaches other rows of a tile of queries, whose size depends on the keys of a
+    rank.
+    """
     mask = Mask([Band(0, 2, 11, 62), Band(4, 6, 236, 247), Band(16, 17, 105, 168)], 17, N)
     q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64)
     v[:, 240] = value
@@ -147,16 +162,21 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
     expected = attend(q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 384)], 2, N)])
 
     def program():
-        held, masks = [(slice(0, 384), None), (slice(384, N), [Mask.full(2, N - 384), Mask([], 2, N - 384)])][
-            dist.get_rank()
-        ]
-        return fast.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True, return_lse=True)
+        held, masks = [
+            (slice(0, 384), None),
+            (slice(384, N), [Mask.full(2, N - 384), Mask([], 2, N - 384)]),
+        ][dist.get_rank()]
+        return fast.decode_attention(
+            q, k[:, held], v[:, held], masks, rank_invariant=True, return_lse=True
+        )
 
     with noted(monkeypatch) as found, hopper():
         results = process_groups.threads(program, 2)
     assert found == [growth == 0.0] * 2
     for result in results:
-        assert all(torch.equal(bits(one), bits(other)) for one, other in zip(result, expected, strict=True))
+        assert all(
+            torch.equal(bits(one), bits(other)) for one, other in zip(result, expected, strict=True)
+        )
 
 
 def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
@@ -165,7 +185,9 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
 
     def program():
         held = (slice(0, 100), slice(100, N))[dist.get_rank()]
-        with pytest.raises(ValueError, match="those of rank 1 begin at 100: give every rank but the last") as error:
+        with pytest.raises(
+            ValueError, match="those of rank 1 begin at 100: give every rank but the last"
+        ) as error:
             fast.decode_attention(q, k[:, held], v[:, held], rank_invariant=True)
         messages.append(str(error.value))
         return fast.decode_attention(q, k[:, :128], v[:, :128], rank_invariant=True)
@@ -176,7 +198,10 @@ def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
 
 
 def test_only_few_queries_on_hopper_kernels():
-    q, k = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16), torch.empty(1, 0, 2, 64, dtype=torch.bfloat16)
+    q, k = (
+        torch.empty(1, 64, 8, 64, dtype=torch.bfloat16),
+        torch.empty(1, 0, 2, 64, dtype=torch.bfloat16),
+    )
     with hopper():
         assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
         assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_decode.keys_travel

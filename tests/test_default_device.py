@@ -44,9 +44,15 @@ MASK = Mask.documents([0, 3, 12, 19])
 
 
 def makers(path):
-    """Yield (line, function, keywords) of every call that makes a tensor by default on the default device."""
+    """Yield (line, function, keywords) of every call that makes a tensor by default on the default
+    device.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in MAKERS
+        ):
             keywords = {x.arg for x in node.keywords}
             if ast.unparse(node.func.value) == "torch" and None not in keywords:
                 yield node.lineno, node.func.attr, keywords
@@ -58,7 +64,11 @@ def test_every_new_tensor_names_its_device_and_a_dtype_that_is_not_that_of_its_v
     found = [(path, *maker) for path in files for maker in makers(path)]
     assert len(found) > 50
     assert not [(str(path), line) for path, line, _, keywords in found if "device" not in keywords]
-    assert not [(str(path), line) for path, line, name, words in found if name not in WHOLE and "dtype" not in words]
+    assert not [
+        (str(path), line)
+        for path, line, name, words in found
+        if name not in WHOLE and "dtype" not in words
+    ]
 
 
 def attended(half, call):
@@ -89,9 +99,14 @@ def decoding_in_order(half, q, k, v):
 
 def losses(_):
     draw = torch.Generator().manual_seed(0)
-    logits, hidden, head = (torch.randn(*x, generator=draw) for x in ((1, 19, 5), (1, 19, 4), (5, 4)))
+    logits, hidden, head = (
+        torch.randn(*x, generator=draw) for x in ((1, 19, 5), (1, 19, 4), (5, 4))
+    )
     labels = torch.arange(19)[None] % 5
-    return 2, lambda: [sequence_loss(logits, labels), linear_sequence_loss(hidden, head, labels, chunk=8)]
+    return 2, lambda: [
+        sequence_loss(logits, labels),
+        linear_sequence_loss(hidden, head, labels, chunk=8),
+    ]
 
 
 def plans(half):
@@ -116,7 +131,9 @@ def restored_dtype():
 
 @pytest.mark.parametrize("case", CASES)
 def test_defaults_of_torch_change_no_bit(half, case, restored_dtype):
-    """The default device "meta" stands for a GPU: it is a property of a thread, and the dtype one of the process."""
+    """The default device "meta" stands for a GPU: it is a property of a thread, and the dtype one
+    of the process.
+    """
     ranks, program = CASES[case](half)
 
     def on_meta():

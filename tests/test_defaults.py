@@ -1,8 +1,9 @@
-"""The defaults of ``head_stride``, ``casts`` and ``own_keys_first`` are within 3 % of the best recorded option.
+"""The defaults of ``head_stride``, ``casts`` and ``own_keys_first`` are within 3 % of the best
+recorded option.
 
-Times are those of both passes: GPU time, and wall time where a record has it. ``keep_kv`` and short first and last head groups
-are other options: they take more memory, or more steps. Nothing is asserted where a record lacks the chosen option, or others.
-"""
+Times are those of both passes: GPU time, and wall time where a record has it. ``keep_kv`` and short
+first and last head groups are other options: they take more memory, or more steps. Nothing is
+asserted where a record lacks the chosen option, or others."""
 
 import json
 import statistics
@@ -17,7 +18,9 @@ from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 
 DATA = Path(__file__).parents[1] / "paper" / "data"
-NAMES = sorted(path.name for path in DATA.glob("*.json") if path.name.startswith(("schedules_", "packs_")))
+NAMES = sorted(
+    path.name for path in DATA.glob("*.json") if path.name.startswith(("schedules_", "packs_"))
+)
 CLOCKS = "both_ms", "both_wall_ms"
 
 
@@ -28,12 +31,16 @@ def recorded(name):
     for row in json.loads((DATA / name).read_text())["results"]:
         if "both_ms" in row and not row.get("peer") and row["schedule"] != "one GPU":
             b, n, h, g, d, mask = (word.lstrip("BSHqkD") for word in row["shape"].split())
-            found.setdefault((f"{b},{n},{h},{g},{d},{mask}", row["ranks"]), {})[row["schedule"]] = row
+            found.setdefault((f"{b},{n},{h},{g},{d},{mask}", row["ranks"]), {})[row["schedule"]] = (
+                row
+            )
     return found
 
 
 def excesses(rows, chosen, options):
-    """Return the time of the chosen option over that of the best one, by clock. Empty if there is nothing to compare."""
+    """Return the time of the chosen option over that of the best one, by clock. Empty if there is
+    nothing to compare.
+    """
     found = {option: rows[option] for option in options if option in rows}
     if chosen not in found or len(found) == 1:
         return []

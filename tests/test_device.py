@@ -1,4 +1,6 @@
-"""Hopper GPUs use Gluon where it supports the inputs; other GPUs Triton; all else PyTorch; a chosen backend is always used."""
+"""Hopper GPUs use Gluon where it supports the inputs; other GPUs Triton; all else PyTorch; a chosen
+backend is always used.
+"""
 
 import os
 import subprocess
@@ -59,7 +61,9 @@ def test_other_gpus_use_triton(machine, capability):
 
 
 def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
-    mi250 = SimpleNamespace(major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16)
+    mi250 = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
     monkeypatch.setattr(portable, "INTERPRETED", False)
     for hip, expected in (("6.2", portable), (None, hopper)):
@@ -74,7 +78,9 @@ def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
 def test_cuda_is_never_chosen_without_being_asked_for(machine, capability, method):
     machine["capability"] = capability
     chosen = {
-        device.kernels_for(heads(d, dtype), heads(d, dtype), method) for d in (16, 64, 256) for dtype in (BF16, F16)
+        device.kernels_for(heads(d, dtype), heads(d, dtype), method)
+        for d in (16, 64, 256)
+        for dtype in (BF16, F16)
     }
     assert chosen == {portable}
     with backend("cuda"):
@@ -107,7 +113,8 @@ def test_torch_can_be_chosen_everywhere(machine):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"), [("gluon", hopper), ("triton", portable), ("cuda", cuda), (None, hopper)]
+    ("chosen", "expected"),
+    [("gluon", hopper), ("triton", portable), ("cuda", cuda), (None, hopper)],
 )
 def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
     with backend(chosen) if chosen else nullcontext():
@@ -119,7 +126,12 @@ def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
 @pytest.mark.parametrize("name", ["gluon", "cuda"])
 def test_a_chosen_backend_without_a_gpu_raises_before_a_message(name):
     q = torch.ones(1, 8, 2, 8, dtype=BF16)
-    with backend(name), pytest.raises(ValueError, match='kernels need .* got .*(cpu|CPU).*: use backend\\("triton"\\)'):
+    with (
+        backend(name),
+        pytest.raises(
+            ValueError, match='kernels need .* got .*(cpu|CPU).*: use backend\\("triton"\\)'
+        ),
+    ):
         device.check_inputs(q)
 
 
@@ -127,13 +139,17 @@ ON_CPU = """
 import sys
 import torch, torch.distributed as dist
 from canon import Layout, Mask, fast, reference
+
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
 x = torch.ones(1, 8, 2, 8)
 plan = fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
 functions = (
-    lambda q: fast.ring_attention(q, q, q), lambda q: fast.strided_attention(q, q, q), lambda q: fast.magi_attention(q, q, q),
-    lambda q: fast.decode_attention(q, q, q), lambda q: fast.group_cast(q[0], plan, 0),
+    lambda q: fast.ring_attention(q, q, q),
+    lambda q: fast.strided_attention(q, q, q),
+    lambda q: fast.magi_attention(q, q, q),
+    lambda q: fast.decode_attention(q, q, q),
+    lambda q: fast.group_cast(q[0], plan, 0),
     lambda q: fast.group_reduce(q[0, : 8 * rank], plan, 0, q[0].clone()),
 )
 for function in functions:
@@ -152,7 +168,7 @@ except (RuntimeError, ValueError) as error:
 """
 
 
-def test_cpu_tensors_compute_and_a_chosen_backend_raises_one_sentence_on_every_rank_before_a_message(tmp_path):
+def test_cpu_tensors_compute_and_a_chosen_backend_raises_on_every_rank_before_a_message(tmp_path):
     """In fresh processes, without TRITON_INTERPRET."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -168,5 +184,7 @@ def test_cpu_tensors_compute_and_a_chosen_backend_raises_one_sentence_on_every_r
     ranks = [run(rank) for rank in range(2)]
     for printed, errors in [rank.communicate(timeout=100) for rank in ranks]:
         same, _, one_rank = printed.partition("PARTED")
-        assert same.count("the Triton kernels need tensors on a CUDA device, got CPU tensors") == 6, printed + errors
+        assert (
+            same.count("the Triton kernels need tensors on a CUDA device, got CPU tensors") == 6
+        ), printed + errors
         assert "rank 1: q is on the meta device" in one_rank, printed + errors

@@ -1,4 +1,6 @@
-"""A DeviceMesh of one dimension is a group of every distributed function. Other meshes and DTensors raise on every rank."""
+"""A DeviceMesh of one dimension is a group of every distributed function. Other meshes and DTensors
+raise on every rank.
+"""
 
 import functools
 
@@ -21,7 +23,9 @@ def two_by_two():
 
 
 def call_on_slices(name):
-    """Compare every call on both slices of a mesh with the reference on one rank and with the process group."""
+    """Compare every call on both slices of a mesh with the reference on one rank and with the
+    process group.
+    """
     mesh = two_by_two()
     for dim in ("dp", "cp") if name == "reference" else ("dp",):  # the interpreter is slow
         part, other = mesh[dim], mesh[{"dp": "cp", "cp": "dp"}[dim]].get_local_rank()
@@ -34,10 +38,15 @@ def call_on_slices(name):
         for call in CALLS if name == "reference" else list(CALLS)[::3]:
             layout = layout_of(call, 16, 2, Layout.contiguous(16, 2))
             run = lambda group, call=call, layout=layout, tensors=tensors, part=part: on_this_rank(
-                attending(HALVES[name], call, MASK, layout, group=group), layout, tensors, part.get_group()
+                attending(HALVES[name], call, MASK, layout, group=group),
+                layout,
+                tensors,
+                part.get_group(),
             )
             found = run(part)
-            torch.testing.assert_close(tuple(found), expected, msg=lambda text, call=call: f"{call}: {text}")
+            torch.testing.assert_close(
+                tuple(found), expected, msg=lambda text, call=call: f"{call}: {text}"
+            )
             assert all(map(torch.equal, found, run(part.get_group())))
     move_on_slices(HALVES[name], mesh["cp"])
 
@@ -71,7 +80,9 @@ def refuse():
         "two dimensions": lambda: reference.ring_attention(q, k, v, group=mesh),
         "two dimensions, fast": lambda: fast.magi_attention(q, k, v, group=mesh),
         "two dimensions, unshard": lambda: layout.unshard(q, mesh),
-        "without names": lambda: reference.strided_attention(q, k, v, group=nameless, head_stride=1),
+        "without names": lambda: reference.strided_attention(
+            q, k, v, group=nameless, head_stride=1
+        ),
         "a DTensor": lambda: fast.strided_attention(q, of_mesh(k), v, group=part, head_stride=1),
         "a DTensor on one rank": lambda: reference.magi_attention(
             q, k, of_mesh(v) if dist.get_rank() % 2 else v, group=part
@@ -100,7 +111,10 @@ def test_other_meshes_and_dtensors_raise_on_every_rank_with_a_remedy():
         for name in ("a shard", "a shard to gather"):
             assert "plain tensor, got DTensor: pass x.to_local()" in errors[name]
         assert "entry 'input_ids' must be a plain tensor" in errors["a batch"]
-        outside = f"ValueError: unshard: rank {rank} is not a member of the mesh: call it on the members only"
+        outside = (
+            f"ValueError: unshard: rank {rank} is not a member of the mesh: call it on the "
+            "members only"
+        )
         assert errors.get("a member", "") == ("" if rank < 2 else outside)
 
 
@@ -108,6 +122,8 @@ def test_a_process_of_torchrun_without_a_group_warns_once(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     group._warn_of_one_rank.cache_clear()
     x = torch.ones(1, 4, 2, 8)
-    with pytest.warns(UserWarning, match="WORLD_SIZE is 2, but torch.distributed is not initialised") as warned:
+    with pytest.warns(
+        UserWarning, match="WORLD_SIZE is 2, but torch.distributed is not initialised"
+    ) as warned:
         reference.ring_attention(reference.ring_attention(x, x, x), x, x)
     assert len(warned) == 1

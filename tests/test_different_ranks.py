@@ -1,4 +1,6 @@
-"""Ranks with different halves, versions of Canon or kernel backends raise, instead of sending messages that do not fit."""
+"""Ranks with different halves, versions of Canon or kernel backends raise, instead of sending
+messages that do not fit.
+"""
 
 import pytest
 import torch
@@ -17,13 +19,15 @@ CALLS = {
     "ring_attention": lambda half: half.ring_attention(X, X, X, MASK, LAYOUT),
     "zigzag_attention": lambda half: half.zigzag_attention(X, X, X),
     "striped_attention": lambda half: half.striped_attention(X, X, X),
-    "latent_attention": lambda half: half.latent_attention(X, X[:, :, 0], X[:, :, 1, :4], torch.ones(16, 8), MASK, LAYOUT),
+    "latent_attention": lambda half: half.latent_attention(
+        X, X[:, :, 0], X[:, :, 1, :4], torch.ones(16, 8), MASK, LAYOUT
+    ),
     "strided_attention": lambda half: half.strided_attention(X, X, X, MASK, LAYOUT),
     "magi_attention": lambda half: half.magi_attention(X, X, X, MASK, LAYOUT),
     "decode_attention": lambda half: half.decode_attention(X, X, X),
     "group_cast": lambda half: half.group_cast(X[0], PLAN, 0),
     "group_reduce": lambda half: half.group_reduce(X[0, : _received()], PLAN, 0, X[0].clone()),
-}  # fmt: skip
+}
 
 
 def _received():
@@ -65,6 +69,10 @@ def test_the_version_is_a_part_of_every_digest(monkeypatch):
 
 @pytest.mark.interpreted
 def test_kernel_backends_that_send_something_else_raise(monkeypatch):
-    monkeypatch.setattr(launch, "takes_keys_of_ranks", lambda *_: dist.get_rank() == 0, raising=False)
+    monkeypatch.setattr(
+        launch, "takes_keys_of_ranks", lambda *_: dist.get_rank() == 0, raising=False
+    )
     errors = errors_of(lambda: fast.decode_attention(X, X, X, rank_invariant=True))
-    assert errors == ["the ranks disagree:\n  way: rank 0: decode_in_order; rank 1: keys_travel"] * 2
+    assert (
+        errors == ["the ranks disagree:\n  way: rank 0: decode_in_order; rank 1: keys_travel"] * 2
+    )

@@ -1,4 +1,6 @@
-"""Digests in shared memory: every rank reads the digests of all ranks, and detects an ended process."""
+"""Digests in shared memory: every rank reads the digests of all ranks, and detects an ended
+process.
+"""
 
 import mmap
 import os
@@ -71,4 +73,6 @@ def test_an_ended_process_is_detected_before_its_parent_waits_for_it():
 def test_one_rank_shares_memory_with_itself_and_leaves_no_file():
     before = set(os.listdir("/dev/shm"))
     assert shared_memory(dist.HashStore(), 0, 1) is not None
-    assert {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("canon-")} == set()
+    assert {
+        name for name in set(os.listdir("/dev/shm")) - before if name.startswith("canon-")
+    } == set()

@@ -1,4 +1,6 @@
-"""Both halves make equal plans. They are balanced, move few keys, and list exactly the tokens that move."""
+"""Both halves make equal plans. They are balanced, move few keys, and list exactly the tokens that
+move.
+"""
 
 from contextlib import nullcontext
 from random import Random
@@ -29,7 +31,8 @@ def expected_warning(n, ranks, chunk):
     if n < ranks or empty <= 0:
         return nullcontext()
     return pytest.warns(
-        UserWarning, match=f"chunk={chunk} leaves {empty} of {ranks} ranks without a token, as {n} tokens"
+        UserWarning,
+        match=f"chunk={chunk} leaves {empty} of {ranks} ranks without a token, as {n} tokens",
     )
 
 
@@ -52,9 +55,17 @@ def same_plans(one, other):
     st.sampled_from([1, 18, 200]),
     st.sampled_from([0, 1, 5]),
 )
-def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(mask, ranks, chunk, imbalance, cells, tokens, swaps):
+def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(
+    mask, ranks, chunk, imbalance, cells, tokens, swaps
+):
     n, chunk = mask.queries, max(mask.queries // 40, chunk)
-    options = dict(chunk=chunk, imbalance=imbalance, cells_per_us=cells, tokens_per_us=tokens, swaps_per_chunk=swaps)
+    options = dict(
+        chunk=chunk,
+        imbalance=imbalance,
+        cells_per_us=cells,
+        tokens_per_us=tokens,
+        swaps_per_chunk=swaps,
+    )
     with expected_warning(n, ranks, chunk):
         layout = reference.dispatch(mask, ranks, **options)
     with expected_warning(n, ranks, chunk):
@@ -72,7 +83,9 @@ def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(mask, ranks, 
     st.sampled_from([3, 8, 12]),
     st.sampled_from([(10**6, 1), (1, 10)]),
 )
-def test_the_plan_of_a_batch_adds_areas_and_received_keys_over_its_sequences(masks, ranks, chunk, rates):
+def test_the_plan_of_a_batch_adds_areas_and_received_keys_over_its_sequences(
+    masks, ranks, chunk, rates
+):
     options = dict(chunk=chunk, cells_per_us=rates[0], tokens_per_us=rates[1])
     layout = reference.dispatch(masks, ranks, **options)
     assert layout == fast.dispatch(masks, ranks, **options)
@@ -91,17 +104,22 @@ def test_the_plan_of_a_batch_is_balanced(half):
 
 
 @pytest.mark.parametrize(
-    "rates", [{}, {"imbalance": 1.2}, {"cells_per_us": 1000, "tokens_per_us": 1, "swaps_per_chunk": 5}]
+    "rates",
+    [{}, {"imbalance": 1.2}, {"cells_per_us": 1000, "tokens_per_us": 1, "swaps_per_chunk": 5}],
 )
 @pytest.mark.parametrize(("ranks", "chunk"), [(3, 17), (4, 20), (8, 16)])
 def test_both_halves_make_the_same_plan_of_a_deep_tree(ranks, chunk, rates):
     """A chunk of it needs many intervals of keys."""
     mask = plans.tree(1000, 30, 100)
-    assert reference.dispatch(mask, ranks, chunk=chunk, **rates) == fast.dispatch(mask, ranks, chunk=chunk, **rates)
+    assert reference.dispatch(mask, ranks, chunk=chunk, **rates) == fast.dispatch(
+        mask, ranks, chunk=chunk, **rates
+    )
 
 
 def nested_tree(tokens, nodes):
-    """Return a random tree whose path goes up few nodes at a time: its end has many ancestors, with others between them."""
+    """Return a random tree whose path goes up few nodes at a time: its end has many ancestors, with
+    others between them.
+    """
     draw, parents, path = Random(0), [], [-1]
     for node in range(nodes):
         path = path[: max(1, len(path) - draw.choice([0, 0, 1, 3]))]
@@ -112,7 +130,9 @@ def nested_tree(tokens, nodes):
 
 @pytest.mark.parametrize(("ranks", "chunk"), [(3, 13), (6, 8)])
 def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, chunk, monkeypatch):
-    """With a table of the keys that only one chunk needs, and without it, where it would be too large."""
+    """With a table of the keys that only one chunk needs, and without it, where it would be too
+    large.
+    """
     right, starts, tables, mask = fast_planner._greedy, [], [], nested_tree(400, 200)
 
     def greedy(chunks, slack):
@@ -126,17 +146,26 @@ def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, 
         monkeypatch.setattr(fast_chunks, "LARGEST_TABLE", largest)
         plan_cache.PLANS.clear()  # its plans do not depend on LARGEST_TABLE
         assert fast.dispatch(mask, ranks, chunk=chunk) == expected
-    assert [size > 0 for size in tables] == [True] * 3 + [False] * 3, "more intervals than FEW_INTERVALS"
+    assert [size > 0 for size in tables] == [True] * 3 + [False] * 3, (
+        "more intervals than FEW_INTERVALS"
+    )
     assert starts[:3] == starts[3:]
 
 
 def score(mask, layout, chunk, rates=(4400, 18)):
-    """Return (peak, peak x traffic) of a layout from its report: an exchange takes a rank as long as its busier direction."""
+    """Return (peak, peak x traffic) of a layout from its report: an exchange takes a rank as long
+    as its busier direction.
+    """
     report = reference.plan_report(mask, layout, chunk=chunk)
     moved = [max(pair) for pair in zip(report.received, report.sent, strict=True)]
-    peak = max(max(area * rates[1], tokens * rates[0]) for area, tokens in zip(report.areas, moved, strict=True))
+    peak = max(
+        max(area * rates[1], tokens * rates[0])
+        for area, tokens in zip(report.areas, moved, strict=True)
+    )
     lower = max(-(-sum(report.areas) // layout.ranks), report.largest_chunk)
-    return max(peak, int(lower * 1.05) * rates[1]), peak * (layout.ranks * max(moved) + 5 * sum(report.received))
+    return max(peak, int(lower * 1.05) * rates[1]), peak * (
+        layout.ranks * max(moved) + 5 * sum(report.received)
+    )
 
 
 @given(
@@ -157,11 +186,16 @@ def test_no_plan_is_worse_than_zigzag_or_contiguous_chunks(mask, ranks, rates):
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_the_busiest_rank_of_a_pack_moves_less_than_in_zigzag(ranks):
-    """On the packs of notebook 04, in both directions together: dk and dv return to the sender in float32."""
+    """On the packs of notebook 04, in both directions together: dk and dv return to the sender in
+    float32.
+    """
     busiest = {"zigzag": 0, "dispatch": 0}
     for cu_seqlens in sampled_packs(8192 * ranks, 8):
         mask = Mask.documents(cu_seqlens)
-        for name, layout in (("zigzag", Layout.zigzag(mask.queries, ranks)), ("dispatch", fast.dispatch(mask, ranks))):
+        for name, layout in (
+            ("zigzag", Layout.zigzag(mask.queries, ranks)),
+            ("dispatch", fast.dispatch(mask, ranks)),
+        ):
             report = fast.plan_report(mask, layout)
             busiest[name] += max(*report.received, *report.sent)
     assert busiest["dispatch"] < busiest["zigzag"]
@@ -171,7 +205,9 @@ def test_one_causal_document_becomes_zigzag(half):
     mask = Mask.causal(4096)
     for imbalance in (1.0, 1.05):
         layout = half.dispatch(mask, 4, chunk=128, imbalance=imbalance)
-        assert all(torch.equal(layout.positions(r), Layout.zigzag(4096, 4).positions(r)) for r in range(4))
+        assert all(
+            torch.equal(layout.positions(r), Layout.zigzag(4096, 4).positions(r)) for r in range(4)
+        )
     report = half.plan_report(mask, layout, chunk=128)
     assert (report.balance, report.volume) == (1.0, 0.75)
 
@@ -187,7 +223,9 @@ def test_a_window_becomes_contiguous(half):
 
 @pytest.mark.parametrize(("ranks", "volume"), [(8, 0.140), (16, 0.155), (32, 0.125), (64, 0.085)])
 def test_published_lengths_are_balanced_and_move_little(ranks, volume):
-    """Mean of 20 packs. The planner of MagiAttention 1.1: balance 1.004 to 1.03, volume .346, .301, .220, .148."""
+    """Mean of 20 packs. The planner of MagiAttention 1.1: balance 1.004 to 1.03, volume .346, .301,
+    .220, .148.
+    """
     reports = []
     for cu_seqlens in sampled_packs(8192 * ranks, 20):
         mask = Mask.documents(cu_seqlens)
@@ -207,7 +245,11 @@ def test_a_slow_network_moves_less(half):
     """If receiving takes longer than computing, the plan is less balanced and receives less."""
     mask = Mask.documents([0, 100, 130, 300, 420, 512])
     quick, slow = (
-        half.plan_report(mask, half.dispatch(mask, 4, chunk=16, cells_per_us=cells, tokens_per_us=tokens), chunk=16)
+        half.plan_report(
+            mask,
+            half.dispatch(mask, 4, chunk=16, cells_per_us=cells, tokens_per_us=tokens),
+            chunk=16,
+        )
         for cells, tokens in ((1, 1000), (1000, 1))
     )
     assert quick.balance <= 1.05
@@ -219,7 +261,9 @@ def test_a_slow_network_moves_less(half):
 
 @given(masks_and_layouts, st.sampled_from([(1, False), (1, True), (2, True), (3, None)]))
 def test_cast_plans_are_exact(drawn, options):
-    """A rank receives exactly the keys that its queries see and it does not hold. Its local masks have all its cells."""
+    """A rank receives exactly the keys that its queries see and it does not hold. Its local masks
+    have all its cells.
+    """
     mask, layout = drawn
     casts, own_keys_first = options
     plan = reference.cast_plan(mask, layout, casts=casts, own_keys_first=own_keys_first)
@@ -232,11 +276,16 @@ def test_cast_plans_are_exact(drawn, options):
         seen = dense[own].any(0)
         seen[own] = False
         received = [
-            token for cast in range(plan.casts) for piece in plan.received(cast, rank) for token in piece.tokens
+            token
+            for cast in range(plan.casts)
+            for piece in plan.received(cast, rank)
+            for token in piece.tokens
         ]
         assert sorted(received) == seen.nonzero().flatten().tolist()
         for step in range(plan.steps):
-            keys = torch.tensor([token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64)
+            keys = torch.tensor(
+                [token for piece in plan.keys(step, rank) for token in piece], dtype=torch.int64
+            )
             local = plan.local_mask(step, rank).dense()
             assert torch.equal(local, dense[own][:, keys])
             seen_cells[own[:, None], keys] |= local
@@ -253,19 +302,31 @@ def test_senders_and_receivers_agree_on_sizes_and_rows():
         for cast in range(plan.casts):
             for rank in range(4):
                 assert plan.receive_sizes(cast, rank)[rank] == 0
-                assert [plan.send_sizes(cast, source)[rank] for source in range(4)] == plan.receive_sizes(cast, rank)
-                sent = layout.positions(rank)[plan.send_rows(cast, rank)].split(plan.send_sizes(cast, rank))
+                assert [
+                    plan.send_sizes(cast, source)[rank] for source in range(4)
+                ] == plan.receive_sizes(cast, rank)
+                sent = layout.positions(rank)[plan.send_rows(cast, rank)].split(
+                    plan.send_sizes(cast, rank)
+                )
                 for to, tokens in enumerate(sent):
-                    pieces = [piece.tokens for piece in plan.received(cast, to) if piece.source == rank]
+                    pieces = [
+                        piece.tokens for piece in plan.received(cast, to) if piece.source == rank
+                    ]
                     assert tokens.tolist() == [token for piece in pieces for token in piece]
 
 
 def test_casts_divide_the_tokens_of_each_pair_of_ranks():
     plan = reference.cast_plan(Mask.causal(64), Layout.contiguous(64, 4), casts=3)
-    assert [plan.receive_sizes(cast, 3) for cast in range(3)] == [[6, 6, 6, 0], [5, 5, 5, 0], [5, 5, 5, 0]]
+    assert [plan.receive_sizes(cast, 3) for cast in range(3)] == [
+        [6, 6, 6, 0],
+        [5, 5, 5, 0],
+        [5, 5, 5, 0],
+    ]
     few = reference.cast_plan(Mask.window(8, 1, 0), Layout.contiguous(8, 4), casts=3)
     assert few.casts == 1  # a single token for each rank
-    assert reference.cast_plan(Mask.documents([0, 4, 8]), Layout.contiguous(8, 2), casts=3).casts == 0
+    assert (
+        reference.cast_plan(Mask.documents([0, 4, 8]), Layout.contiguous(8, 2), casts=3).casts == 0
+    )
 
 
 def test_a_plan_keeps_the_pieces_of_used_ranks_only(half, monkeypatch):
@@ -275,5 +336,7 @@ def test_a_plan_keeps_the_pieces_of_used_ranks_only(half, monkeypatch):
     layout = Layout.zigzag(mask.queries, 16 if half is reference else 256)
     plan = half.cast_plan(mask, layout)
     assert sum(plan.send_sizes(0, 3)) == len(plan.send_rows(0, 3))
-    assert [key[0].__name__ for key in cache.plans if isinstance(key, tuple)].count("_casts_of") == 1
+    assert [key[0].__name__ for key in cache.plans if isinstance(key, tuple)].count(
+        "_casts_of"
+    ) == 1
     assert cache.held["cpu"] < 1_000_000

@@ -1,4 +1,6 @@
-"""Default chunks are short enough to balance the ranks, and a chunk that leaves a rank empty gives a warning."""
+"""Default chunks are short enough to balance the ranks, and a chunk that leaves a rank empty gives
+a warning.
+"""
 
 import pytest
 from band_strategies import square_masks
@@ -20,7 +22,8 @@ def test_the_default_gives_each_rank_8_to_32_chunks_or_each_token_its_own(tokens
     assert chunk % unit == 0
     if 8192 * ranks <= tokens <= 32768 * ranks:
         assert chunk == 1024
-    elif tokens < 8192 * ranks:  # short chunks are few, because planning takes the square of their number
+    # short chunks are few, because planning takes the square of their number
+    elif tokens < 8192 * ranks:
         assert chunks <= 16 * ranks + 1
 
 
@@ -48,9 +51,13 @@ def test_the_default_of_known_sizes(half, tokens, ranks, chunk):
 
 
 @settings(max_examples=60)
-@given((st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, 70)).flatmap(square_masks), st.integers(1, 9))
+@given(
+    (st.sampled_from([0, 1, 1, 2, 3]) | st.integers(0, 70)).flatmap(square_masks), st.integers(1, 9)
+)
 def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
-    """Both halves make the same plan without a warning, also for no token and for more ranks than tokens."""
+    """Both halves make the same plan without a warning, also for no token and for more ranks than
+    tokens.
+    """
     layout = reference.dispatch(mask, ranks)
     assert layout == fast.dispatch(mask, ranks)
     sizes = [layout.size(rank) for rank in range(ranks)]
@@ -66,7 +73,9 @@ def test_every_rank_holds_a_token_where_there_are_enough(mask, ranks):
 
 @pytest.mark.parametrize(("tokens", "ranks"), [(2048, 4), (3001, 3), (5000, 2), (2000, 6)])
 def test_short_sequences_are_balanced(half, tokens, ranks):
-    """The rates make traffic free. With the default rates, a plan of few tokens trades balance for fewer keys."""
+    """The rates make traffic free. With the default rates, a plan of few tokens trades balance for
+    fewer keys.
+    """
     packed = Mask.documents([0, tokens // 5, tokens // 2, tokens - 100, tokens])
     for mask in (Mask.causal(tokens), packed):
         layout = half.dispatch(mask, ranks, cells_per_us=1, tokens_per_us=1000)
@@ -80,12 +89,18 @@ def test_short_sequences_are_balanced(half, tokens, ranks):
 def test_a_chunk_that_leaves_ranks_empty_gives_a_warning_with_a_better_chunk(half):
     mask = Mask.causal(2048)
     message = (
-        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make fewer chunks than ranks: "
+        "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make fewer chunks than "
+        "ranks: "
         "pass chunk=64, the default"
     )
     for _ in range(2):  # the second plan is cached
         with pytest.warns(UserWarning, match=message):
-            assert sorted(map(half.dispatch(mask, 4, chunk=1024).size, range(4))) == [0, 0, 1024, 1024]
+            assert sorted(map(half.dispatch(mask, 4, chunk=1024).size, range(4))) == [
+                0,
+                0,
+                1024,
+                1024,
+            ]
     for chunk in (None, 64, 512):
         assert min(map(half.dispatch(mask, 4, chunk=chunk).size, range(4))) > 0
 

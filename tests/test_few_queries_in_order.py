@@ -1,4 +1,6 @@
-"""Few queries with rank_invariant=True: two kernels that give the bits of the whole forward, and their tables."""
+"""Few queries with rank_invariant=True: two kernels that give the bits of the whole forward, and
+their tables.
+"""
 
 from contextlib import contextmanager
 
@@ -30,16 +32,27 @@ MASKS = {
     "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
     "tree": Mask.tree([-1, 0, 1, 0, 0], [300, 200, 60, 40, 100]).crop(queries=LAST),
     "bands that share a tile": Mask(
-        [Band(0, 4, 0, 300), Band(4, 9, 300, N, -N, N), Band(4, 9, 0, 20), Band(9, 20, 0, N, -30, 40)], 25, N
+        [
+            Band(0, 4, 0, 300),
+            Band(4, 9, 300, N, -N, N),
+            Band(4, 9, 0, 20),
+            Band(9, 20, 0, N, -30, 40),
+        ],
+        25,
+        N,
     ),
-    "a gap that no query sees": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "a gap that no query sees": Mask(
+        [Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N
+    ),
     "no bands": Mask([], 4, N),
 }
 
 
 @pytest.fixture(autouse=True)
 def _always(monkeypatch):
-    """Take the kernels for few queries wherever they are possible; the simulated GPU has several SMs."""
+    """Take the kernels for few queries wherever they are possible; the simulated GPU has several
+    SMs.
+    """
     monkeypatch.setattr(few_queries_plan, "FEWEST_VISITS", 1)
     monkeypatch.setattr(launch, "SIMULATED_SMS", 40)
 
@@ -66,7 +79,9 @@ def attend(q, k, v, mask, **options):
 
 
 def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
-    """Fail unless the kernels for few queries ran and gave the bits of `forward`. Return whether they were repeated."""
+    """Fail unless the kernels for few queries ran and gave the bits of `forward`. Return whether
+    they were repeated.
+    """
     with noted(monkeypatch) as repeated:
         got = attend(q, k, v, mask, **options)
     assert repeated
@@ -79,13 +94,18 @@ def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
 
 
 SHAPES = [  # query heads, key heads, d, dv, dtype
-    (4, 1, 64, 64, torch.bfloat16), (6, 2, 128, 128, torch.bfloat16), (2, 2, 64, 64, torch.float16),
-    (4, 2, 256, 256, torch.float16), (2, 1, 192, 128, torch.bfloat16), (3, 3, 40, 24, torch.bfloat16),
-]  # fmt: skip
+    (4, 1, 64, 64, torch.bfloat16),
+    (6, 2, 128, 128, torch.bfloat16),
+    (2, 2, 64, 64, torch.float16),
+    (4, 2, 256, 256, torch.float16),
+    (2, 1, 192, 128, torch.bfloat16),
+    (3, 3, 40, 24, torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [(name, SHAPES[i % 2]) for i, name in enumerate(MASKS)] + [("tree", x) for x in SHAPES]
+    ("name", "shape"),
+    [(name, SHAPES[i % 2]) for i, name in enumerate(MASKS)] + [("tree", x) for x in SHAPES],
 )
 def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape):
     """Keys that no query sees are NaN. Two sequences, as heads."""
@@ -105,9 +125,13 @@ def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("growth", "repeats"), [(0.0, False), (6.0, None), (40.0, True), (-40.0, False)])
+@pytest.mark.parametrize(
+    ("growth", "repeats"), [(0.0, False), (6.0, None), (40.0, True), (-40.0, False)]
+)
 def test_scores_may_grow_or_fall(monkeypatch, dtype, growth, repeats):
-    """Where later scores are so large that the first maximum does not do, the whole forward repeats the call."""
+    """Where later scores are so large that the first maximum does not do, the whole forward repeats
+    the call.
+    """
     mask = Mask.causal(9, N)
     q, k, v, *_ = inputs(mask, 1, 4, 2, 64, 64, dtype)
     q[..., 0] = torch.linspace(0, 1, 9, device=DEVICE)[None, :, None]
@@ -130,8 +154,12 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
     mask = Mask.causal(3, N)
     q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
     k = torch.cat([k, k], -1)[..., :64]
-    assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, softcap=5.0, sink=torch.randn(4, device=DEVICE))
-    assert_bits_of_the_whole_forward(monkeypatch, q, k, v, [mask, MASKS["causal"].crop(queries=range(4, 7))])
+    assert_bits_of_the_whole_forward(
+        monkeypatch, q, k, v, mask, softcap=5.0, sink=torch.randn(4, device=DEVICE)
+    )
+    assert_bits_of_the_whole_forward(
+        monkeypatch, q, k, v, [mask, MASKS["causal"].crop(queries=range(4, 7))]
+    )
     with hopper(), torch.no_grad():
         out, lse = fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True)
         got = fast.decode_attention(q, k, v, mask, rank_invariant=True, return_lse=True)
@@ -178,7 +206,9 @@ def test_seen_keys_are_those_of_the_dense_mask():
         seen = mask.dense().numpy()
         first, end = seen_keys(in_place(mask))
         for row, keys in enumerate(map(np.flatnonzero, seen)):
-            assert (first[row], end[row]) == ((keys[0], keys[-1] + 1) if len(keys) else (mask.keys, mask.keys))
+            assert (first[row], end[row]) == (
+                (keys[0], keys[-1] + 1) if len(keys) else (mask.keys, mask.keys)
+            )
 
 
 def test_queries_that_see_different_keys_do_not_share_a_tile():
@@ -193,11 +223,14 @@ def test_only_whole_sequences_with_few_queries_and_many_keys_qualify(monkeypatch
     assert not is_few(in_place(Mask.causal(65, 2048)), 128)
     assert not is_few(in_place(Mask.causal(64, 2047)), 128)
     assert not is_few(Mask.causal(64, 2048), 128)
-    moved = PlacedMask(Mask.causal(64, 4096), ((0, range(64)),), ((0, range(2048, 4096)),), 64, 2048)
+    moved = PlacedMask(
+        Mask.causal(64, 4096), ((0, range(64)),), ((0, range(2048, 4096)),), 64, 2048
+    )
     assert not is_few(moved, 128)
     q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 1 << 20, 8, 64)
     mask = in_place(Mask.causal(1, 1 << 20))
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132)
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=100, ctas=132) is None
     q, mask = torch.empty(1, 64, 8, 64), in_place(Mask.causal(64, 1 << 20))
-    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None  # 1 GB of weights
+    # 1 GB of weights
+    assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None

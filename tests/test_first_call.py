@@ -1,4 +1,6 @@
-"""Claims about `canon.fast.ahead.first_call`: the first call of a model compiles all that later calls can need."""
+"""Claims about `canon.fast.ahead.first_call`: the first call of a model compiles all that later
+calls can need.
+"""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -20,7 +22,9 @@ from canon.route.call import checked_call
 
 @pytest.fixture
 def teams(monkeypatch):
-    """Return a list of (steps, identities) of the teams that would compile, and an outcome that the test may change."""
+    """Return a list of (steps, identities) of the teams that would compile, and an outcome that the
+    test may change.
+    """
     found, outcome = [], [Outcome(3, 0, 3)]
 
     def compile_ahead(collect, steps, identities, **options):
@@ -38,12 +42,18 @@ def teams(monkeypatch):
 def call(algorithm=LOCAL, mask=None, dtype=torch.bfloat16, **options):
     """Return a call whose tensors would be on a GPU."""
     q, k, v = (torch.zeros(1, 16, heads, 32, dtype=dtype) for heads in (4, 2, 2))
-    return replace(checked_call(algorithm, q, k, v, mask=mask, **options), device=torch.device("cuda"))
+    return replace(
+        checked_call(algorithm, q, k, v, mask=mask, **options), device=torch.device("cuda")
+    )
 
 
 def test_a_model_starts_one_team_whatever_its_masks_and_scales(teams, capsys):
     found, _ = teams
-    for mask, scale in ((None, None), (Mask.documents([0, 3, 16]), -1.0), (Mask.window(16, left=2), 0.0)):
+    for mask, scale in (
+        (None, None),
+        (Mask.documents([0, 3, 16]), -1.0),
+        (Mask.window(16, left=2), 0.0),
+    ):
         first_call.compile_for(call(mask=mask, scale=scale))
     assert len(found) == 1
     assert "attention (torch.bfloat16, widths 32/32, heads 4/2)" in capsys.readouterr().err
@@ -72,11 +82,15 @@ def test_no_team_starts_on_a_cpu_or_after_the_variable_or_the_stamps_forbid_it(t
 def test_a_team_that_fails_warns_once(teams, monkeypatch):
     found, outcome = teams
     outcome[0] = Outcome(2, 1, 3, "no such instruction")
-    with pytest.warns(UserWarning, match="compiled 2 of 3 kernels of attention .*: no such instruction"):
+    with pytest.warns(
+        UserWarning, match="compiled 2 of 3 kernels of attention .*: no such instruction"
+    ):
         first_call.compile_for(call())
     first_call.compile_for(call())
     assert len(found) == 1
-    monkeypatch.setattr(first_call, "compile_ahead", Mock(side_effect=OSError("no locks available")))
+    monkeypatch.setattr(
+        first_call, "compile_ahead", Mock(side_effect=OSError("no locks available"))
+    )
     with pytest.warns(UserWarning, match="unknown many kernels .*: OSError: no locks available"):
         first_call.compile_for(call(dtype=torch.float16))
 

@@ -1,4 +1,6 @@
-"""The script `notebooks/fsdp2_context_parallel.py`: FSDP2 and Canon on a mesh give the losses of one process."""
+"""The script `notebooks/fsdp2_context_parallel.py`: FSDP2 and Canon on a mesh give the losses of
+one process.
+"""
 
 import importlib
 from pathlib import Path
@@ -38,7 +40,10 @@ def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process(monkey
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module(SCRIPT.stem)
     expected = losses_of_one_process(script, steps=4, rows=2)
-    found = losses_of(under_torchrun(SCRIPT, 4, "--context", "2", "--steps", "4", CUDA_VISIBLE_DEVICES=""))
+    found = losses_of(
+        under_torchrun(SCRIPT, 4, "--context", "2", "--steps", "4", CUDA_VISIBLE_DEVICES="")
+    )
     assert found[0] == pytest.approx(expected[0], abs=1e-4)  # printed with 4 decimals
-    assert found == pytest.approx(expected, abs=2e-3)  # Adam may turn a rounding into a step of the learning rate
+    # Adam may turn a rounding into a step of the learning rate
+    assert found == pytest.approx(expected, abs=2e-3)
     assert expected[3] < expected[0] - 0.2

@@ -1,8 +1,19 @@
-"""The Hopper kernels agree with the oracle for all masks, head widths, groups, scales, strides and schedules."""
+"""The Hopper kernels agree with the oracle for all masks, head widths, groups, scales, strides and
+schedules.
+"""
 
 import pytest
 import torch
-from hopper import HOPPER_ONLY, METHODS, assert_exact, assert_methods, attend, forward, hopper, inputs
+from hopper import (
+    HOPPER_ONLY,
+    METHODS,
+    assert_exact,
+    assert_methods,
+    attend,
+    forward,
+    hopper,
+    inputs,
+)
 from sharded import DEVICE, ON_HOPPER, assert_agrees, on_this_rank, whole
 
 from canon import Layout, Mask, fast
@@ -35,7 +46,8 @@ def test_every_method_equals_the_oracle(mask, method):
 
 
 @pytest.mark.parametrize(
-    ("d", "dv"), [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (42, 24), (20, 130), (8, 5)]
+    ("d", "dv"),
+    [(64, 64), (128, 128), (256, 256), (96, 96), (192, 128), (42, 24), (20, 130), (8, 5)],
 )
 def test_head_widths(d, dv):
     mask = Mask.documents([0, 70, 290])
@@ -67,7 +79,9 @@ def test_any_scale(scale):
     assert_methods(attend, inputs(mask), mask, scale)
 
 
-@pytest.mark.parametrize(("mask", "b"), [*((mask, 1) for mask in EMPTY.values()), (Mask.causal(5), 0)])
+@pytest.mark.parametrize(
+    ("mask", "b"), [*((mask, 1) for mask in EMPTY.values()), (Mask.causal(5), 0)]
+)
 def test_empty_inputs_and_an_empty_batch(mask, b):
     for method in METHODS:
         got = attend(*inputs(mask, b=b), mask, method=method)
@@ -82,9 +96,11 @@ def test_empty_inputs_and_an_empty_batch(mask, b):
 def test_any_strides_and_any_alignment():
     mask = Mask.causal(140)
     q, k, v, dout, dlse = inputs(mask, b=2, h=4, g=2, d=40, dv=24)
-    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)  # 2 bytes off
+    # 2 bytes off
+    odd = torch.empty(q.numel() + 1, dtype=q.dtype, device=DEVICE)[1:].view(q.shape).copy_(q)
     heads_first = k.transpose(1, 2).contiguous().transpose(1, 2)
-    backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # the width is not the last in memory
+    # the width is not the last in memory
+    backwards = v.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
     same = dout[:, :1].expand_as(dout)  # stride 0
     assert_methods(attend, (odd, heads_first, backwards, same, dlse), mask)
 
@@ -94,12 +110,16 @@ def test_partial_results_come_in_float32():
     q, k, v, dout, dlse = inputs(mask)
     with hopper():
         out, lse = local.attention_forward(q, k, v, mask, out_dtype=torch.float32)
-        grads = backward.attention_backward(dout, q, k, v, out, lse, mask, dlse=dlse, grad_dtype=torch.float32)
+        grads = backward.attention_backward(
+            dout, q, k, v, out, lse, mask, dlse=dlse, grad_dtype=torch.float32
+        )
     exact = oracle(q, k, v, dout, mask, dlse=dlse)
     assert all(x.dtype == torch.float32 for x in (out, *grads))
     rounded = ((exact.out.to(torch.bfloat16) - exact.out).norm() / exact.out.norm()).item()
     assert ((out - exact.out).norm() / exact.out.norm()).item() < 2 * rounded
-    whole, _ = local.merge(out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf))
+    whole, _ = local.merge(
+        out, lse, torch.full_like(out, torch.nan), torch.full_like(lse, -torch.inf)
+    )
     assert torch.equal(whole, out)
 
 
@@ -147,13 +167,16 @@ def test_the_plain_forward_equals_the_oracle(mask, dtype):
 
 
 @pytest.mark.parametrize(
-    "cases", ["attention_forward/[!c]", "attention/causal", "attention/documents/*/sink", "inf in v"]
+    "cases",
+    ["attention_forward/[!c]", "attention/causal", "attention/documents/*/sink", "inf in v"],
 )
 def test_the_plain_forward_agrees_in_the_cases_of_the_check(cases, run, monkeypatch):
     kernels = set()
     original = launch.run
     monkeypatch.setattr(
-        launch, "run", lambda kernel, *a, **o: (kernels.add(kernel.__name__), original(kernel, *a, **o))
+        launch,
+        "run",
+        lambda kernel, *a, **o: (kernels.add(kernel.__name__), original(kernel, *a, **o)),
     )
     with config.forced(forward=PLAIN):
         where = ("--ranks", 1, "--world", "threads", "--backend", "gluon")

@@ -29,9 +29,11 @@ def test_more_tiles_than_a_kernel_can_count_raise(monkeypatch):
     mask = Mask.causal(300)
     arguments = inputs(mask, h=4)
     assert_exact(attend(*arguments, mask), *arguments, mask)
-    monkeypatch.setattr(launch, "MOST_VISITS", 5)  # a head has 1 + 2 + 3 tiles of scores, or twice as many
+    # a head has 1 + 2 + 3 tiles of scores, or twice as many
+    monkeypatch.setattr(launch, "MOST_VISITS", 5)
     with pytest.raises(
-        ValueError, match="visits .* tiles of scores, more than 5 for each SM: split the heads over calls"
+        ValueError,
+        match="visits .* tiles of scores, more than 5 for each SM: split the heads over calls",
     ):
         attend(*arguments, mask)
 
@@ -44,7 +46,9 @@ def test_more_tiles_than_a_kernel_can_count_raise(monkeypatch):
 def test_short_work_tiles_come_last_unless_dq_is_ordered(method, ordered, sets, monkeypatch):
     mask, seen = Mask.causal(300), []
     schedule = launch.tile_schedule
-    monkeypatch.setattr(launch, "tile_schedule", lambda m, t, device: seen.append(t) or schedule(m, t, device))
+    monkeypatch.setattr(
+        launch, "tile_schedule", lambda m, t, device: seen.append(t) or schedule(m, t, device)
+    )
     with peers.deterministic() if ordered else nullcontext():
         attend(*inputs(mask), mask, method=method)
     assert [t.even_ends for t in seen if t.transposed] == [sets]
@@ -52,7 +56,9 @@ def test_short_work_tiles_come_last_unless_dq_is_ordered(method, ordered, sets, 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
-    """In a causal zigzag layout no query of a rank sees some pieces of keys in the middle. These may be NaN."""
+    """In a causal zigzag layout no query of a rank sees some pieces of keys in the middle. These
+    may be NaN.
+    """
     mask = Layout.zigzag(1024, 4).local_mask(Mask.causal(1024), 2, range(4))
     arguments = inputs(mask, h=4, g=2)
     assert arguments[1][:, 128:256].isnan().all()
@@ -60,16 +66,24 @@ def test_what_no_tile_loads_is_not_copied(method, monkeypatch):
     assert_exact(attend(*arguments, mask, method=method), *arguments, mask)
 
 
-def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_may_load(monkeypatch):
+def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_may_load(
+    monkeypatch,
+):
     mask = Mask([Band(0, 128, 0, 100), Band(200, 256, 900, 1000)], 256, 1200)
     copied, states_of, room = [], launch.token_states, launch.empty_for_tma
-    monkeypatch.setattr(launch, "token_states", lambda *which: copied.append(which[1]) or states_of(*which))
+    monkeypatch.setattr(
+        launch, "token_states", lambda *which: copied.append(which[1]) or states_of(*which)
+    )
     monkeypatch.setattr(launch, "empty_for_tma", lambda x: room(x).fill_(torch.nan))
     arguments = inputs(mask)
     before = [x.clone() for x in arguments]
     assert_exact(attend(*arguments, mask), *arguments, mask)
-    assert copied == [True, True], "v for the forward pass, k for dq: a tile has keys that no query sees"
-    assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(arguments, before, strict=True)), "inputs stay"
+    assert copied == [True, True], (
+        "v for the forward pass, k for dq: a tile has keys that no query sees"
+    )
+    assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(arguments, before, strict=True)), (
+        "inputs stay"
+    )
     states = states_of(mask, True, torch.device("cpu"))
     assert states.unique_consecutive(return_counts=True)[0].tolist() == [1, 0, -1, 0, 1, 0]
     assert (states == -1).nonzero().aminmax() == (356, 643)
@@ -78,7 +92,13 @@ def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_m
 def test_a_gap_at_the_start_of_the_keys_is_not_copied_wholly():
     states = launch.token_states(Mask([Band(0, 9, 700, 709)], 9, 1200), True, torch.device("cpu"))
     assert states.split([444, 256, 9, 256, 235])[0].eq(-1).all()
-    assert [x.unique().tolist() for x in states.split([444, 256, 9, 256, 235])] == [[-1], [0], [1], [0], [-1]]
+    assert [x.unique().tolist() for x in states.split([444, 256, 9, 256, 235])] == [
+        [-1],
+        [0],
+        [1],
+        [0],
+        [-1],
+    ]
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")
@@ -98,7 +118,9 @@ def test_row_statistics_are_padded_and_fully_masked_rows_weigh_nothing():
     delta = torch.randn(2, 7, 3, device=DEVICE).transpose(1, 2)
     made = softmax_stats.row_statistics(lse, delta)
     assert made.shape == (2, 3, 2, 8)
-    torch.testing.assert_close(made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.portable.LOG2E))
+    torch.testing.assert_close(
+        made[:, :, 0, :7], torch.where(lse.isinf(), 1e30, lse * launch.portable.LOG2E)
+    )
     assert torch.equal(made[:, :, 1, :7], -delta)
     assert not made[..., 7].any()
 
@@ -110,7 +132,9 @@ def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
     monkeypatch.setattr(prepared, "REPLAYED", {})  # a replay does not call the launch functions
     calls = []
     run = launch.run
-    monkeypatch.setattr(launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o)))
+    monkeypatch.setattr(
+        launch, "run", lambda kernel, *a, **o: (calls.append(kernel.__name__), run(kernel, *a, **o))
+    )
     mask = Mask.causal(9)
     q, k, v, dout, _ = inputs(mask)
     for x in (q, k, v):
@@ -123,7 +147,8 @@ def test_the_backward_pass_uses_the_backend_of_the_forward_pass(monkeypatch):
         with hopper():
             out = attend_to()
         assert calls == ["forward_kernel"]
-        with nullcontext() if ON_HOPPER else simulated_kernels.simulated():  # but not backend("gluon")
+        # but not backend("gluon")
+        with nullcontext() if ON_HOPPER else simulated_kernels.simulated():
             out.backward(dout)
         assert calls == ["forward_kernel", "dkdv_kernel", "dq_kernel"]
 
@@ -133,17 +158,25 @@ REFUSED = [  # sizes, method, configuration of the forward, and a part of the er
     ({"dtype": torch.float32}, "split", None, "bfloat16 and float16"),
     ({"d": 264, "dv": 64}, "split", None, "264"),
     ({"d": 256, "dv": 64}, "fused", None, "fused"),
-    *(({}, "split", Config(*sizes), "at least 2 stages") for sizes in ((128, 64, 1), (64, 64, 2), (256, 64, 2))),
-    *(({}, "split", replace(PLAIN, **wrong), "no switches")
-      for wrong in ({"rows": 192}, {"buffers": 2}, {"ping_pong": True}, {"stale_maximum": True})),
+    *(
+        ({}, "split", Config(*sizes), "at least 2 stages")
+        for sizes in ((128, 64, 1), (64, 64, 2), (256, 64, 2))
+    ),
+    *(
+        ({}, "split", replace(PLAIN, **wrong), "no switches")
+        for wrong in ({"rows": 192}, {"buffers": 2}, {"ping_pong": True}, {"stale_maximum": True})
+    ),
     ({}, "split", Config(128, 128, 9), r"needs \d+ bytes.*232448"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("sizes", "method", "tiles", "message"), REFUSED)
 def test_unsupported_inputs_and_configurations_raise(sizes, method, tiles, message):
     mask = Mask.causal(9)
-    with config.forced(**({"forward": tiles} if tiles else {})), pytest.raises(ValueError, match=message):
+    with (
+        config.forced(**({"forward": tiles} if tiles else {})),
+        pytest.raises(ValueError, match=message),
+    ):
         attend(*inputs(mask, **sizes), mask, method=method)
 
 
@@ -155,8 +188,12 @@ def test_long_rows_have_their_own_tiles():
     )
     few_queries = Mask.full(8192).crop(range(128))
     assert [launch.tiles_seen(few_queries, heads, 132) for heads in (132, 133)] == [16, 64]
-    chosen = [config.choose("forward", d, d, seen)[0] for d in (64, 128, 256) for seen in (1, 2, 4, 8)]
-    of_64, of_128, of_256 = ([(c.rows, c.stale_maximum) for c in chosen[i : i + 4]] for i in (0, 4, 8))
+    chosen = [
+        config.choose("forward", d, d, seen)[0] for d in (64, 128, 256) for seen in (1, 2, 4, 8)
+    ]
+    of_64, of_128, of_256 = (
+        [(c.rows, c.stale_maximum) for c in chosen[i : i + 4]] for i in (0, 4, 8)
+    )
     assert of_64 == [(128, False), (128, False), (128, True), (192, True)]
     assert of_128 == [(128, False), (128, False), (128, False), (128, True)]
     assert of_256 == [(128, False), (128, False), (128, True), (128, True)]
@@ -169,7 +206,10 @@ def test_scores_contract_three_quarters_of_the_padded_width_if_that_suffices(pad
 
     def operations(d, kernel):
         """Return the FLOPs of the MMAs of a kernel for one head."""
-        x, y = torch.zeros(1, 128, 1, d, dtype=torch.bfloat16), torch.zeros(1, 128, 1, dv, dtype=torch.bfloat16)
+        x, y = (
+            torch.zeros(1, 128, 1, d, dtype=torch.bfloat16),
+            torch.zeros(1, 128, 1, dv, dtype=torch.bfloat16),
+        )
         stats, log = torch.zeros(1, 1, 2, 128), []
         with simulated_kernels.simulated(log=log):
             if kernel == "forward":

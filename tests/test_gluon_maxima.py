@@ -1,4 +1,6 @@
-"""A stale row maximum of the Hopper kernels changes neither range nor accuracy, and repeats few tiles."""
+"""A stale row maximum of the Hopper kernels changes neither range nor accuracy, and repeats few
+tiles.
+"""
 
 import pytest
 import torch
@@ -27,13 +29,17 @@ TILES = {
 @pytest.mark.sweep
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize(
-    "steps", [0.5, 3.0, 20.0, 200.0, -20.0], ids=["hardly", "slowly", "by leaps", "out of range", "falling"]
+    "steps",
+    [0.5, 3.0, 20.0, 200.0, -20.0],
+    ids=["hardly", "slowly", "by leaps", "out of range", "falling"],
 )
 def test_maxima_may_grow(steps, d, tiles):
     """The maximum grows in some rows only; a warp rescales its rows together."""
     mask = Mask.full(450)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
-    height = torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
+    height = (
+        torch.arange(450, device=DEVICE) // 64 * steps * (torch.arange(450, device=DEVICE) % 3 > 0)
+    )
     q[..., 0] = torch.linspace(0, 1, 450, device=DEVICE)[None, :, None] > 0.3
     k[..., 0] = (height * d**0.5 / 1.44)[None, :, None]
     assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
@@ -43,7 +49,9 @@ def test_maxima_may_grow(steps, d, tiles):
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 @pytest.mark.parametrize("score", [-400, 400])
 def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(score, d, tiles):
-    """Rows 0 to 9 see no key of the first visited tile. Relative to a maximum of 0 their exponentials are 0, or infinite."""
+    """Rows 0 to 9 see no key of the first visited tile. Relative to a maximum of 0 their
+    exponentials are 0, or infinite.
+    """
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d)
     q[..., 0], k[..., 0] = d**0.5, score
@@ -55,7 +63,10 @@ def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tile
     mask = Mask.full(450)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
     k[..., 0] = torch.arange(450, device=DEVICE)[None, :, None] // 64
-    alone, following = torch.arange(450, device=DEVICE) % 3 > 0, torch.tensor([0.0, 30.0], device=DEVICE)
+    alone, following = (
+        torch.arange(450, device=DEVICE) % 3 > 0,
+        torch.tensor([0.0, 30.0], device=DEVICE),
+    )
     results = []
     for slope in following:
         q[..., 0] = torch.where(alone, 0, slope)[None, :, None]
@@ -68,7 +79,9 @@ def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tile
 
 @pytest.fixture
 def votes(monkeypatch):
-    """Record the warpgroups' votes: whether a sum outweighs its row so far, and if so, whether the tile must be repeated."""
+    """Record the warpgroups' votes: whether a sum outweighs its row so far, and if so, whether the
+    tile must be repeated.
+    """
     outweighed, again = [], []
     most = {stale_maximum.largest_sum(dtype) for dtype in (gl.bfloat16, gl.float16)}
 
@@ -87,7 +100,9 @@ def votes(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("nats", [1, 3, 6])
 def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
-    """Rows are peaked: often a key outweighs all keys before it. Float16 has a smaller range, so it repeats some tiles."""
+    """Rows are peaked: often a key outweighs all keys before it. Float16 has a smaller range, so it
+    repeats some tiles.
+    """
     d, tiles = TILES[tiles]
     q, k, v, dout, dlse = inputs(mask := Mask.causal(600), h=1, d=d, dv=d, dtype=dtype)
     q *= nats
@@ -100,9 +115,13 @@ def test_scores_of_high_variance_repeat_no_tile(nats, dtype, tiles, votes):
         assert sum(again) <= (len(outweighed) // 5 if narrow else 0)
 
 
-@pytest.mark.parametrize(("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "keys"), [(torch.float16, 1700), (torch.bfloat16, 10000)], ids=str
+)
 def test_sums_that_double_from_tile_to_tile_stay_finite(dtype, keys):
-    """Scores rise by 15 or 90 nats, but no key outweighs its row. Only the range of P and its sums limits a stale maximum."""
+    """Scores rise by 15 or 90 nats, but no key outweighs its row. Only the range of P and its sums
+    limits a stale maximum.
+    """
     d, tiles = TILES["stale maximum"]
     mask = Mask([Band(0, 64, 0, keys)], 64, keys)
     q, k, v, dout, dlse = inputs(mask, h=1, d=d, dv=d, dtype=dtype)
@@ -131,11 +150,13 @@ def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits,
 
 @pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
 def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles):
-    """Two keys are in different tiles. P of the lighter key is rounded to 8 bits. With a stale maximum P of the heavier key may
-    be rounded too. The error of its weight is then at most that of the lighter key."""
+    """Two keys are in different tiles. P of the lighter key is rounded to 8 bits. With a stale
+    maximum P of the heavier key may be rounded too. The error of its weight is then at most that of
+    the lighter key."""
     mask = Mask.full(448)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
-    weight = torch.linspace(-9, 9, mask.queries, device=DEVICE).bfloat16()  # of the second one, a power of 2
+    # of the second one, a power of 2
+    weight = torch.linspace(-9, 9, mask.queries, device=DEVICE).bfloat16()
     q[:], k[:], v[:] = 0, 0, 0
     q[:, :, 0, 0], q[..., 1] = weight, 1
     k[..., 1], k[:, [0, 300], :, 1] = -100, 0

@@ -35,28 +35,51 @@ def assert_equal_bits(arguments, mask, monkeypatch, *runs):
 @pytest.mark.parametrize("d", [64, 80], ids=["all columns in turns", "halves"])
 @pytest.mark.parametrize(
     "mask",
-    [Mask.causal(450), Mask.window(450, 100, 7), Mask.documents([0, 140, 141, 450]), Mask.full(300).shift(0, 50)],
+    [
+        Mask.causal(450),
+        Mask.window(450, 100, 7),
+        Mask.documents([0, 140, 141, 450]),
+        Mask.full(300).shift(0, 50),
+    ],
     ids=repr,
 )
-def test_what_is_added_in_order_has_the_same_bits_however_many_add(mask, d, deterministic, monkeypatch):
+def test_what_is_added_in_order_has_the_same_bits_however_many_add(
+    mask, d, deterministic, monkeypatch
+):
     arguments = inputs(mask, b=2 if ON_HOPPER else 1, h=4, g=2, d=d, dv=64)
-    assert_equal_bits(arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (7, "late", 3), (7, "random", 4))
+    assert_equal_bits(
+        arguments,
+        mask,
+        monkeypatch,
+        (1, "early", 1),
+        (3, "random", 2),
+        (7, "late", 3),
+        (7, "random", 4),
+    )
 
 
 @pytest.mark.parametrize("some", [1, 2, 3])
-def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(some, deterministic, monkeypatch):
-    """The list of so many programs of a head at a time, done by as many as there are, fewer or more."""
+def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(
+    some, deterministic, monkeypatch
+):
+    """The list of so many programs of a head at a time, done by as many as there are, fewer or
+    more.
+    """
     mask = Mask.causal(900)  # of 8 tiles
     arguments = inputs(mask, h=4 if ON_HOPPER else 2, g=2, d=128, dv=64)
     monkeypatch.setattr(dq_order, "SMS", 2 * some)
     monkeypatch.setattr(dq_order, "DRIFTING", (0.0, 0.0))  # so both heads are in flight
     monkeypatch.setattr(launch, "tile_schedule", new_schedule)
-    assert_equal_bits(arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (11, "late", 3))
+    assert_equal_bits(
+        arguments, mask, monkeypatch, (1, "early", 1), (3, "random", 2), (11, "late", 3)
+    )
 
 
 @pytest.mark.skipif(ON_HOPPER, reason="a GPU finds room for all programs when it likes")
 def test_nobody_waits_for_a_program_that_has_not_begun(deterministic, monkeypatch):
-    """Another kernel may hold processors: the programs that have begun must come to their ends without the others."""
+    """Another kernel may hold processors: the programs that have begun must come to their ends
+    without the others.
+    """
     take_turns = simulator.take_turns
 
     def some_first(programs, *how):

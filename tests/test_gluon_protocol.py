@@ -1,9 +1,10 @@
-"""Every synchronisation of the Hopper kernels is needed, and the simulator detects its absence, in any interleaving.
+"""Every synchronisation of the Hopper kernels is needed, and the simulator detects its absence, in
+any interleaving.
 
-The simulator runs each mutant (gluon_mutants.py) on a small input for which all rings wrap around and several work tiles follow
-one another. A mutant is *killed* if an early and a late interleaving end in a fault or in other bits than those of the kernel.
-`SURVIVORS` lists the mutants that survive, with reasons. The test expects exactly these.
-"""
+The simulator runs each mutant (gluon_mutants.py) on a small input for which all rings wrap around
+and several work tiles follow one another. A mutant is *killed* if an early and a late interleaving
+end in a fault or in other bits than those of the kernel. `SURVIVORS` lists the mutants that
+survive, with reasons. The test expects exactly these."""
 
 import math
 import sys
@@ -16,22 +17,34 @@ from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
 from hopper import new_schedule
 
 from canon import Mask, simulator
-from canon.fast.kernels.gluon import config, dq_order, few_queries_launch, few_queries_plan, launch, tile_scheduler
+from canon.fast.kernels.gluon import (
+    config,
+    dq_order,
+    few_queries_launch,
+    few_queries_plan,
+    launch,
+    tile_scheduler,
+)
 from canon.fast.kernels.triton.blocks import LOG2E
 from canon.fast.tables.device_plans import uploaded
 from canon.fast.tables.placed_mask import in_place
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
-MODULES = [module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")]
+MODULES = [
+    module for name, module in sys.modules.items() if name.startswith("canon.fast.kernels.gluon.")
+]
 INTERLEAVINGS = [("late", 0), ("early", 1)]  # not "random", which adds to dq in any order
 TOKENS, SCALE = 575, 0.125
-MASK = Mask.documents([0, 140, TOKENS])  # the last work tile is so short that all its tiles are loaded at once
+# the last work tile is so short that all its tiles are loaded at once
+MASK = Mask.documents([0, 140, TOKENS])
 
 
 @pytest.fixture(autouse=True)
 def _one_cta(monkeypatch):
-    """Run one CTA, and the longest tiles first in every kernel: a short last work tile reveals a missing last wait."""
+    """Run one CTA, and the longest tiles first in every kernel: a short last work tile reveals a
+    missing last wait.
+    """
     monkeypatch.setattr(launch, "SIMULATED_SMS", 1)
     monkeypatch.setattr(tile_scheduler, "LATE_CTAS", 0)
     monkeypatch.setattr(dq_order, "UNEVEN", math.inf)
@@ -40,7 +53,9 @@ def _one_cta(monkeypatch):
 
 @cache
 def inputs(d: int) -> tuple[torch.Tensor, ...]:
-    """Return q, k, v, dout with two key heads for four query heads; dv is 64. Keys grow, so row maxima change."""
+    """Return q, k, v, dout with two key heads for four query heads; dv is 64. Keys grow, so row
+    maxima change.
+    """
     draw = torch.Generator().manual_seed(0)
     shapes = [(4, d), (2, d), (2, 64), (4, 64)]
     q, k, v, dout = (torch.randn(1, TOKENS, *shape, generator=draw) for shape in shapes)
@@ -86,22 +101,31 @@ def few(name: str, q, k, v, out, lse) -> Attended:
     """Return the results of the kernels for few queries, whose rings have two stages."""
     columns = KERNELS[name].config.columns
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(few_queries_plan, "ROWS", 32)  # tiles of 32 rows: others would be written to the next visit
+        # tiles of 32 rows: others would be written to the next visit
+        patch.setattr(few_queries_plan, "ROWS", 32)
         plan = few_queries_launch.few_queries_plan.__wrapped__(in_place(MASK), 2, columns, 100)
         plan = uploaded(plan, q.device)
         patch.setattr(few_queries_launch, "WEIGHTS_STAGES", {64: 2})
         patch.setattr(few_queries_launch, "SLICES", {64: 2})
-        few_queries_launch.forward_of_few(q, k, v, (64, 64), plan, SCALE * LOG2E.value, None, 1, out, lse)
+        few_queries_launch.forward_of_few(
+            q, k, v, (64, 64), plan, SCALE * LOG2E.value, None, 1, out, lse
+        )
     return Attended(out, lse)
 
 
 def killed_by(name: str, order: str, seed: int, right: Attended) -> str:
-    """Return how an interleaving ends: with a deadlock, another fault or other bits; "" if with the right bits."""
+    """Return how an interleaving ends: with a deadlock, another fault or other bits; "" if with the
+    right bits.
+    """
     try:
         got = run(name, order, seed)
     except simulator.Fault as fault:
         return "deadlock" if isinstance(fault, simulator.Deadlock) else "fault"
-    return "" if all(x is y or torch.equal(x, y) for x, y in zip(got, right, strict=True)) else "other bits"
+    return (
+        ""
+        if all(x is y or torch.equal(x, y) for x, y in zip(got, right, strict=True))
+        else "other bits"
+    )
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -116,13 +140,20 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
     for mutant, function, changed in mutants(kernel):
         with monkeypatch.context() as patch:
             if any(call in mutant for call in BETWEEN_CTAS):
-                patch.setattr(launch, "SIMULATED_SMS", 5)  # with three CTAs, the predecessor always finishes in time
+                # with three CTAs, the predecessor always finishes in time
+                patch.setattr(launch, "SIMULATED_SMS", 5)
             for module in MODULES:
                 for here, value in list(vars(module).items()):
                     if value is function:
                         patch.setattr(module, here, changed)
-            if "wait_for_reductions(" in mutant:  # its absence shows if additions are late and in another order
-                killed = [next(filter(None, (killed_by(name, "late", seed, right) for seed in range(8))), "")]
+            # its absence shows if additions are late and in another order
+            if "wait_for_reductions(" in mutant:
+                killed = [
+                    next(
+                        filter(None, (killed_by(name, "late", seed, right) for seed in range(8))),
+                        "",
+                    )
+                ]
             else:
                 killed = [killed_by(name, *interleaving, right) for interleaving in INTERLEAVINGS]
             if not all(killed):
@@ -135,14 +166,23 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
 @pytest.mark.parametrize("name", [name for name in KERNELS if "few" not in name])
 def test_the_input_is_sufficient(name, monkeypatch):
     seen = []
-    monkeypatch.setattr(launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments))
+    monkeypatch.setattr(
+        launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments)
+    )
     run(name, "late", 0)
-    work, *counters = (x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32)
+    work, *counters = (
+        x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32
+    )
     kernel = KERNELS[name]
-    semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0  # of four heads
+    # of four heads
+    semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0
     assert counters == [[0] * (1 + semaphores)] * (not kernel.config.plain)
     work_tiles = [work[at : at + 8] for at in range(8, work[0], 8)]
     spans = [work[at : at + 8] for work_tile in work_tiles for at in range(*work_tile[4:6], 8)]
     assert len(work_tiles) > 3 * kernel.config.buffers, "buffers are used several times"
-    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, "the ring wraps around several times"
-    assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, "there are full spans and partial ones"
+    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, (
+        "the ring wraps around several times"
+    )
+    assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, (
+        "there are full spans and partial ones"
+    )

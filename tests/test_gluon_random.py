@@ -1,9 +1,10 @@
-"""The Hopper kernels agree with the oracle on random masks, shapes, strides, methods and interleavings.
+"""The Hopper kernels agree with the oracle on random masks, shapes, strides, methods and
+interleavings.
 
-All memory between and around the tensors is NaN, and so is every token that the mask does not touch. A wrong read or a missing
-write therefore shows in the result. Cases grow with their number, so the first failing case is small. Hypothesis is not used:
-it runs each example about five times with small changes, which takes too long here.
-"""
+All memory between and around the tensors is NaN, and so is every token that the mask does not
+touch. A wrong read or a missing write therefore shows in the result. Cases grow with their number,
+so the first failing case is small. Hypothesis is not used: it runs each example about five times
+with small changes, which takes too long here."""
 
 from dataclasses import replace
 from math import prod
@@ -33,7 +34,9 @@ def random_mask(draw: Random, most: int) -> Mask:
     kind = draw.choice(["documents", "packed", "window", "blocks", "prefix", "bands", "bands"])
     if kind == "documents":
         ends = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, 3))), n]
-        mask = Mask.documents(ends, causal=draw.random() < 0.5, window=draw.choice([None, (left, right)]))
+        mask = Mask.documents(
+            ends, causal=draw.random() < 0.5, window=draw.choice([None, (left, right)])
+        )
     elif kind == "packed":  # heads of a group share tiles
         mask = Mask.documents([*range(0, n, draw.randint(5, 40)), n])
     elif kind == "window":
@@ -50,13 +53,18 @@ def random_mask(draw: Random, most: int) -> Mask:
     if draw.random() < 0.3:
         mask = mask.shift(draw.randint(0, 30), draw.randint(0, 30))
     if draw.random() < 0.3:
-        mask = mask.crop(*(range(draw.randint(0, size // 3), size) for size in (mask.queries, mask.keys)))
+        mask = mask.crop(
+            *(range(draw.randint(0, size // 3), size) for size in (mask.queries, mask.keys))
+        )
     active_queries = mask.dense().any(1).sum()
-    return mask if active_queries >= 8 else random_mask(draw, most)  # with fewer, the honest error is too noisy
+    # with fewer, the honest error is too noisy
+    return mask if active_queries >= 8 else random_mask(draw, most)
 
 
 def somewhere(draw: Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of NaN within memory of NaN: contiguous, or with permuted axes, padding after each, and an offset."""
+    """Return a tensor of NaN within memory of NaN: contiguous, or with permuted axes, padding after
+    each, and an offset.
+    """
     axes = list(range(len(shape)))
     offset, room = 0, [0] * len(shape)
     if draw.random() < 0.6:
@@ -73,16 +81,31 @@ def somewhere(draw: Random, shape: tuple[int, ...], dtype: torch.dtype) -> torch
 def test_random_cases_agree_with_the_oracle(case):
     draw, generator = Random(case), torch.Generator().manual_seed(case)
     mask = random_mask(draw, 20 + (LARGEST - 20) * case // CASES)
-    b, (h, g), d, dv = draw.choice([1, 1, 2]), draw.choice(HEADS), draw.choice(WIDTHS), draw.choice(WIDTHS)
-    method = draw.choice(["split", "fused", "head_parallel"] if max(d, dv) <= 128 else ["split", "head_parallel"])
+    b, (h, g), d, dv = (
+        draw.choice([1, 1, 2]),
+        draw.choice(HEADS),
+        draw.choice(WIDTHS),
+        draw.choice(WIDTHS),
+    )
+    method = draw.choice(
+        ["split", "fused", "head_parallel"] if max(d, dv) <= 128 else ["split", "head_parallel"]
+    )
     scale = draw.choice([1, 1, -0.5, 2]) * d**-0.5
     order = draw.choice(["late", "early", "random"])
     dtype = draw.choice([torch.bfloat16, torch.float16])
     written = draw.choice([dtype, torch.float32])
     print(f"{mask}, {b=} {h=} {g=} {d=} {dv=}, {method}, {scale=}, {order}, {dtype} to {written}")
 
-    shapes = [(b, mask.queries, h, d), (b, mask.keys, g, d), (b, mask.keys, g, dv), (b, mask.queries, h, dv)]
-    q, k, v, dout = (somewhere(draw, shape, dtype).copy_(torch.randn(shape, generator=generator)) for shape in shapes)
+    shapes = [
+        (b, mask.queries, h, d),
+        (b, mask.keys, g, d),
+        (b, mask.keys, g, dv),
+        (b, mask.queries, h, dv),
+    ]
+    q, k, v, dout = (
+        somewhere(draw, shape, dtype).copy_(torch.randn(shape, generator=generator))
+        for shape in shapes
+    )
     visible = mask.dense()
     for x, axis in ((q, 1), (k, 0), (v, 0), (dout, 1)):
         x[:, ~visible.any(axis)] = torch.nan
@@ -98,7 +121,8 @@ def test_random_cases_agree_with_the_oracle(case):
         queries = backward.QueryInputs(dout, q, lse, delta)
         backward.backward_into(queries, k, v, mask, scale, method, dq, dk, dv_)
     exact, honest = (attended(q, k, v, dout, mask, scale, dlse) for attended in (oracle, orders))
-    # The simulator sums q k as the CPU does, with a rounding for each term, so lse may have the error of float32.
+    # The simulator sums q k as the CPU does, with a rounding for each term, so lse may have the
+    # error of float32.
     honest.append(dense(*(x.float() for x in (q, k, v, dout)), mask, scale, dlse))
     verdict = agreement(Attended(out, lse, dq, dk, dv_), exact, honest)
     assert verdict.agrees, str(verdict)

@@ -1,7 +1,8 @@
-"""The dq semaphore as compiled, in both adders: acquire, proxy fence, addition, wait for its completion, release.
+"""The dq semaphore as compiled, in both adders: acquire, proxy fence, addition, wait for its
+completion, release.
 
-The simulator detects a missing wait, fence or release in the source (test_gluon_protocol.py). Only the PTX shows the
-instructions. No GPU is needed.
+The simulator detects a missing wait, fence or release in the source (test_gluon_protocol.py). Only
+the PTX shows the instructions. No GPU is needed.
 """
 
 import re
@@ -28,6 +29,12 @@ INSTRUCTIONS = {
 
 def test_dq_is_added_after_an_acquire_and_published_by_a_release():
     found = re.findall("|".join(INSTRUCTIONS), printed(PROGRAM))
-    order = "".join(letter for text in found for name, letter in INSTRUCTIONS.items() if re.fullmatch(name, text))
-    rotations = [order[i:] + order[:i] for i in range(len(order))]  # the compiler may place any block of a loop first
+    order = "".join(
+        letter
+        for text in found
+        for name, letter in INSTRUCTIONS.items()
+        if re.fullmatch(name, text)
+    )
+    # the compiler may place any block of a loop first
+    rotations = [order[i:] + order[:i] for i in range(len(order))]
     assert any(re.fullmatch(r"(a+f\++wr){2}", x) for x in rotations), order

@@ -1,4 +1,6 @@
-"""Magi attention sends the rows of its plan, each cast during the step before, and adds gradients in rank order."""
+"""Magi attention sends the rows of its plan, each cast during the step before, and adds gradients
+in rank order.
+"""
 
 import functools
 import weakref
@@ -26,12 +28,16 @@ def half(request):
 
 
 def planned(half, mask, ranks, chunk):
-    """Return a balanced plan. With so few tokens, the default rates would prefer little traffic to balance."""
+    """Return a balanced plan. With so few tokens, the default rates would prefer little traffic to
+    balance.
+    """
     return half.dispatch(mask, ranks, chunk=chunk, cells_per_us=1, tokens_per_us=1000)
 
 
 def attending(half, mask, layout, **options):
-    return functools.partial(half.magi_attention, mask=mask, layout=layout, return_lse=True, **options)
+    return functools.partial(
+        half.magi_attention, mask=mask, layout=layout, return_lse=True, **options
+    )
 
 
 @pytest.mark.parametrize("keep_kv", [False, True])
@@ -43,14 +49,21 @@ def test_sends_the_rows_of_the_plan(half, exchanged, options, keep_kv):
     plan = half.cast_plan(mask, layout, **options)
     attend = attending(half, mask, layout, keep_kv=keep_kv, **options)
     results = process_groups.threads(
-        lambda: _gradients(attend, layout, whole(mask, b=b, h=4, g=g, d=d, dtype=torch.bfloat16)), ranks
+        lambda: _gradients(attend, layout, whole(mask, b=b, h=4, g=g, d=d, dtype=torch.bfloat16)),
+        ranks,
     )
     assert len(results) == ranks
     items = b * g * (d + dv)
     for rank in range(ranks):
-        casts = [[size * items for size in plan.send_sizes(cast, rank)] for cast in range(plan.casts)]
-        back = [[size * items for size in plan.receive_sizes(cast, rank)] for cast in range(plan.casts)]
-        mine = [(x.dtype, elements_sent(x, sizes)) for who, _, x, _, sizes in exchanged if who == rank]
+        casts = [
+            [size * items for size in plan.send_sizes(cast, rank)] for cast in range(plan.casts)
+        ]
+        back = [
+            [size * items for size in plan.receive_sizes(cast, rank)] for cast in range(plan.casts)
+        ]
+        mine = [
+            (x.dtype, elements_sent(x, sizes)) for who, _, x, _, sizes in exchanged if who == rank
+        ]
         keys = [sizes for dtype, sizes in mine if dtype == torch.bfloat16]
         assert [sizes for dtype, sizes in mine if dtype == torch.float32] == back
         assert keys == casts * (1 if keep_kv else 2)
@@ -62,7 +75,9 @@ def elements_sent(x, rows):
 
 
 def _gradients(attend, layout, tensors):
-    """Return this rank's gradients, like `on_this_rank`, without the messages that collect the results."""
+    """Return this rank's gradients, like `on_this_rank`, without the messages that collect the
+    results.
+    """
     q, k, v = (layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3])
     out, _ = attend(q, k, v)
     return torch.autograd.grad(out.float().sum(), (q, k, v))
@@ -72,14 +87,18 @@ def test_a_rank_with_nothing_to_send_or_receive_takes_part(half, exchanged):
     """Rank 2 holds a whole document, rank 3 holds no token."""
     mask = Mask.documents([0, 8, 12])
     layout = Layout([[range(0, 4)], [range(4, 8)], [range(8, 12)], []], 12)
-    process_groups.threads(lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4)
+    process_groups.threads(
+        lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4
+    )
     calls = {rank: sum(who == rank for who, *_ in exchanged) for rank in range(4)}
     assert calls == dict.fromkeys(range(4), 3)
     assert all(not any(sizes) for who, *_, sizes in exchanged if who > 1)
 
 
 def test_gradients_are_added_in_rank_order(half):
-    """Add 2^53, 1 and -2^53 of ranks 1, 2 and 3 to 1. The result depends on the order of the additions."""
+    """Add 2^53, 1 and -2^53 of ranks 1, 2 and 3 to 1. The result depends on the order of the
+    additions.
+    """
     mask = Mask.ranges([(0, 4)], [(0, 1)], ["full"], queries=4, keys=4)  # all see the first key
     plan = half.cast_plan(mask, Layout.contiguous(4, 4))
     parts = [0.0, 2.0**53, 1.0, -(2.0**53)]
@@ -115,19 +134,37 @@ def test_casts_and_reductions_are_in_flight_during_a_step(half, monkeypatch, kee
 
     def computing(owner, name):
         compute = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **options: (note("compute"), compute(*args, **options))[1])
+        monkeypatch.setattr(
+            owner, name, lambda *args, **options: (note("compute"), compute(*args, **options))[1]
+        )
 
     monkeypatch.setattr(dist, "all_to_all_single", noting)
     of_fast = (schedule.Step, "forward"), (schedule.StepBackward, "dkdv")
-    for owner, name in of_fast if half is fast else ((half, "tiled_forward"), (half, "tiled_backward")):
+    for owner, name in (
+        of_fast if half is fast else ((half, "tiled_forward"), (half, "tiled_backward"))
+    ):
         computing(owner, name)
     mask, layout = Mask.causal(24), Layout.zigzag(24, 2)
     attend = attending(half, mask, layout, casts=2, keep_kv=keep_kv, reduce_dtype=torch.float64)
     process_groups.threads(lambda: _gradients(attend, layout, whole(mask, dtype=torch.float32)), 2)
     forward = ["send keys", "compute", "have keys", "send keys", "compute", "have keys", "compute"]
-    backward = [*forward[:5], "send gradients", *forward[5:], "have gradients", "send gradients", "have gradients"]
+    backward = [
+        *forward[:5],
+        "send gradients",
+        *forward[5:],
+        "have gradients",
+        "send gradients",
+        "have gradients",
+    ]
     if keep_kv:
-        backward = ["compute", "send gradients", "compute", "have gradients", "send gradients", "have gradients"]
+        backward = [
+            "compute",
+            "send gradients",
+            "compute",
+            "have gradients",
+            "send gradients",
+            "have gradients",
+        ]
         backward.insert(5 if half is fast else 0, "compute")  # in fast, the own keys come last
     assert log == forward + backward
 
@@ -138,7 +175,11 @@ def late(monkeypatch):
     exchange = dist.all_to_all_single
 
     def place(x):
-        storage, dtype, view = weakref.ref(x.untyped_storage()), x.dtype, (x.storage_offset(), x.size(), x.stride())
+        storage, dtype, view = (
+            weakref.ref(x.untyped_storage()),
+            x.dtype,
+            (x.storage_offset(), x.size(), x.stride()),
+        )
 
         def found():
             assert storage() is not None, "its memory was freed before the end of the exchange"

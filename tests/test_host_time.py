@@ -12,7 +12,11 @@ def test_the_bench_times_the_training_loop(monkeypatch):
     """A CPU has no cuDNN: another contender has its name here."""
     monkeypatch.setattr(host_time, "CUDNN", "SDPA flash")
     rows = host_time.host(
-        shape_of("1,16,2,1,16,causal"), torch.float32, torch.device("cpu"), 3, "canon auto|SDPA flash"
+        shape_of("1,16,2,1,16,causal"),
+        torch.float32,
+        torch.device("cpu"),
+        3,
+        "canon auto|SDPA flash",
     )
     assert host_time.tables(rows)[0].row_count == len(rows)
     assert rows[-1]["contender"] == host_time.NO_KERNELS

@@ -1,4 +1,6 @@
-"""The repaired interpreter of Triton computes as PyTorch does, in every process whose first kernel is interpreted."""
+"""The repaired interpreter of Triton computes as PyTorch does, in every process whose first kernel
+is interpreted.
+"""
 
 import textwrap
 import warnings
@@ -22,7 +24,9 @@ def dot_kernel(a, b, c, M: tl.constexpr, K: tl.constexpr):
     i, j = tl.arange(0, M), tl.arange(0, K)
     x = tl.load(a + i[:, None] * K + j[None, :])
     y = tl.load(b + j[:, None] * M + i[None, :])
-    tl.store(c + i[:, None] * M + i[None, :], tl.dot(x, y, input_precision="ieee").to(c.dtype.element_ty))
+    tl.store(
+        c + i[:, None] * M + i[None, :], tl.dot(x, y, input_precision="ieee").to(c.dtype.element_ty)
+    )
 
 
 @triton.jit
@@ -69,7 +73,11 @@ def infinities_kernel(out):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_products_of_tiles(dtype, kept):
-    a, b, c = torch.randn(32, 64).to(dtype), torch.randn(64, 32).to(dtype), torch.empty(32, 32, dtype=kept)
+    a, b, c = (
+        torch.randn(32, 64).to(dtype),
+        torch.randn(64, 32).to(dtype),
+        torch.empty(32, 32, dtype=kept),
+    )
     dot_kernel[(1,)](a, b, c, M=32, K=64)
     exact = a.double() @ b.double()
     assert (c.double() - exact).norm() <= (
@@ -82,7 +90,15 @@ def test_bfloat16_arithmetic_is_that_of_float32_rounded():
     out = torch.empty(7, 64, dtype=torch.bfloat16)
     arithmetic_kernel[(1,)](x, y, out, N=64)
     numbers = torch.arange(64.0).bfloat16()
-    expected = [x + y, x * y, torch.minimum(x, y), torch.maximum(x, y), torch.full_like(x, 1.5), numbers * 3, -x]
+    expected = [
+        x + y,
+        x * y,
+        torch.minimum(x, y),
+        torch.maximum(x, y),
+        torch.full_like(x, 1.5),
+        numbers * 3,
+        -x,
+    ]
     assert torch.equal(out, torch.stack(expected))
 
 
@@ -125,7 +141,12 @@ def test_tensors_of_one_shape_share_their_types():
     assert one.shape is other.shape
     assert one.type == other.type != tl.block_type(tl.int32, sizes[0])
     assert [size.value for size in one.shape] == list(one.type.shape) == sizes[0]
-    assert (one.numel.value, one.type.numel, one.dtype, one.type.scalar) == (512, 512, tl.float32, tl.float32)
+    assert (one.numel.value, one.type.numel, one.dtype, one.type.scalar) == (
+        512,
+        512,
+        tl.float32,
+        tl.float32,
+    )
     assert tl.tensor(None, tl.float32).numel.value == 1
     for _ in range(2):
         with pytest.raises(ValueError, match="power of 2"):
@@ -134,14 +155,19 @@ def test_tensors_of_one_shape_share_their_types():
 
 # ---------------------------------------------------------------------- in a fresh process
 def fresh(program, **variables):
-    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the ended process."""
+    """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the
+    ended process.
+    """
     return ended_process(textwrap.dedent(program), PYTHONWARNINGS="error", **variables)
 
 
 ATTEND = """
 import torch
 from canon import fast, reference
-q, k, v = (torch.randn(1, 70, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1))
+
+q, k, v = (
+    torch.randn(1, 70, heads, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (2, 1, 1)
+)
 dout, results = torch.randn(1, 70, 2, 16), []
 for half, dtype in ((fast, torch.bfloat16), (reference, torch.float64)):
     out = half.attention(*(x.to(dtype) for x in (q, k, v)))
@@ -160,14 +186,22 @@ def test_bfloat16_on_cpus_needs_the_variable_alone(value):
 
 def test_the_variable_may_be_set_after_triton_is_imported():
     """Triton's own functions, which were compiled ones until then, are interpreted too."""
-    before = "import os, triton.language, triton.runtime.interpreter\nos.environ['TRITON_INTERPRET'] = '1'\n"
-    after = "import triton.language as tl, triton\nassert not isinstance(tl.sum, triton.JITFunction)\n"
+    before = (
+        "import os, triton.language, "
+        "triton.runtime.interpreter\nos.environ['TRITON_INTERPRET'] = '1'\n"
+    )
+    after = (
+        "import triton.language as tl, triton\nassert not isinstance(tl.sum, triton.JITFunction)\n"
+    )
     ended = fresh(before + ATTEND + after)
     assert ended.returncode == 0, ended.stderr
 
 
 def test_a_variable_set_too_late_is_an_error():
-    ended = fresh(f"import canon.fast.kernels.triton.launch, os\nos.environ['TRITON_INTERPRET'] = '1'\n{ATTEND}")
+    ended = fresh(
+        "import canon.fast.kernels.triton.launch, os\nos.environ['TRITON_INTERPRET'] = "
+        f"'1'\n{ATTEND}"
+    )
     assert "canon.fast was imported before TRITON_INTERPRET=1 was set" in ended.stderr
     ended = fresh(ATTEND)  # without the variable, PyTorch's tiles compute
     assert ended.returncode == 0, ended.stderr
@@ -177,7 +211,9 @@ RENAMED = "del interpreter.GridExecutor.__call__"
 WRONG = """
 builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
 load = builder.create_masked_load
-builder.create_masked_load = lambda *given: handle(load(*given).data + 1, tl.bfloat16)  # the next bfloat16 number
+builder.create_masked_load = lambda *given: handle(
+    load(*given).data + 1, tl.bfloat16
+)  # the next bfloat16 number
 """
 
 
@@ -185,7 +221,9 @@ builder.create_masked_load = lambda *given: handle(load(*given).data + 1, tl.bfl
 def test_an_interpreter_that_the_repairs_do_not_fit_is_refused(fault):
     before = "import triton.language as tl\nfrom triton.runtime import interpreter\n"
     ended = fresh(f"{before}{fault}\n{ATTEND}", TRITON_INTERPRET="1")
-    assert "ImportError: canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9" in ended.stderr
+    assert (
+        "ImportError: canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9"
+    ) in ended.stderr
 
 
 @pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
@@ -193,7 +231,8 @@ def test_an_import_leaves_triton_as_it_is(variables):
     ended = fresh(
         """
         from triton.runtime import interpreter
-        parts = interpreter.GridExecutor, interpreter.InterpreterBuilder, interpreter.InterpretedFunction
+        names = "GridExecutor", "InterpreterBuilder", "InterpretedFunction"
+        parts = [getattr(interpreter, name) for name in names]
         before = [dict(vars(part)) for part in parts], interpreter._patch_lang
         import canon.fast
         assert before == ([dict(vars(part)) for part in parts], interpreter._patch_lang)
@@ -214,5 +253,7 @@ def test_without_triton_pytorch_computes_and_a_chosen_backend_says_how_to_instal
         except RuntimeError as error:
             print(error)
         """)
-    told = "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use backend(\"torch\")"
+    told = (
+        "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use backend(\"torch\")"
+    )
     assert ended.stdout.splitlines() == [told], ended.stderr

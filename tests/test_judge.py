@@ -1,4 +1,6 @@
-"""Claims about the judge: honest attention agrees, and planted faults of real implementations disagree."""
+"""Claims about the judge: honest attention agrees, and planted faults of real implementations
+disagree.
+"""
 
 import importlib
 import inspect
@@ -20,75 +22,203 @@ from canon.reference import Band, Mask
 from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
 from canon.testing.roundings import roundings
 
-SHORT, LONG = (Documents(tuple("abc"), tuple(bytes(range(n)) * 4 for n in (30, 1, last))) for last in (100, 250))
-LOCAL, RING, FULL = "attention/documents", "ring_attention/zigzag/causal", "ring_attention/contiguous/full"
+SHORT, LONG = (
+    Documents(tuple("abc"), tuple(bytes(range(n)) * 4 for n in (30, 1, last)))
+    for last in (100, 250)
+)
+LOCAL, RING, FULL = (
+    "attention/documents",
+    "ring_attention/zigzag/causal",
+    "ring_attention/contiguous/full",
+)
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_casts", "group_reduce/striped/documents/one_cast"
 SHARED = dict.fromkeys(("checks", "call", "attend"), "canon.route")
 SHARED |= dict.fromkeys(("public_attention", "public_parts", "public_ring"), "canon.faces")
-FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")  # of a faulty module, in order of imports
+# of a faulty module, in order of imports
+FILES = (*SHARED, "tiles", "backward", "local", "group_collectives", "ring")
 
 # fault: (case, file, text, replacement of the first occurrence)
 FAULTS = {
     "a hop is dropped": (RING, "ring", "range(call.ranks)):", "range(call.ranks - 1)):"),
     "K is stale: the first hop's is used in every hop": (
-        RING, "ring", "held = hop.wait() if hop else held", "hop and hop.wait()"),
+        RING,
+        "ring",
+        "held = hop.wait() if hop else held",
+        "hop and hop.wait()",
+    ),
     "the merge skips a rescale": (
-        RING, "local", "weighted(out, lse) + weighted", "out.to(lse.dtype) + weighted"),
-    "the online softmax skips a rescale": (LOCAL, "local", "shrink[..., None] * weighted", "weighted"),
-    "dk and dv are swapped": (LOCAL, "backward", "grads = walk()", "grads = [walk()[i] for i in (0, 2, 1)]"),
+        RING,
+        "local",
+        "weighted(out, lse) + weighted",
+        "out.to(lse.dtype) + weighted",
+    ),
+    "the online softmax skips a rescale": (
+        LOCAL,
+        "local",
+        "shrink[..., None] * weighted",
+        "weighted",
+    ),
+    "dk and dv are swapped": (
+        LOCAL,
+        "backward",
+        "grads = walk()",
+        "grads = [walk()[i] for i in (0, 2, 1)]",
+    ),
     "out is accumulated in bfloat16": (
-        FULL, "local", "weighted + over_visible(p, v_tile, scores > -torch.inf)",
-        "weighted.bfloat16() + (p @ v_tile).bfloat16()"),
+        FULL,
+        "local",
+        "weighted + over_visible(p, v_tile, scores > -torch.inf)",
+        "weighted.bfloat16() + (p @ v_tile).bfloat16()",
+    ),
     "parts are merged in bfloat16": (
-        FULL, "ring", "merged(out, lse, *part)", "merged(out.bfloat16(), lse, *part)"),
-    "dk and dv are accumulated in bfloat16": (FULL, "backward", "dtype=self.accumulate", "dtype=torch.bfloat16"),
-    "the scale is off by 1 %": (LOCAL, "checks", "q.shape[-1] ** -0.5", "1.01 * q.shape[-1] ** -0.5"),
+        FULL,
+        "ring",
+        "merged(out, lse, *part)",
+        "merged(out.bfloat16(), lse, *part)",
+    ),
+    "dk and dv are accumulated in bfloat16": (
+        FULL,
+        "backward",
+        "dtype=self.accumulate",
+        "dtype=torch.bfloat16",
+    ),
+    "the scale is off by 1 %": (
+        LOCAL,
+        "checks",
+        "q.shape[-1] ** -0.5",
+        "1.01 * q.shape[-1] ** -0.5",
+    ),
     "causal is off by one, a key too few": (
-        LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=-1)\n    tiles = ["),
-    "causal is off by one, a key too many": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, hi=1)\n    tiles = ["),
-    "a document leaks into the next": (LOCAL, "tiles", "tiles = [", "mask = moved(mask, k_start=-1)\n    tiles = ["),
+        LOCAL,
+        "tiles",
+        "tiles = [",
+        "mask = moved(mask, hi=-1)\n    tiles = [",
+    ),
+    "causal is off by one, a key too many": (
+        LOCAL,
+        "tiles",
+        "tiles = [",
+        "mask = moved(mask, hi=1)\n    tiles = [",
+    ),
+    "a document leaks into the next": (
+        LOCAL,
+        "tiles",
+        "tiles = [",
+        "mask = moved(mask, k_start=-1)\n    tiles = [",
+    ),
     "query heads use the wrong key head": (
-        LOCAL, "tiles", ".repeat_interleave(share, dim=1)", ".repeat(1, share, 1, 1)"),
+        LOCAL,
+        "tiles",
+        ".repeat_interleave(share, dim=1)",
+        ".repeat(1, share, 1, 1)",
+    ),
     "lse is in base 2": (LOCAL, "local", "highest + torch.log(", "1.4427 * highest + torch.log2("),
     "one token's row is zero": (
-        LOCAL, "local", "out = out.transpose(1, 2).to(out_dtype)", "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0"),
+        LOCAL,
+        "local",
+        "out = out.transpose(1, 2).to(out_dtype)",
+        "out = out.transpose(1, 2).to(out_dtype); out[:, -9] = 0",
+    ),
     "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
     "delta is computed in every hop from its own part": (
-        RING, "ring", "            delta,\n            mask,", "            delta / call.ranks,\n            mask,"),
-    "the ring sums gradients in bfloat16": (FULL, "ring", "x.to(call.reduce_dtype)", "x.bfloat16()"),
-    "no mask means full attention": ("attention/causal/plain", "checks", "Mask.causal, q.shape[-3]", "Mask.full, q.shape[-3]"),
+        RING,
+        "ring",
+        "            delta,\n            mask,",
+        "            delta / call.ranks,\n            mask,",
+    ),
+    "the ring sums gradients in bfloat16": (
+        FULL,
+        "ring",
+        "x.to(call.reduce_dtype)",
+        "x.bfloat16()",
+    ),
+    "no mask means full attention": (
+        "attention/causal/plain",
+        "checks",
+        "Mask.causal, q.shape[-3]",
+        "Mask.full, q.shape[-3]",
+    ),
     "a given delta is computed again": (
-        "attention_backward/causal/split/part", "backward", "if delta is None:", "if True:"),
+        "attention_backward/causal/split/part",
+        "backward",
+        "if delta is None:",
+        "if True:",
+    ),
     "grad_dtype is ignored": (  # in a case with another grad_dtype than the dtype of q
-        "attention_backward/causal/split/part", "public_parts", "grad_dtype or q.dtype", "torch.bfloat16"),
+        "attention_backward/causal/split/part",
+        "public_parts",
+        "grad_dtype or q.dtype",
+        "torch.bfloat16",
+    ),
     "two tokens change places on their way": (
-        CAST, CASTS, "return self.received\n", "return self.received[[1, 0, *range(2, len(self.received))]]\n"),
+        CAST,
+        CASTS,
+        "return self.received\n",
+        "return self.received[[1, 0, *range(2, len(self.received))]]\n",
+    ),
     "the tokens of one source are stale": (
-        CAST, CASTS, "self.sent = x[", "self.sent = (x if rank != 1 else x.roll(1, 0))["),
+        CAST,
+        CASTS,
+        "self.sent = x[",
+        "self.sent = (x if rank != 1 else x.roll(1, 0))[",
+    ),
     "every cast sends the rows of the first": (
-        CAST, CASTS, "x[plan.send_rows(stage, rank).to(x.device)]", "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]"),
+        CAST,
+        CASTS,
+        "x[plan.send_rows(stage, rank).to(x.device)]",
+        "x[plan.send_rows(0, rank)[: sum(sizes.sent)]]",
+    ),
     "gradients are added in bfloat16": (
-        REDUCE, CASTS, "total[rows] += part", "total[rows] = (total[rows].bfloat16() + part).to(part.dtype)"),
+        REDUCE,
+        CASTS,
+        "total[rows] += part",
+        "total[rows] = (total[rows].bfloat16() + part).to(part.dtype)",
+    ),
     "the gradients of one rank are left out": (
-        REDUCE, CASTS, "self.sizes.sent), parts, ", "self.sizes.sent)[1:], parts[1:], "),
+        REDUCE,
+        CASTS,
+        "self.sizes.sent), parts, ",
+        "self.sizes.sent)[1:], parts[1:], ",
+    ),
     "gradients are added, but not in place": (
-        REDUCE, CASTS, "total = self.into", "self.into = self.into.clone()\n        total = self.into"),
+        REDUCE,
+        CASTS,
+        "total = self.into",
+        "self.into = self.into.clone()\n        total = self.into",
+    ),
     "a NaN on another rank is hidden": (
-        "ring_attention/contiguous/documents/nan in k", "local", "some = total != 0", "some = total > 0"),
+        "ring_attention/contiguous/documents/nan in k",
+        "local",
+        "some = total != 0",
+        "some = total > 0",
+    ),
     "a merge drops a NaN": (
-        "ring_attention/contiguous/documents/nan in k", "local", "part_lse != -torch.inf", "part_lse > -torch.inf"),
+        "ring_attention/contiguous/documents/nan in k",
+        "local",
+        "part_lse != -torch.inf",
+        "part_lse > -torch.inf",
+    ),
     "a query that sees a NaN gets 0": (
-        "attention/sequences/inf in v", "local", "return out[:, :tokens]", "return out[:, :tokens].nan_to_num()"),
+        "attention/sequences/inf in v",
+        "local",
+        "return out[:, :tokens]",
+        "return out[:, :tokens].nan_to_num()",
+    ),
     "a plan forgets a token": (
-        "cast_plan/planned/documents", "group_collectives", "common := owned[first:last]", "common := owned[first : last - 1]"),
-}  # fmt: skip
+        "cast_plan/planned/documents",
+        "group_collectives",
+        "common := owned[first:last]",
+        "common := owned[first : last - 1]",
+    ),
+}
 
 
 def moved(mask, k_start=0, hi=0):
     """Return the mask with the corners or the diagonals of its bands moved."""
     bands = [
-        Band(b.q_start, b.q_stop, max(0, b.k_start + k_start), b.k_stop, b.lo + k_start, b.hi + hi) for b in mask.bands
+        Band(b.q_start, b.q_stop, max(0, b.k_start + k_start), b.k_stop, b.lo + k_start, b.hi + hi)
+        for b in mask.bands
     ]
     return Mask(bands, mask.queries, mask.keys)
 
@@ -98,18 +228,25 @@ def home(name):
 
 
 def with_fault(file, text, replacement):
-    """Return a module with the reference's public functions, from its source with one text of one file replaced."""
+    """Return a module with the reference's public functions, from its source with one text of one
+    file replaced.
+    """
     module, changed = types.ModuleType("faulty"), 0
     for name in FILES:
         source = inspect.getsource(importlib.import_module(f"{home(name)}.{name}"))
         if name == file:
             changed += source.count(text)
             source = source.replace(text, replacement, 1)
-        source = source.replace("operators import declared", "algorithm import Declaration as declared")  # no operators
+        # no operators
+        source = source.replace(
+            "operators import declared", "algorithm import Declaration as declared"
+        )
         scope = {"__name__": f"faulty_{name}", "moved": moved}
         sys.modules[f"faulty_{name}"] = types.ModuleType(f"faulty_{name}")
         for imported in FILES:
-            source = source.replace(f"from {home(imported)}.{imported} import", f"from faulty_{imported} import")
+            source = source.replace(
+                f"from {home(imported)}.{imported} import", f"from faulty_{imported} import"
+            )
             source = re.sub(
                 rf"^from {home(imported)} import (.*)\b{imported}\b(?:, )?(.*)\n",
                 rf"import faulty_{imported} as {imported}\nfrom {home(imported)} import \1\2\n",
@@ -126,11 +263,18 @@ def with_fault(file, text, replacement):
 
 def verdict(module_name, case_name, dtype, tmp_path, ranks=4):
     """Return the result of `canon check` for one case."""
-    cases = tuple(case for case in all_cases([dtype], gpu=False) if case.name.replace(f"/{dtype}", "") == case_name)
+    cases = tuple(
+        case
+        for case in all_cases([dtype], gpu=False)
+        if case.name.replace(f"/{dtype}", "") == case_name
+    )
     assert cases, case_name
     sink = Path(tmp_path) / "results"
-    documents = LONG if case_name == FULL else SHORT  # many keys, so that sums in bfloat16 are far off
-    process_groups.threads(CaseRunner(module_name, cases, FromDocuments(documents), "cpu", sink), ranks)
+    # many keys, so that sums in bfloat16 are far off
+    documents = LONG if case_name == FULL else SHORT
+    process_groups.threads(
+        CaseRunner(module_name, cases, FromDocuments(documents), "cpu", sink), ranks
+    )
     return json.loads(sink.read_text())
 
 
@@ -155,11 +299,23 @@ def test_faults_are_caught(fault, dtype, tmp_path, monkeypatch):
             ".to(q.dtype)",
             "out is torch.bfloat16, expected torch.float32",
         ),
-        ("attention_forward/window/part", ".to(out_dtype)", ".to(q.dtype).to(out_dtype)", "but was rounded to"),
-        ("merge/documents", ".to(out.dtype), whole", ".bfloat16().to(out.dtype), whole", "but was rounded to"),
+        (
+            "attention_forward/window/part",
+            ".to(out_dtype)",
+            ".to(q.dtype).to(out_dtype)",
+            "but was rounded to",
+        ),
+        (
+            "merge/documents",
+            ".to(out.dtype), whole",
+            ".bfloat16().to(out.dtype), whole",
+            "but was rounded to",
+        ),
     ],
 )
-def test_results_in_another_dtype_are_caught(case, text, replacement, message, tmp_path, monkeypatch):
+def test_results_in_another_dtype_are_caught(
+    case, text, replacement, message, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "faulty", with_fault("local", text, replacement))
     result = verdict("faulty", case, "bfloat16", tmp_path)
     assert any(message in fault for fault in result["faults"]), result["faults"]
@@ -177,41 +333,70 @@ def test_the_honest_implementation_passes(case, dtype, tmp_path):
 # ---------------------------------------------------------------------- the judge itself
 def tensors(dtype=torch.float64, tokens=40, batch=()):
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(*batch, tokens, *shape).to(dtype) for shape in ((4, 16), (2, 16), (2, 24), (4, 24)))
-    return q, k, v, dout, torch.randn(*batch, 4, tokens).to(torch.promote_types(dtype, torch.float32))
+    q, k, v, dout = (
+        torch.randn(*batch, tokens, *shape).to(dtype)
+        for shape in ((4, 16), (2, 16), (2, 24), (4, 24))
+    )
+    return (
+        q,
+        k,
+        v,
+        dout,
+        torch.randn(*batch, 4, tokens).to(torch.promote_types(dtype, torch.float32)),
+    )
 
 
 def by_autograd(q, k, v, dout, dlse, visible, scale):
     """Return the same from torch's softmax and autograd in float64. Tensors are packed."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)).masked_fill(~visible, -1e300)
+    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)).masked_fill(
+        ~visible, -1e300
+    )
     out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1))
     lse = scores.logsumexp(-1)
-    return Attended(out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout.double(), dlse.double())))
+    return Attended(
+        out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout.double(), dlse.double()))
+    )
 
 
 def test_the_oracle_equals_autograd():
     q, k, v, dout, dlse = tensors()
     for mask in (Mask.causal(40), Mask.window(40, 5, 3), Mask.documents([0, 1, 17, 40])):
         exact = oracle(q, k, v, dout, mask, 0.3, dlse)
-        for mine, theirs in zip(exact, by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3), strict=True):
+        for mine, theirs in zip(
+            exact, by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3), strict=True
+        ):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
         assert agreement(exact, exact, dense(q, k, v, dout, mask, 0.3, dlse)).agrees
 
 
 def under_sink(q, k, v, sink, dout, dlse, mask, scale):
-    """Return the same by torch's softmax over the keys and one more column, the sink, and autograd in float64."""
+    """Return the same by torch's softmax over the keys and one more column, the sink, and autograd
+    in float64.
+    """
     q, k, v, sink = (x.double().requires_grad_() for x in (q, k, v, sink))
     scores = scale * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
-    scores = torch.stack([x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, mask, strict=True)])
+    scores = torch.stack(
+        [x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, mask, strict=True)]
+    )
     weights = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)
-    out, lse = torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2)), scores.logsumexp(-1)
-    return out, lse, *torch.autograd.grad((out, lse), (q, k, v, sink), (dout.double(), dlse.double()))
+    out, lse = (
+        torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2)),
+        scores.logsumexp(-1),
+    )
+    return (
+        out,
+        lse,
+        *torch.autograd.grad((out, lse), (q, k, v, sink), (dout.double(), dlse.double())),
+    )
 
 
 def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
     q, k, v, dout, dlse = tensors(batch=(2,))
-    sink, masks = torch.tensor([0.5, -2, 30, -40]).double(), (Mask.causal(40), Mask.documents([0, 1, 17, 40]))
+    sink, masks = (
+        torch.tensor([0.5, -2, 30, -40]).double(),
+        (Mask.causal(40), Mask.documents([0, 1, 17, 40])),
+    )
     exact = oracle(q, k, v, dout, masks, 0.3, dlse, sink)
     for mine, theirs in zip(exact, under_sink(q, k, v, sink, dout, dlse, masks, 0.3), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
@@ -221,7 +406,9 @@ def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
     assert all(agreement(one, exact, honest, reach).agrees for one in honest)
     assert (reach[-1] < 0.05 * exact[-1].abs()).all(), "a small part of dsink"
     packed = oracle(q[0], k[0], v[0], dout[0], masks[0], 0.3, dlse[0], sink)
-    torch.testing.assert_close(packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(
+        packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize("answer", [oracle, dense, partial(dense, order=2)])
@@ -248,10 +435,22 @@ def test_honest_orders_differ_only_in_rounding():
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("out", lambda x: x.index_fill(0, torch.tensor([3]), torch.nan), "out has 96 values that are not finite"),
-        ("dq", lambda x: x.index_fill(0, torch.tensor([3]), torch.inf), "dq has 64 values that are not finite"),
+        (
+            "out",
+            lambda x: x.index_fill(0, torch.tensor([3]), torch.nan),
+            "out has 96 values that are not finite",
+        ),
+        (
+            "dq",
+            lambda x: x.index_fill(0, torch.tensor([3]), torch.inf),
+            "dq has 64 values that are not finite",
+        ),
         ("dk", torch.zeros_like, "dk is zero everywhere"),
-        ("lse", lambda x: x.index_fill(1, torch.tensor([3]), -torch.inf), "lse is -inf at 4 places, the oracle at 0"),
+        (
+            "lse",
+            lambda x: x.index_fill(1, torch.tensor([3]), -torch.inf),
+            "lse is -inf at 4 places, the oracle at 0",
+        ),
         ("lse", lambda x: x.bfloat16().float(), "lse is off by"),
         ("lse", lambda x: x + 1e-5, "lse is off by"),
         ("dv", lambda x: 1.02 * x, "dv is off by"),

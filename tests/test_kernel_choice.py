@@ -37,20 +37,30 @@ def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypat
     assert chosen(1, 16384, 32, 32, 64) == "fused"
     assert chosen(0, 16384, 32, 32, 64) == "split", "no work"
     assert chosen(1, 16384, 32, 8, 40) == "fused"
-    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(4, 8192, 16, 16, 128) == "split", "at most 256 tiles, 128 wide"
+    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(4, 8192, 16, 16, 128) == "split", (
+        "at most 256 tiles, 128 wide"
+    )
     assert chosen(1, 16384, 16, 16, 256) == "split", "wider than the fused kernel"
-    assert chosen(1, 1024, 32, 32, 64) == "split", "each tile of keys would wait as long as it computes"
+    assert chosen(1, 1024, 32, 32, 64) == "split", (
+        "each tile of keys would wait as long as it computes"
+    )
     assert chosen(8, 2048, 32, 8, 128) == "split", "tiles of keys visit too few"
     assert chosen(64, 2048, 32, 32, 64) == "fused", "enough where heads are narrow"
     assert chosen(128, 1024, 32, 32, 64) == "split"
     for n, method in ((16384, "fused"), (8192, "split")):
         q, k = (torch.empty(1, n, heads, 128, device="meta") for heads in (32, 8))
-        assert backward.automatic(q, k, k, Mask.full(n), 132) == method, "equal tiles hardly wait; there are 128 and 64"
+        assert backward.automatic(q, k, k, Mask.full(n), 132) == method, (
+            "equal tiles hardly wait; there are 128 and 64"
+        )
     q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
     packed = Mask.documents([*range(0, 65536, 4096), 65536])
-    assert backward.automatic(q, k, k, packed, 132) == "split", "tiles of keys also visit too few in packed documents"
+    assert backward.automatic(q, k, k, packed, 132) == "split", (
+        "tiles of keys also visit too few in packed documents"
+    )
     assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
-    assert chosen(1, 32768, 8, 2, 64) == chosen(4, 4096, 32, 8, 64) == "fused", "pairs of tiles wait little"
+    assert chosen(1, 32768, 8, 2, 64) == chosen(4, 4096, 32, 8, 64) == "fused", (
+        "pairs of tiles wait little"
+    )
     assert chosen(1, 65536, 8, 2, 128) == "fused"
     q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
     shard = Layout.zigzag(16384, 4).local_mask(Mask.causal(16384), 0, range(4))
@@ -83,7 +93,9 @@ def test_configurations_that_do_not_fit_are_skipped():
     sizes = []
     for limit in (232448, 166912, 101376):  # sm_90, sm_80, sm_86 and sm_89
         chosen = [
-            config.fitting(name, d, d, 2, limit, False, limit > 200000) for name in KERNELS for d in (64, 128, 256)
+            config.fitting(name, d, d, 2, limit, False, limit > 200000)
+            for name in KERNELS
+            for d in (64, 128, 256)
         ]
         sizes.append(sum(c.rows * c.columns for c in chosen))
     assert sizes == sorted(sizes, reverse=True)

@@ -1,4 +1,6 @@
-"""Claims about `canon.fast.warm_up`: it compiles every kernel variant that random masks, sizes and layouts can need."""
+"""Claims about `canon.fast.warm_up`: it compiles every kernel variant that random masks, sizes and
+layouts can need.
+"""
 
 import json
 import re
@@ -11,8 +13,9 @@ from canon import __main__ as command_line
 from canon.fast import warm_up
 from canon.fast.ahead import compilation
 
-# Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and none is run. On a CPU
-# "auto" is always "split": here each call draws one of the methods that "auto" may choose.
+# Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and
+# none is run. On a CPU "auto" is always "split": here each call draws one of the methods that
+# "auto" may choose.
 RANDOM_CALLS = """
 import json, sys
 from dataclasses import replace
@@ -35,18 +38,38 @@ from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
 arguments = json.loads(sys.argv[1])
-arch, count, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, softcap, invariant = arguments
+(
+    arch,
+    count,
+    backend,
+    dtype,
+    heads,
+    widths,
+    method,
+    reduce_dtype,
+    least_ranks,
+    functions,
+    softcap,
+    invariant,
+) = arguments
 draw = Random(0)
 key_parts.FEWEST_KEYS = 64
 local.check_device = backward.check_device = lambda x: None
 object.__setattr__(half.FAST, "check_device", lambda x: None)
 launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
-    kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90)
+    kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90
+)
 cuda.is_cpu, cuda.capability = lambda device: False, lambda device: divmod(arch, 10)
-cuda.gpu_of, kernel.architecture = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch]), lambda device: arch
+cuda.gpu_of, kernel.architecture = (
+    lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch]),
+    lambda device: arch,
+)
 METHODS = ["split", "head_parallel"][: 1 + (heads[0] > heads[1])]
 METHODS += ["fused"] * (backend == "gluon" and max(widths) <= 128)
-draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)
+draws.TABLES["model"] = draws.Table(
+    900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False
+)
+
 
 def cases():
     index = 0
@@ -55,18 +78,27 @@ def cases():
         usual = dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
         usual = usual and dict(case.options).get("rank_invariant", False) == invariant
         usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
-        if case.function in functions and usual and (case.variant != "plain" or method == "auto" and softcap is None):
+        if (
+            case.function in functions
+            and usual
+            and (case.variant != "plain" or method == "auto" and softcap is None)
+        ):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
             options = tuple(option for option in case.options if option[0] != "softcap")
             if softcap is not None and case.function not in ("merge", "prepare"):
                 options += (("softcap", softcap),)
-            yield replace(case, method=method, shape=replace(case.shape, scale=scale), options=options)
+            yield replace(
+                case, method=method, shape=replace(case.shape, scale=scale), options=options
+            )
+
 
 with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
     shape = getattr(torch, dtype), *widths, heads, functions
     model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
     reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
-    kernel_variants.collect(replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu")
+    kernel_variants.collect(
+        replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu"
+    )
     warmed, seen, kinds = set(jobs), set(), set()
     backward.automatic = lambda *_: draw.choice(METHODS)
     for case, _ in zip(cases(), range(count)):
@@ -94,26 +126,41 @@ from canon.check.case_runner import CaseRunner
 from canon.check.random_source import RandomSource
 
 count, dtype, heads, widths, functions, ahead = json.loads(sys.argv[1])
-draws.TABLES["model"] = draws.Table(900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False)
+draws.TABLES["model"] = draws.Table(
+    900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False
+)
 compiled = []
 knobs.compilation.listener = lambda src, metadata, metadata_group, times, cache_hit: (
     None if cache_hit else compiled.append(src.name)
 )
-warmed = [warm_up(getattr(torch, dtype), *widths, heads=tuple(heads), functions=functions, ranks=n) for n in ahead]
+warmed = [
+    warm_up(getattr(torch, dtype), *widths, heads=tuple(heads), functions=functions, ranks=n)
+    for n in ahead
+]
 index = done = 0
 while done < count:
     case = draws.drawn(1, index := index + 1, "model", 4)
     usual = not ahead or dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32")
     usual = usual and not dict(case.options).get("rank_invariant")
-    usual = usual and not (ahead and "softcap" in dict(case.options))  # each soft-cap has kernels of its own
+    usual = usual and not (
+        ahead and "softcap" in dict(case.options)
+    )  # each soft-cap has kernels of its own
     if case.function in functions and case.used not in ("sum", "lse") and usual:
-        runner = CaseRunner("canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path())
+        runner = CaseRunner(
+            "canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path()
+        )
         process_groups.threads(runner.rehearse, case.ranks)
         done += 1
 torch.cuda.synchronize()
 print(json.dumps(dict(warmed=warmed, compiled=compiled)))
 """
-DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+DISTRIBUTED = (
+    "ring_attention",
+    "zigzag_attention",
+    "striped_attention",
+    "strided_attention",
+    "magi_attention",
+)
 ALL = ("attention", "attention_forward", "attention_backward", "merge", *DISTRIBUTED)
 
 INVARIANT = ("attention", *DISTRIBUTED[3:])  # with rank_invariant=True
@@ -125,7 +172,18 @@ def ran(program, *arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    ("arch", "backend", "dtype", "heads", "widths", "method", "reduce_dtype", "least_ranks", "functions", "softcap"),
+    (
+        "arch",
+        "backend",
+        "dtype",
+        "heads",
+        "widths",
+        "method",
+        "reduce_dtype",
+        "least_ranks",
+        "functions",
+        "softcap",
+    ),
     [
         (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL, None),
         (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL, 5.0),
@@ -151,7 +209,9 @@ def test_200_random_calls_need_no_other_variant(
 
 
 @pytest.mark.gpus(1)
-@pytest.mark.parametrize(("dtype", "heads", "widths"), [("bfloat16", (8, 2), (64, 64)), ("float32", (2, 1), (64, 32))])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "widths"), [("bfloat16", (8, 2), (64, 64)), ("float32", (2, 1), (64, 32))]
+)
 def test_after_warm_up_200_steps_with_random_masks_compile_nothing(dtype, heads, widths, tmp_path):
     model = dtype, heads, widths, ALL
     cold = ran(COUNT, 5, *model, [], TRITON_CACHE_DIR=str(tmp_path / "cold"))
@@ -166,7 +226,15 @@ def test_after_warm_up_200_steps_with_random_masks_compile_nothing(dtype, heads,
 def test_after_first_calls_200_steps_with_random_masks_compile_nothing(tmp_path):
     functions = "attention", *DISTRIBUTED
     found = ran(
-        COUNT, 200, "bfloat16", (8, 2), (64, 64), functions, [], TRITON_CACHE_DIR=str(tmp_path), CANON_COMPILE_AHEAD="1"
+        COUNT,
+        200,
+        "bfloat16",
+        (8, 2),
+        (64, 64),
+        functions,
+        [],
+        TRITON_CACHE_DIR=str(tmp_path),
+        CANON_COMPILE_AHEAD="1",
     )
     assert not found["compiled"], "first calls compile in other processes"
 
@@ -193,8 +261,16 @@ def outcome(monkeypatch):
         ((), {"heads": 8}, "heads must be"),
         ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
         ((), {"functions": ()}, "functions must be some of attention"),
-        ((), {"functions": "latent_attention"}, "a key head for each query head, so heads must be (32, 32)"),
-        ((), {"backend": "cpu"}, "backend must be one of 'gluon', 'triton', 'cuda', 'torch' or None"),
+        (
+            (),
+            {"functions": "latent_attention"},
+            "a key head for each query head, so heads must be (32, 32)",
+        ),
+        (
+            (),
+            {"backend": "cpu"},
+            "backend must be one of 'gluon', 'triton', 'cuda', 'torch' or None",
+        ),
         ((), {"backward": "none"}, "backward='none': expected one of"),
         ((), {"softcap": 0.0}, "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
         ((), {"ranks": 0}, "ranks must be a positive number"),
@@ -208,7 +284,9 @@ def test_a_bad_argument_is_named(arguments, options, message):
 
 def test_a_failed_compilation_raises_and_a_complete_one_is_counted(outcome):
     outcome[:] = [compilation.Outcome(7, 1, 8, "ValueError: no such instruction")]
-    with pytest.raises(RuntimeError, match="compiled 7 of 8 kernel variants: ValueError: no such instruction"):
+    with pytest.raises(
+        RuntimeError, match="compiled 7 of 8 kernel variants: ValueError: no such instruction"
+    ):
         warm_up()
     outcome[:] = [compilation.Outcome(8, 0, 8)]
     assert warm_up() == 8

@@ -1,4 +1,5 @@
-"""The Triton kernels with small tiles, interpreted or, with --gpu, on a GPU: tiles, descriptors, strides and repeated bits.
+"""The Triton kernels with small tiles, interpreted or, with --gpu, on a GPU: tiles, descriptors,
+strides and repeated bits.
 
 test_local.py compares `canon.fast` with the reference.
 """
@@ -59,7 +60,10 @@ def test_every_method_equals_the_oracle(mask, method):
         for x in ((16, 16), (16, 64), (64, 16), (64, 64))
     ]
     + [
-        (Mask.documents([0, 90, 110], window=(70, 3)), Config(16, 32, 4, 1, partial_columns=x, tma=True))
+        (
+            Mask.documents([0, 90, 110], window=(70, 3)),
+            Config(16, 32, 4, 1, partial_columns=x, tma=True),
+        )
         for x in (16, 32)
     ],
     ids=str,
@@ -70,7 +74,8 @@ def test_the_size_of_tiles_and_of_partial_tiles_does_not_matter(mask, config):
 
 
 @pytest.mark.parametrize(
-    ("d", "dv"), [(16, 16), (24, 24), (40, 40), (80, 80), (64, 32), (32, 64), (8, 5), (192, 128), (256, 256)]
+    ("d", "dv"),
+    [(16, 16), (24, 24), (40, 40), (80, 80), (64, 32), (32, 64), (8, 5), (192, 128), (256, 256)],
 )
 def test_head_widths(d, dv):
     mask = Mask.causal(20)
@@ -119,7 +124,10 @@ def strided(x, how):
 def test_any_strides(how, tma):
     mask = Mask.causal(20)
     *tensors, dlse = inputs(mask, b=2, h=2, g=2)
-    arguments = *(strided(x, how) for x in tensors), dlse.transpose(1, 2).contiguous().transpose(1, 2)
+    arguments = (
+        *(strided(x, how) for x in tensors),
+        dlse.transpose(1, 2).contiguous().transpose(1, 2),
+    )
     with tiles(16, 16, tma=tma):
         for method in METHODS:
             assert_exact(both_passes(*arguments, mask, method=method), *tensors, dlse, mask)
@@ -127,7 +135,9 @@ def test_any_strides(how, tma):
 
 @pytest.mark.parametrize("mask", [*MASKS.values(), *EMPTY.values()], ids=[*MASKS, *EMPTY])
 def test_every_output_is_written(mask, monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(_shape(shape), torch.nan, **options))
+    monkeypatch.setattr(
+        torch, "empty", lambda *shape, **options: torch.full(_shape(shape), torch.nan, **options)
+    )
     q, k, v, dout, dlse = inputs(mask, h=2, g=1)
     for method in METHODS:
         got = both_passes(q, k, v, dout, dlse, mask, method=method)
@@ -154,7 +164,8 @@ def test_parts_merge_in_place_and_fully_masked_rows_may_hold_nan():
     local.merge_into(out, lse, *parts[1])
     local.merge_into(out, lse, *parts[2])
     for got in (apart, (out, lse)):
-        torch.testing.assert_close(got[0], whole[0], rtol=1e-12, atol=1e-13)  # a few roundings of float64
+        # a few roundings of float64
+        torch.testing.assert_close(got[0], whole[0], rtol=1e-12, atol=1e-13)
         torch.testing.assert_close(got[1], whole[1], rtol=1e-12, atol=1e-13)
 
 

@@ -1,4 +1,6 @@
-"""With rank_invariant=True each row visits every tile of keys once, in order, whatever the bands and the other rows."""
+"""With rank_invariant=True each row visits every tile of keys once, in order, whatever the bands
+and the other rows.
+"""
 
 import copy
 
@@ -19,18 +21,27 @@ from canon.testing.judge import Attended
 
 
 def visits_of(tiles, spans, columns):
-    """Return {row: [(first column, columns that it sees)]}, in order, of the visits in which a row sees some."""
+    """Return {row: [(first column, columns that it sees)]}, in order, of the visits in which a row
+    sees some.
+    """
     found, spans = {}, spans.tolist()
     for start, stop, first, _, end in tiles.tolist():
         for row in range(start, stop):
             found[row] = []
             for column, count, *band in spans[first:end]:
-                bands = [x[2:] for x in spans[band[0] : band[0] - band[1]]] if band[1] < 0 else [band]
+                bands = (
+                    [x[2:] for x in spans[band[0] : band[0] - band[1]]] if band[1] < 0 else [band]
+                )
                 bands = bands if band[1] else [(0, 1 << 30, 0, 1 << 30, -(1 << 30), 1 << 30)]
                 seen = [
-                    j for b in bands if b[0] <= row < b[1] for j in range(*interval(row, b, column, count * columns))
+                    j
+                    for b in bands
+                    if b[0] <= row < b[1]
+                    for j in range(*interval(row, b, column, count * columns))
                 ]
-                assert seen == sorted(set(seen)), "the bands of a chained span come in the order of their keys"
+                assert seen == sorted(set(seen)), (
+                    "the bands of a chained span come in the order of their keys"
+                )
                 tiles_of_span = range(column, column + count * columns, columns)
                 visits = [(at, [j for j in seen if at <= j < at + columns]) for at in tiles_of_span]
                 found[row] += [visit for visit in visits if visit[1]]
@@ -56,7 +67,11 @@ def expected(mask, columns, transposed=False):
 
 
 SIZES = st.sampled_from([(4, 4), (8, 2), (2, 8), (16, 1)])
-MIXED = Mask([Band(0, 16, 0, 40, 10, 14), Band(12, 16, 0, 20), Band(0, 4, 30, 60), Band(20, 21, 0, 3)], 24, 64)
+MIXED = Mask(
+    [Band(0, 16, 0, 40, 10, 14), Band(12, 16, 0, 20), Band(0, 4, 30, 60), Band(20, 21, 0, 3)],
+    24,
+    64,
+)
 
 
 @given(st.integers(1, 40).flatmap(square_masks), SIZES, st.booleans())
@@ -71,7 +86,9 @@ def test_bands_that_alternate_over_several_tiles_are_visited_in_order(sizes):
     assert visits_of(*table[:2], sizes[1]) == expected(MIXED, sizes[1])
     alone = work_table.__wrapped__(in_place(MIXED), *sizes, sizes[1], False, False)
     assert all(x > 0 for x in alone.spans[:, 3]), "every span has a band, and no span is chained"
-    assert expected(MIXED, sizes[1]) == {row: joined(x) for row, x in visits_of(*alone[:2], sizes[1]).items()}
+    assert expected(MIXED, sizes[1]) == {
+        row: joined(x) for row, x in visits_of(*alone[:2], sizes[1]).items()
+    }
 
 
 def joined(visits):
@@ -82,11 +99,16 @@ def joined(visits):
 
 def test_full_tiles_have_no_band():
     tiles, spans, _ = host_table(in_place(Mask.causal(512)), 128, 128, 128)
-    assert spans[tiles[0, 2] : tiles[0, 4]].tolist() == [[0, 3, *[0] * 6], [384, 1, 0, 512, 0, 512, -511, 0]]
+    assert spans[tiles[0, 2] : tiles[0, 4]].tolist() == [
+        [0, 3, *[0] * 6],
+        [384, 1, 0, 512, 0, 512, -511, 0],
+    ]
 
 
 def test_long_masks_need_few_spans():
-    """Bands that do not meet in a tile need no span for each tile; 2^20 tokens have 2^25 pairs of tiles."""
+    """Bands that do not meet in a tile need no span for each tile; 2^20 tokens have 2^25 pairs of
+    tiles.
+    """
     n = 1 << 20
     assert len(host_table(in_place(Mask.prefix(n, 1000)), 128, 128, 128).spans) < 6 * n // 128
 
@@ -112,7 +134,9 @@ def both_passes(q, k, v, dout, dlse, mask):
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     with hopper():
         out, lse = fast.attention(*leaves, mask, rank_invariant=True, return_lse=True)
-        return Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+        return Attended(
+            out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+        )
 
 
 @pytest.mark.parametrize("mask", [GAPS, transposed(GAPS)], ids=["keys", "queries"])
@@ -132,9 +156,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("right", "wrong"), [pytest.param(*fault, marks=HOPPER_ONLY) for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("right", "wrong"), [pytest.param(*fault, marks=HOPPER_ONLY) for fault in FAULTS]
+)
 def test_faults_planted_between_the_bands_of_a_tile_are_found(right, wrong, monkeypatch):
-    """They are planted in the source that the simulator runs: a GPU would run the compiled kernel again."""
+    """They are planted in the source that the simulator runs: a GPU would run the compiled kernel
+    again.
+    """
     if ON_HOPPER:
         pytest.skip("the kernel is compiled already")
     changed = copy.copy(masking._hide_gaps)

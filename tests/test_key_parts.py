@@ -56,7 +56,9 @@ MASKS = {
     "window": Mask.window(N, 150, 3).crop(queries=range(400, 440)),
     "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
     "blocks": Mask.block_causal([i // 13 for i in range(N)]).crop(queries=range(500, 600)),
-    "a gap between bands of a tile": Mask([Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N),
+    "a gap between bands of a tile": Mask(
+        [Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N
+    ),
     "no bands": Mask([], 4, N),
 }
 
@@ -64,7 +66,9 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_words_hold_the_visible_cells(mask):
     bits = visible_words(mask)[..., None] >> np.arange(64, dtype=np.uint64) & np.uint64(1)
-    assert np.array_equal(bits.transpose(1, 0, 2).reshape(mask.queries, -1)[:, : mask.keys], mask.dense())
+    assert np.array_equal(
+        bits.transpose(1, 0, 2).reshape(mask.queries, -1)[:, : mask.keys], mask.dense()
+    )
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
@@ -84,7 +88,9 @@ def test_gradients_follow_from_out_and_lse_of_the_parts():
     leaves = [x.requires_grad_() for x in arguments[:3]]
     out, lse = attended(*leaves, mask)
     grads = torch.autograd.grad((out, lse), leaves, arguments[3:])
-    assert_exact(Attended(out.detach(), lse.detach(), *grads), *(x.detach() for x in arguments), mask)
+    assert_exact(
+        Attended(out.detach(), lse.detach(), *grads), *(x.detach() for x in arguments), mask
+    )
 
 
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 24), (192, 128), (256, 256)])
@@ -93,7 +99,9 @@ def test_widths_scales_and_strides(d, dv):
     q, k, v, dout, dlse = inputs(mask, h=4, g=2, d=d, dv=dv, dtype=torch.bfloat16)
     transposed = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     for scale in (0.2, -0.1, 0.0):
-        got = Attended(*local.attention_forward(*transposed, mask, scale=scale, out_dtype=torch.float32))
+        got = Attended(
+            *local.attention_forward(*transposed, mask, scale=scale, out_dtype=torch.float32)
+        )
         assert_exact(got, q, k, v, dout, dlse, mask, scale)
 
 
@@ -103,7 +111,9 @@ def different(one, other):
 
 
 def few_of_many(queries, most=128, **options):
-    """Return whether the last ``queries`` of a call have other bits than in a call of ``most`` queries, in another batch."""
+    """Return whether the last ``queries`` of a call have other bits than in a call of ``most``
+    queries, in another batch.
+    """
     q, k, v, *_ = inputs(Mask.causal(most, N), h=4, g=2, d=64, dv=64, **options)
     out, lse = local.attention_forward(q, k, v, Mask.causal(most, N))
     few = local.attention_forward(q[:1, -queries:], k[:1], v[:1], Mask.causal(queries, N))
@@ -116,10 +126,21 @@ def test_bits_of_a_query_do_not_depend_on_the_other_queries(dtype):
 
 
 def test_bits_of_a_query_depend_on_the_keys_that_it_sees_and_not_on_bands():
-    """Three masks in which query 0 sees keys 5 to 399: one band; bands that meet inside a tile; among other bands."""
+    """Three masks in which query 0 sees keys 5 to 399: one band; bands that meet inside a tile;
+    among other bands.
+    """
     whole = Mask([Band(0, 1, 5, 400)], 1, N)
     cut = Mask([Band(0, 1, 5, 100), Band(0, 1, 100, 257), Band(0, 1, 257, 400)], 1, N)
-    other = Mask([Band(0, 1, 5, 300), Band(0, 1, 300, 400), Band(1, 20, 0, N), Band(20, 40, 600, N, -2, 600)], 40, N)
+    other = Mask(
+        [
+            Band(0, 1, 5, 300),
+            Band(0, 1, 300, 400),
+            Band(1, 20, 0, N),
+            Band(20, 40, 600, N, -2, 600),
+        ],
+        40,
+        N,
+    )
     q, k, v, *_ = inputs(Mask.full(40, N), h=4, g=2, d=64, dv=64)
     one = local.attention_forward(q[:, :1], k, v, whole)
     for mask in (cut, other):
@@ -128,15 +149,21 @@ def test_bits_of_a_query_depend_on_the_keys_that_it_sees_and_not_on_bands():
 
 
 def test_unseen_and_misaligned_keys_keep_the_bits():
-    """They select other loads: with descriptors, or with pointers that leave out the keys that no query sees."""
+    """They select other loads: with descriptors, or with pointers that leave out the keys that no
+    query sees.
+    """
     q, k, v, *_ = inputs(Mask.full(3, 640), h=4, g=2, d=64, dv=64)
     with forced(parts=Config(64, 64, 4, 3, tma=True)):
         one = local.attention_forward(q, k, v, Mask.full(3, 640))
         flat = k.new_empty(k.numel() + 1)
         flat[1:] = k.reshape(-1)
-        assert not different(local.attention_forward(q, flat[1:].view(k.shape), v, Mask.full(3, 640)), one)
+        assert not different(
+            local.attention_forward(q, flat[1:].view(k.shape), v, Mask.full(3, 640)), one
+        )
         longer = [torch.cat([x, torch.full_like(x[:, :10], torch.nan)], 1) for x in (k, v)]
-        assert not different(local.attention_forward(q, *longer, Mask([Band(0, 3, 0, 640)], 3, 650)), one)
+        assert not different(
+            local.attention_forward(q, *longer, Mask([Band(0, 3, 0, 640)], 3, 650)), one
+        )
 
 
 # ---------------------------------------------------------------------- planted faults
@@ -157,7 +184,9 @@ def by_number_of_queries(table, mask, share, rows, part):
 
 
 def in_reversed_order(table, mask, share, rows, part):
-    table.work[:, 3] = (table.parts - 1 - table.work[:, 3]) if mask.queries < 64 else table.work[:, 3]
+    table.work[:, 3] = (
+        (table.parts - 1 - table.work[:, 3]) if mask.queries < 64 else table.work[:, 3]
+    )
     return table
 
 
@@ -214,8 +243,14 @@ def test_the_rule(calls, monkeypatch):
     monkeypatch.undo()
     few = Mask.causal(128, 4096)
     assert key_parts.has_parts(few)
-    assert not any(map(key_parts.has_parts, (Mask.causal(129, 4096), Mask.causal(128, 4095), Mask([], 0, 4096))))
-    assert not key_parts.has_parts(key_parts.AnyMask.__args__[1](few, (), (), 128, 4096)), "rank_invariant=True"
+    assert not any(
+        map(
+            key_parts.has_parts, (Mask.causal(129, 4096), Mask.causal(128, 4095), Mask([], 0, 4096))
+        )
+    )
+    assert not key_parts.has_parts(key_parts.AnyMask.__args__[1](few, (), (), 128, 4096)), (
+        "rank_invariant=True"
+    )
     q = torch.empty(1, 128, 2, 16, device=DEVICE)
     assert local.forward_for(q, q, few) is parts.forward_in_parts
     for name in ("gluon", "cuda"):
@@ -241,7 +276,8 @@ def test_three_functions_use_parts_and_rank_invariant_does_not(calls):
 def test_a_repeated_call_is_replayed_with_the_same_bits(name, monkeypatch):
     mask = MASKS[name]
     expected = [
-        local.attention_forward(*inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3], mask) for seed in (0, 1)
+        local.attention_forward(*inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3], mask)
+        for seed in (0, 1)
     ]
     monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
     PLANS.clear()
@@ -249,7 +285,9 @@ def test_a_repeated_call_is_replayed_with_the_same_bits(name, monkeypatch):
         tensors = inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3]
         assert not different(local.attention_forward(*tensors, mask), expected[seed])
         assert not different(attended(*tensors, mask), expected[seed])
-    reasons = [plan.reason for plan, _ in PLANS.plans.values() if isinstance(plan, recordings.PreparedPass)]
+    reasons = [
+        plan.reason for plan, _ in PLANS.plans.values() if isinstance(plan, recordings.PreparedPass)
+    ]
     assert reasons == ["", ""]
 
 

@@ -8,7 +8,14 @@ import torch
 
 from canon import Mask
 from canon.fast.kernels.gluon import tile_scheduler
-from canon.fast.kernels.gluon.tile_scheduler import LATE_CTAS, SEVERAL, WORK_TILE, Heads, Traversal, tile_schedule
+from canon.fast.kernels.gluon.tile_scheduler import (
+    LATE_CTAS,
+    SEVERAL,
+    WORK_TILE,
+    Heads,
+    Traversal,
+    tile_schedule,
+)
 
 CPU, SMS = torch.device("cpu"), 132
 MASKS = {
@@ -19,17 +26,24 @@ MASKS = {
 
 
 def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.ndarray]:
-    """Return the work tiles of the forward kernel, (n, 8), and the number of tiles that each one visits."""
+    """Return the work tiles of the forward kernel, (n, 8), and the number of tiles that each one
+    visits.
+    """
     traversal = Traversal(128, 128, False, Heads(1, heads, 4), 1, 1, mask.keys * 512, ctas=ctas)
     work = tile_schedule(mask, traversal, CPU).work.numpy()
-    work_tiles, spans = work[WORK_TILE : work[0]].reshape(-1, WORK_TILE), work[work[0] :].reshape(-1, WORK_TILE)
+    work_tiles, spans = (
+        work[WORK_TILE : work[0]].reshape(-1, WORK_TILE),
+        work[work[0] :].reshape(-1, WORK_TILE),
+    )
     visited = np.append(0, np.cumsum(spans[:, 1]))
     begin, end = (work_tiles[:, 4:6].T - work[0]) // WORK_TILE
     return work_tiles, 1 + visited[end] - visited[begin]
 
 
 def end_of(cost: np.ndarray, held: int) -> float:
-    """Return when the kernel ends if the last ``held`` CTAs start when others end. A CTA begins with its own work tile."""
+    """Return when the kernel ends if the last ``held`` CTAs start when others end. A CTA begins
+    with its own work tile.
+    """
     free = [int(x) for x in cost[: SMS - held]]
     heapq.heapify(free)
     for work_tile in [*cost[SMS:], *cost[SMS - held : SMS]]:
@@ -44,7 +58,8 @@ def test_late_ctas_delay_the_end_little(mask, held):
     assert end_of(cost, held) < 1.04 * cost.sum() / (SMS - held)
     _, longest_first = schedule(MASKS[mask], 0)
     assert end_of(cost, 0) <= 1.02 * end_of(longest_first, 0)
-    if held and mask == "causal":  # without the short ones, the last work tile of a late CTA is a long one
+    # without the short ones, the last work tile of a late CTA is a long one
+    if held and mask == "causal":
         assert end_of(longest_first, held) > 1.1 * cost.sum() / (SMS - held)
 
 

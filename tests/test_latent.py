@@ -1,4 +1,6 @@
-"""Latent attention equals dense attention after projection, sends latents alone, and differentiates all inputs."""
+"""Latent attention equals dense attention after projection, sends latents alone, and differentiates
+all inputs.
+"""
 
 from functools import cache, partial
 
@@ -31,7 +33,9 @@ UNEVEN = {  # by number of ranks
 
 
 def whole(tokens=N, b=2, dtype=torch.float64, seed=0):
-    """Return q, latent, k_rope, up_weight, dout and dlse of the whole sequence, equal on every rank."""
+    """Return q, latent, k_rope, up_weight, dout and dlse of the whole sequence, equal on every
+    rank.
+    """
     draw = torch.Generator().manual_seed(seed)
     shapes = (
         (b, tokens, H, NOPE + ROPE),
@@ -40,15 +44,22 @@ def whole(tokens=N, b=2, dtype=torch.float64, seed=0):
         (H * (NOPE + DV), RANK),
         (b, tokens, H, DV),
     )
-    tensors = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    tensors = [
+        torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
     return *tensors, torch.randn(b, H, tokens, generator=draw, dtype=torch.float64)
 
 
 def shards(half, mask, layout, tensors, **options):
-    """Return out, lse and all gradients of the whole sequence, from this rank's shards. Add up_weight's over the ranks."""
+    """Return out, lse and all gradients of the whole sequence, from this rank's shards. Add
+    up_weight's over the ranks.
+    """
     rank = dist.get_rank() if layout.ranks > 1 else 0
     *tokens, weight, dout, dlse = tensors
-    leaves = [*(layout.shard(x, rank).detach().requires_grad_() for x in tokens), weight.detach().requires_grad_()]
+    leaves = [
+        *(layout.shard(x, rank).detach().requires_grad_() for x in tokens),
+        weight.detach().requires_grad_(),
+    ]
     out, lse = half.latent_attention(*leaves, mask, layout, return_lse=True, **options)
     dout, dlse = layout.shard(dout, rank), layout.shard(dlse.to(lse.dtype), rank, 2)
     *grads, dweight = torch.autograd.grad((out, lse), leaves, (dout, dlse))
@@ -72,7 +83,9 @@ def expected(mask, dtype):
 
 def assert_agrees(half, mask, layout, dtype=torch.float64, **options):
     """Fail unless the judge accepts the results of all ranks: 1e-12 in float64."""
-    got, *_ = process_groups.threads(partial(shards, half, mask, layout, whole(dtype=dtype), **options), layout.ranks)
+    got, *_ = process_groups.threads(
+        partial(shards, half, mask, layout, whole(dtype=dtype), **options), layout.ranks
+    )
     verdict = agreement(got, *expected(mask, dtype))
     assert verdict.agrees, str(verdict)
 
@@ -106,7 +119,8 @@ def _nan_in_new_memory():
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("packed", UNEVEN[4]), ("window", Layout.zigzag(N, 2)), ("causal", UNEVEN[1])]
+    ("name", "layout"),
+    [("packed", UNEVEN[4]), ("window", Layout.zigzag(N, 2)), ("causal", UNEVEN[1])],
 )
 @pytest.mark.usefixtures("_nan_in_new_memory")
 def test_the_kernels_equal_the_oracle(name, layout):
@@ -124,16 +138,22 @@ def test_ranks_exchange_latents_and_their_gradients_alone(half, reduce_dtype, si
 
     def program():
         leaves = [layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3]]
-        half.latent_attention(*leaves, tensors[3], None, layout, reduce_dtype=reduce_dtype).sum().backward()
+        half.latent_attention(
+            *leaves, tensors[3], None, layout, reduce_dtype=reduce_dtype
+        ).sum().backward()
 
     process_groups.threads(program, 3)
     digest = 8  # bytes that compare the call, in each pass
-    assert sum(x for x in sent if x != digest) == 2 * 2 * (RANK + ROPE) * (2 + 2 + size)  # two hops of two tokens
+    # two hops of two tokens
+    assert sum(x for x in sent if x != digest) == 2 * 2 * (RANK + ROPE) * (2 + 2 + size)
 
 
 def test_hidden_tokens_may_hold_nan(half):
     """They change nothing, in the gradient of up_weight neither: it sums over all tokens."""
-    mask, layout = Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N), Layout.zigzag(N, 2)
+    mask, layout = (
+        Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N),
+        Layout.zigzag(N, 2),
+    )
     assert hidden_keys(mask) == (range(0, 2), range(15, N))
     tensors = whole()
     expected = process_groups.threads(partial(shards, reference, mask, layout, tensors), 2)[0]
@@ -148,7 +168,9 @@ def test_hidden_tokens_may_hold_nan(half):
 def test_only_the_needed_gradients_are_returned(half, needed):
     names, tensors, mask = ("q", "latent", "k_rope", "up_weight"), whole(9, 1), Mask.causal(9)
     expected, _ = judged(mask, (*tensors[:5], torch.zeros(1, H, 9, dtype=torch.float64)))
-    leaves = {name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=False)}
+    leaves = {
+        name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=False)
+    }
     half.latent_attention(**leaves, mask=mask).backward(tensors[4])
     for (name, x), true in zip(leaves.items(), expected[2:6], strict=True):
         assert (x.grad is None) == (name not in needed)
@@ -162,17 +184,25 @@ def test_packed_tensors_autocast_a_sink_and_a_mask_for_each_sequence(half):
     sink = torch.linspace(-1, 1, H, dtype=torch.float64)
     out, lse = half.latent_attention(q, latent, k_rope, weight, masks, return_lse=True)
     for row, mask in enumerate(masks):
-        one, one_lse = half.latent_attention(q[row], latent[row], k_rope[row], weight, mask, return_lse=True)
+        one, one_lse = half.latent_attention(
+            q[row], latent[row], k_rope[row], weight, mask, return_lse=True
+        )
         torch.testing.assert_close((out[row], lse[row]), (one, one_lse), rtol=0, atol=1e-12)
     under = half.latent_attention(q, latent, k_rope, weight, masks, sink=sink)
-    torch.testing.assert_close(under, out * torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None])
+    torch.testing.assert_close(
+        under, out * torch.sigmoid(lse - sink[:, None]).transpose(1, 2)[..., None]
+    )
     narrow = [x.float() for x in (q, latent, k_rope, weight)]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert half.latent_attention(*narrow).dtype == torch.bfloat16
 
 
 def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(half):
-    tokens, layout, options = 9, Layout.striped(9, 2), dict(softcap=0.7, return_lse=True, return_max_logits=True)
+    tokens, layout, options = (
+        9,
+        Layout.striped(9, 2),
+        dict(softcap=0.7, return_lse=True, return_max_logits=True),
+    )
     q, latent, k_rope, weight, *_ = whole(tokens)
     k, v = keys_of(latent.unsqueeze(2), k_rope.unsqueeze(2), weight, H, NOPE + ROPE)
     out, lse, largest = reference.attention(q, k, v, Mask.causal(tokens), **options)
@@ -188,7 +218,9 @@ def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(
 
 
 def test_equal_calls_give_equal_bits(half):
-    program = partial(shards, half, Mask.causal(9), Layout.striped(9, 2), whole(9, 1, dtype=torch.float32))
+    program = partial(
+        shards, half, Mask.causal(9), Layout.striped(9, 2), whole(9, 1, dtype=torch.float32)
+    )
     first, second = (process_groups.threads(program, 2)[0] for _ in range(2))
     assert all(map(torch.equal, first[:6], second[:6]))
 
@@ -196,7 +228,9 @@ def test_equal_calls_give_equal_bits(half):
 def test_a_repeated_call_replays_its_kernels(replays):
     layout = Layout([[range(9)], [range(9, 12)]], 12)
     run = lambda half, seed: shards(half, Mask.causal(12), layout, whole(12, 1, seed=seed))
-    _, found, exact = process_groups.threads(lambda: [run(fast, 0), run(fast, 1), run(reference, 1)], 2)[0]
+    _, found, exact = process_groups.threads(
+        lambda: [run(fast, 0), run(fast, 1), run(reference, 1)], 2
+    )[0]
     for mine, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
     assert len(replays()) > 4
@@ -209,7 +243,10 @@ def test_flops_count_visible_cells_and_projected_tokens(half):
     with FlopCounterMode(display=False) as counter:
         half.latent_attention(*leaves, mask).backward(dout)
     d, cells, projection = NOPE + ROPE, 2 * H * mask.area, 2 * 2 * 8 * weight.numel()
-    assert counter.get_total_flops() == 2 * cells * (4 * d + 3 * DV - DV) + 2 * cells * DV + 4 * projection
+    assert (
+        counter.get_total_flops()
+        == 2 * cells * (4 * d + 3 * DV - DV) + 2 * cells * DV + 4 * projection
+    )
 
 
 # --- planted faults that `canon check` must find
@@ -273,7 +310,12 @@ def test_twenty_random_cases_find_a_planted_fault(fault, run, write_module, monk
     monkeypatch.setattr(draws, "WEIGHTS", {"latent_attention": 1})
     status, printed, record = run("faulty_latents", "--random", 20, "--ranks", 3, "--seed", 1)
     assert status == bool(message), printed.out
-    faults = [fault for one_run in record["runs"] for failure in one_run["failures"] for fault in failure["faults"]]
+    faults = [
+        fault
+        for one_run in record["runs"]
+        for failure in one_run["failures"]
+        for fault in failure["faults"]
+    ]
     assert any(message in fault for fault in faults) == bool(message)
     assert not any("the reference itself" in fault for fault in faults)
 
@@ -282,7 +324,16 @@ def test_twenty_random_cases_find_a_planted_fault(fault, run, write_module, monk
 def test_the_check_finds_a_planted_fault(fault, run, write_module):
     message, method = FAULTS[fault]
     write_module("faulty_latents", FAULTY.format(fault=method))
-    words = "--tokens", 60, "--ranks", 2, "--dtype", "float32", "--only", "latent_attention/*/documents"
+    words = (
+        "--tokens",
+        60,
+        "--ranks",
+        2,
+        "--dtype",
+        "float32",
+        "--only",
+        "latent_attention/*/documents",
+    )
     status, printed, _ = run("faulty_latents", *words)
     assert status == bool(message), printed.out
     assert message in printed.out

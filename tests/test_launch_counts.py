@@ -1,4 +1,6 @@
-"""The numbers of kernels of a backward pass and of operators of a ring, and the bits of the kernels that were joined."""
+"""The numbers of kernels of a backward pass and of operators of a ring, and the bits of the kernels
+that were joined.
+"""
 
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -40,7 +42,10 @@ def launched(monkeypatch):
         monkeypatch.setattr(
             module,
             "launch",
-            lambda kernel, *a, launch=launch, **o: (names.append(kernel.__name__), launch(kernel, *a, **o)),
+            lambda kernel, *a, launch=launch, **o: (
+                names.append(kernel.__name__),
+                launch(kernel, *a, **o),
+            ),
         )
     return names
 
@@ -57,7 +62,9 @@ STATISTICS = {"triton": "delta_kernel", "gluon": "delta_stats_kernel"}
         ("head_parallel", ["dkdv_kernel", "sum_heads_kernel", "dq_kernel"]),
     ],
 )
-def test_a_backward_pass_launches_three_kernels_and_head_parallel_four(launched, name, method, kernels):
+def test_a_backward_pass_launches_three_kernels_and_head_parallel_four(
+    launched, name, method, kernels
+):
     q, k, v, dout, dlse = inputs(MASK, h=4, g=2)
     with using(name):
         out, lse = local.attention_forward(q, k, v, MASK)
@@ -88,7 +95,9 @@ def test_joined_statistics_have_the_bits_of_separate_ones(name, has_dlse, lse_st
 
 
 class Operators(TorchDispatchMode):
-    """The operators that copy, cast or add tensors inside the block. ``copy_`` of one axis is a message between threads."""
+    """The operators that copy, cast or add tensors inside the block. ``copy_`` of one axis is a
+    message between threads.
+    """
 
     NAMES = "aten::copy_", "aten::_foreach_copy_", "aten::_to_copy", "aten::clone"
 
@@ -104,14 +113,21 @@ class Operators(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("mask", "casts"), [(Mask.causal(48), 1), (Mask.documents([0, 16, 32, 48]), 0)], ids=["causal", "a document a rank"]
+    ("mask", "casts"),
+    [(Mask.causal(48), 1), (Mask.documents([0, 16, 32, 48]), 0)],
+    ids=["causal", "a document a rank"],
 )
-def test_the_backward_of_a_ring_copies_keys_once_and_casts_dq_only_after_additions(mask, casts, monkeypatch):
+def test_the_backward_of_a_ring_copies_keys_once_and_casts_dq_only_after_additions(
+    mask, casts, monkeypatch
+):
     monkeypatch.setattr(triton, "run", lambda *_: None)  # the interpreter copies, too
 
     def program():
         layout = Layout.contiguous(48, 3)
-        q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in whole(mask, d=16, dv=16, dtype=torch.bfloat16)[:4])
+        q, k, v, dout = (
+            layout.shard(x, dist.get_rank())
+            for x in whole(mask, d=16, dv=16, dtype=torch.bfloat16)[:4]
+        )
         leaves, counts = [x.requires_grad_() for x in (q, k, v)], Operators()
         out = fast.ring_attention(*leaves, mask, layout)
         with counts:

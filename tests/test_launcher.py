@@ -1,4 +1,6 @@
-"""Launches: the cache of compiled kernels is used for equal calls only, and captured graphs replay."""
+"""Launches: the cache of compiled kernels is used for equal calls only,
+and captured graphs replay.
+"""
 
 import functools
 from contextlib import nullcontext
@@ -80,7 +82,9 @@ def test_a_different_call_is_compiled_anew(kernel, other):
     call = dict(device=GPU, x=torch.zeros(8), n=5, D=64, num_warps=4)
     for changed in (call, call | other, call, call | other):
         arguments = changed["x"], changed["n"], 0.5
-        launcher.launch(kernel, 1, changed["device"], arguments, D=changed["D"], num_warps=changed["num_warps"])
+        launcher.launch(
+            kernel, 1, changed["device"], arguments, D=changed["D"], num_warps=changed["num_warps"]
+        )
     assert kernel.compiled == 2
 
 
@@ -109,7 +113,8 @@ def test_a_captured_graph_replays_both_passes(method, deterministic):
     mask = Mask.documents([0, 1, 700, 1500, 2048], window=(900, 0))
     draw = torch.Generator("cuda").manual_seed(0)
     q, k, v, dout = (
-        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16) for h in (32, 4, 4, 32)
+        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for h in (32, 4, 4, 32)
     )
 
     def both():
@@ -135,12 +140,17 @@ def test_a_captured_graph_replays_both_passes(method, deterministic):
 
 
 def captured(names):
-    """Return for each of three replays whether a captured graph of these schedules gives the results of eager calls."""
+    """Return for each of three replays whether a captured graph of these schedules gives the
+    results of eager calls.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mask = Mask.documents([0, 700, 701, 2048], window=(900, 0))
     layout = fast.dispatch(mask, ranks, chunk=128)
     draw = torch.Generator("cuda").manual_seed(0)
-    full = [torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16) for h in (8, 4, 4, 8)]
+    full = [
+        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for h in (8, 4, 4, 8)
+    ]
     *held, dout = (layout.shard(x, rank) for x in full)
 
     def both():

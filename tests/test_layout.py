@@ -1,4 +1,6 @@
-"""A layout assigns each token to one rank, and `local_mask` is the matrix of the mask at the tokens of two ranks."""
+"""A layout assigns each token to one rank, and `local_mask` is the matrix of the mask at the tokens
+of two ranks.
+"""
 
 import pickle
 
@@ -12,7 +14,11 @@ from canon import Band, Layout, Mask
 
 
 def dense_between(mask, layout, q_rank, k_ranks):
-    columns = torch.cat([layout.positions(rank) for rank in k_ranks]) if k_ranks else torch.empty(0, dtype=torch.int64)
+    columns = (
+        torch.cat([layout.positions(rank) for rank in k_ranks])
+        if k_ranks
+        else torch.empty(0, dtype=torch.int64)
+    )
     return mask.dense()[layout.positions(q_rank)][:, columns]
 
 
@@ -23,7 +29,9 @@ def dense_between(mask, layout, q_rank, k_ranks):
 def test_every_token_is_on_one_rank(layout):
     held = [layout.positions(rank) for rank in range(layout.ranks)]
     assert all(positions.dtype == torch.int64 for positions in held)
-    assert [len(positions) for positions in held] == [layout.size(rank) for rank in range(layout.ranks)]
+    assert [len(positions) for positions in held] == [
+        layout.size(rank) for rank in range(layout.ranks)
+    ]
     assert torch.cat(held).sort().values.equal(torch.arange(layout.tokens))
 
 
@@ -34,13 +42,20 @@ def test_zigzag_documents_divides_each_document_as_zigzag_does(lengths, ranks):
     assert (layout.tokens, layout.ranks) == (ends[-1], ranks)
     for rank in range(ranks):
         of_documents = [
-            start + Layout.zigzag(n, ranks).positions(rank) for start, n in zip(ends, lengths, strict=False)
+            start + Layout.zigzag(n, ranks).positions(rank)
+            for start, n in zip(ends, lengths, strict=False)
         ]
-        assert torch.equal(layout.positions(rank), torch.cat([torch.empty(0, dtype=torch.int64), *of_documents]))
+        assert torch.equal(
+            layout.positions(rank), torch.cat([torch.empty(0, dtype=torch.int64), *of_documents])
+        )
     assert layout == Layout.zigzag_documents(torch.tensor(ends), ranks)
 
 
-@given(st.sampled_from(sorted(KINDS)), st.lists(st.integers(0, 20), min_size=1, max_size=4), st.integers(1, 5))
+@given(
+    st.sampled_from(sorted(KINDS)),
+    st.lists(st.integers(0, 20), min_size=1, max_size=4),
+    st.integers(1, 5),
+)
 def test_concat_gives_a_rank_its_tokens_of_each_sequence(kind, lengths, ranks):
     layouts = [KINDS[kind](n, ranks) for n in lengths]
     whole = Layout.concat(layouts)
@@ -58,7 +73,9 @@ def test_zigzag_documents_is_the_order_of_ring_flash_attention(ranks):
         [x.chunk(2 * ranks) for x in torch.arange(72).split([24, 48])],
     )
     for rank in range(ranks):
-        expected = torch.cat([piece for parts in chunks for piece in (parts[rank], parts[-1 - rank])])
+        expected = torch.cat(
+            [piece for parts in chunks for piece in (parts[rank], parts[-1 - rank])]
+        )
         assert torch.equal(layout.positions(rank), expected)
 
 
@@ -78,26 +95,41 @@ def test_contiguous_zigzag_and_striped_follow_their_definitions(kind, n, ranks):
         assert all(tokens == sorted(tokens) for tokens in held)
         ends = Layout.contiguous(n, 2 * ranks)  # its pieces r and 2 * ranks - 1 - r, early and late
         for rank, tokens in enumerate(held):
-            assert tokens == [*ends.positions(rank).tolist(), *ends.positions(2 * ranks - 1 - rank).tolist()]
+            assert tokens == [
+                *ends.positions(rank).tolist(),
+                *ends.positions(2 * ranks - 1 - rank).tolist(),
+            ]
 
 
-@given(st.sampled_from(["contiguous", "zigzag"]), st.integers(0, 60), st.integers(1, 5), st.integers(1, 9))
+@given(
+    st.sampled_from(["contiguous", "zigzag"]),
+    st.integers(0, 60),
+    st.integers(1, 5),
+    st.integers(1, 9),
+)
 def test_pieces_begin_at_multiples_of_a_number_of_tokens(kind, n, ranks, multiple_of):
     layout = KINDS[kind](n, ranks, multiple_of)
     pieces = [piece for held in layout.ranges_per_rank for piece in held]
     assert all(piece.start % multiple_of == 0 for piece in pieces)
     count = ranks if kind == "contiguous" else 2 * ranks
-    sizes = [len(piece) for piece in pieces] + [0] * (count - len(pieces))  # a layout drops empty pieces
+    # a layout drops empty pieces
+    sizes = [len(piece) for piece in pieces] + [0] * (count - len(pieces))
     assert max(sizes) - min(sizes) < 2 * multiple_of
-    blocks = KINDS[kind](-(-n // multiple_of), ranks)  # the same layout of blocks of ``multiple_of`` tokens
+    # the same layout of blocks of ``multiple_of`` tokens
+    blocks = KINDS[kind](-(-n // multiple_of), ranks)
     for rank in range(ranks):
-        tokens = [b * multiple_of + i for b in blocks.positions(rank).tolist() for i in range(multiple_of)]
+        tokens = [
+            b * multiple_of + i for b in blocks.positions(rank).tolist() for i in range(multiple_of)
+        ]
         assert layout.positions(rank).tolist() == [token for token in tokens if token < n]
 
 
 @given(layouts())
 def test_equality_and_hash_are_by_content(layout):
-    pieces = [[range(piece.start, piece[-1] + 1, piece.step) for piece in held] for held in layout.ranges_per_rank]
+    pieces = [
+        [range(piece.start, piece[-1] + 1, piece.step) for piece in held]
+        for held in layout.ranges_per_rank
+    ]
     for twin in (Layout(pieces, layout.tokens), pickle.loads(pickle.dumps(layout))):
         assert twin == layout
         assert hash(twin) == hash(layout)
@@ -116,20 +148,26 @@ def test_equality_and_hash_are_by_content(layout):
 def test_local_mask_is_the_matrix_at_the_tokens_that_the_ranks_hold(data, layout):
     mask = data.draw(square_masks(layout.tokens))
     q_rank = data.draw(st.integers(0, layout.ranks - 1))
-    k_ranks = data.draw(st.lists(st.integers(0, layout.ranks - 1), unique=True))  # any ranks in any order
+    # any ranks in any order
+    k_ranks = data.draw(st.lists(st.integers(0, layout.ranks - 1), unique=True))
     local = layout.local_mask(mask, q_rank, k_ranks)
     expected = dense_between(mask, layout, q_rank, k_ranks)
     assert local.dense().equal(expected)
     assert local.area == expected.sum()
     assert Mask(local.bands, local.queries, local.keys).bands == local.bands, "sorted and disjoint"
     for k_rank in k_ranks:
-        assert layout.local_mask(mask, q_rank, k_rank).dense().equal(dense_between(mask, layout, q_rank, [k_rank]))
+        assert (
+            layout.local_mask(mask, q_rank, k_rank)
+            .dense()
+            .equal(dense_between(mask, layout, q_rank, [k_rank]))
+        )
 
 
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_zigzag_has_three_cases(n, ranks):
-    """Own keys: causal. Keys of an earlier rank: all queries see the first half. Keys of a later rank: the second half of
-    the queries sees all. The late piece begins with the second half, because the local order is ascending."""
+    """Own keys: causal. Keys of an earlier rank: all queries see the first half. Keys of a later
+    rank: the second half of the queries sees all. The late piece begins with the second half,
+    because the local order is ascending."""
     layout, mask = Layout.zigzag(n, ranks), Mask.causal(n)
     pieces = Layout.contiguous(n, 2 * ranks)  # rank r holds pieces r and 2 * ranks - 1 - r
     for rank in range(ranks):
@@ -157,27 +195,41 @@ def test_striped_hops_are_causal_squares_with_or_without_the_diagonal(n, ranks):
 def test_zigzag_and_striped_balance_causal_work_where_contiguous_does_not():
     n, ranks = 96, 4
     work = {
-        kind: [make(n, ranks).local_mask(Mask.causal(n), rank, range(ranks)).area for rank in range(ranks)]
+        kind: [
+            make(n, ranks).local_mask(Mask.causal(n), rank, range(ranks)).area
+            for rank in range(ranks)
+        ]
         for kind, make in KINDS.items()
     }
     assert len(set(work["zigzag"])) == 1  # n divides by 2 x ranks
-    assert max(work["striped"]) - min(work["striped"]) == n // ranks * (ranks - 1)  # one key a query and rank
+    # one key a query and rank
+    assert max(work["striped"]) - min(work["striped"]) == n // ranks * (ranks - 1)
     assert max(work["contiguous"]) > 6 * min(work["contiguous"])  # 7 for many tokens: (2 ranks - 1)
 
 
 @given(st.data(), layouts())
 def test_document_positions_count_from_the_start_of_each_document(data, layout):
-    ends = [0, *sorted(data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))), layout.tokens]
+    ends = [
+        0,
+        *sorted(data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))),
+        layout.tokens,
+    ]
     in_document = [i for a, b in zip(ends, ends[1:], strict=False) for i in range(b - a)]
     for rank in range(layout.ranks):
         expected = [in_document[token] for token in layout.positions(rank)]
         assert layout.document_positions(rank, ends).tolist() == expected
-        assert layout.document_positions(rank, torch.tensor(ends, dtype=torch.int32)).tolist() == expected
+        assert (
+            layout.document_positions(rank, torch.tensor(ends, dtype=torch.int32)).tolist()
+            == expected
+        )
 
 
 @given(st.data(), layouts())
 def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(data, layout):
-    rank, dim = data.draw(st.integers(0, layout.ranks - 1)), data.draw(st.sampled_from([0, 1, 2, -1]))
+    rank, dim = (
+        data.draw(st.integers(0, layout.ranks - 1)),
+        data.draw(st.sampled_from([0, 1, 2, -1])),
+    )
     shape = [2, 3, 2]
     shape[dim] = layout.tokens
     x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()

@@ -1,4 +1,6 @@
-"""`Layout.shard_batch` divides a training batch, with positions in documents and labels shifted before the division."""
+"""`Layout.shard_batch` divides a training batch, with positions in documents and labels shifted
+before the division.
+"""
 
 import pytest
 import torch
@@ -10,15 +12,25 @@ from canon import Layout, Mask
 
 
 def in_documents(cu_seqlens):
-    """Return the position of each token in its document, and whether the next token is in the same one."""
+    """Return the position of each token in its document, and whether the next token is in the same
+    one.
+    """
     spans = [range(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
     return [i for span in spans for i in span], [i + 1 < len(span) for span in spans for i in span]
 
 
-@given(st.data(), st.sampled_from(sorted(KINDS)), st.integers(0, 20), st.integers(1, 5), st.integers(1, 3))
+@given(
+    st.data(),
+    st.sampled_from(sorted(KINDS)),
+    st.integers(0, 20),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
 def test_every_entry_is_divided_and_labels_are_shifted_inside_documents(data, kind, n, ranks, b):
     layout = KINDS[kind](n, ranks)
-    ends = data.draw(st.none() | st.lists(st.integers(0, n), max_size=4).map(lambda cuts: [0, *sorted(cuts), n]))
+    ends = data.draw(
+        st.none() | st.lists(st.integers(0, n), max_size=4).map(lambda cuts: [0, *sorted(cuts), n])
+    )
     given_positions = data.draw(st.booleans())
     positions, continues = in_documents(ends or [0, n])
     batch = {
@@ -54,7 +66,9 @@ def test_rows_may_have_different_documents():
 
 @st.composite
 def positions_of_rows(draw):
-    """Draw position_ids (b, n): documents from 0 on, and often a place where a count is wrong, as in a tree or at padding."""
+    """Draw position_ids (b, n): documents from 0 on, and often a place where a count is wrong, as
+    in a tree or at padding.
+    """
     lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     row = [place for length in lengths for place in range(length)]
     for _ in range(draw(st.integers(0, 2))):
@@ -64,7 +78,9 @@ def positions_of_rows(draw):
 
 @given(positions_of_rows(), st.integers(1, 3))
 def test_documents_are_those_of_the_mask_of_the_same_positions(rows, ranks):
-    """A token learns its successor if the successor sees it. Where no mask exists, there are no labels."""
+    """A token learns its successor if the successor sees it. Where no mask exists, there are no
+    labels.
+    """
     n = len(rows[0])
     layout, labels = Layout.zigzag(n, ranks), torch.arange(n).expand(len(rows), -1)
     batch = {"labels": labels, "position_ids": torch.tensor(rows)}
@@ -72,7 +88,9 @@ def test_documents_are_those_of_the_mask_of_the_same_positions(rows, ranks):
     if not follows:
         for take in (Mask.from_position_ids, lambda _: layout.shard_batch(batch, 0)):
             with pytest.raises(
-                ValueError, match=r"one more than.*use Mask.padding, for sequences that begin alike canon.trees"
+                ValueError,
+                match=r"one more than.*use Mask.padding, for sequences that begin "
+                r"alike canon.trees",
             ):
                 take(rows)
         return
@@ -81,13 +99,17 @@ def test_documents_are_those_of_the_mask_of_the_same_positions(rows, ranks):
         learns = [*mask.dense()[1:].diagonal().tolist(), False]
         right = torch.where(torch.tensor(learns), torch.arange(n) + 1, -100)
         for rank in range(ranks):
-            assert layout.shard_batch(batch, rank)["shift_labels"][row].equal(right[layout.positions(rank)])
+            assert layout.shard_batch(batch, rank)["shift_labels"][row].equal(
+                right[layout.positions(rank)]
+            )
 
 
 def test_labels_that_hide_a_prompt_stay_hidden():
     labels = torch.tensor([[-100, -100, 5, 6, -100, 8]])
     batch = {"labels": labels, "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1]])}
-    assert Layout.contiguous(6, 1).shard_batch(batch, 0)["shift_labels"].tolist() == [[-100, 5, 6, -100, 8, -100]]
+    assert Layout.contiguous(6, 1).shard_batch(batch, 0)["shift_labels"].tolist() == [
+        [-100, 5, 6, -100, 8, -100]
+    ]
 
 
 def test_cu_seqlens_divides_labels_even_if_positions_do_not_restart():
@@ -111,7 +133,12 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
     [
         ({"input_ids": IDS[0]}, {}, ValueError, "'input_ids' must be (b, 8, ...), with all tokens"),
         ({"input_ids": IDS[0]}, {}, ValueError, "got (8,): pass x[None]"),
-        ({"attention_mask": torch.zeros(2, 1, 8, 8)}, {}, ValueError, "got (2, 1, 8, 8): leave it out"),
+        (
+            {"attention_mask": torch.zeros(2, 1, 8, 8)},
+            {},
+            ValueError,
+            "got (2, 1, 8, 8): leave it out",
+        ),
         ({"input_ids": IDS[:, :4]}, {}, ValueError, "got (2, 4)"),
         ({"num_items": torch.tensor(3)}, {}, ValueError, "'num_items' must be (b, 8, ...)"),
         (
@@ -122,11 +149,26 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
         ),
         ({"labels": None}, {}, TypeError, "entry 'labels' must be a plain tensor, got None"),
         ({"labels": IDS.float()}, {}, ValueError, "labels must be whole numbers (b, n)"),
-        ({"labels": torch.zeros(2, 8, 3, dtype=torch.int64)}, {}, ValueError, "labels must be whole numbers (b, n)"),
-        ({"labels": IDS, "position_ids": torch.zeros(2, 8, 3)}, {}, ValueError, "to find documents, got (2, 8, 3)"),
+        (
+            {"labels": torch.zeros(2, 8, 3, dtype=torch.int64)},
+            {},
+            ValueError,
+            "labels must be whole numbers (b, n)",
+        ),
+        (
+            {"labels": IDS, "position_ids": torch.zeros(2, 8, 3)},
+            {},
+            ValueError,
+            "to find documents, got (2, 8, 3)",
+        ),
         ({}, {}, TypeError, "batch must be a dict of one or more tensors, got {}"),
         (IDS, {}, TypeError, "batch must be a dict of one or more tensors"),
-        ({"input_ids": IDS}, {"cu_seqlens": [0, 7]}, ValueError, "cu_seqlens ends at 7, the layout has 8 tokens"),
+        (
+            {"input_ids": IDS},
+            {"cu_seqlens": [0, 7]},
+            ValueError,
+            "cu_seqlens ends at 7, the layout has 8 tokens",
+        ),
         ({"input_ids": IDS}, {"cu_seqlens": [0, 9, 8]}, ValueError, "cu_seqlens must not decrease"),
         ({"input_ids": IDS}, {"rank": 2}, ValueError, "rank 2 is not one of the layout's 2"),
     ],

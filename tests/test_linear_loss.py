@@ -1,4 +1,6 @@
-"""`linear_sequence_loss` equals the loss of all logits, with its gradients, its memory and its errors. Its faults are seen."""
+"""`linear_sequence_loss` equals the loss of all logits, with its gradients, its memory and its
+errors. Its faults are seen.
+"""
 
 import itertools
 import sys
@@ -33,14 +35,27 @@ def inputs(tokens=7, dtype=torch.float64, seed=0):
     """Return hidden, the output head, labels and weights. Two tokens have no label."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (2, tokens, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,)
-    leaves = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    leaves = [
+        torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
     labels = torch.randint(VOCABULARY, (2, tokens), generator=draw)
     labels[0, 2:4] = -100
     return leaves, labels, torch.rand(2, tokens, generator=draw)
 
 
-def all_logits(hidden, weight, labels, *, bias, weights=None, num_items_in_batch=None, softcap=None, z_loss=0.0,
-               label_smoothing=0.0):  # fmt: skip
+def all_logits(
+    hidden,
+    weight,
+    labels,
+    *,
+    bias,
+    weights=None,
+    num_items_in_batch=None,
+    softcap=None,
+    z_loss=0.0,
+    label_smoothing=0.0,
+):
     """Return the loss by its definition, with all logits."""
     logits, labels = linear(hidden, weight, bias).flatten(0, -2), labels.flatten()
     if softcap is not None:
@@ -48,7 +63,9 @@ def all_logits(hidden, weight, labels, *, bias, weights=None, num_items_in_batch
     factors = (labels >= 0).double() * (1 if weights is None else weights.flatten())
     losses = cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     losses = losses + z_loss * torch.logsumexp(logits, 1).square()
-    return (factors * losses).sum() / (factors.sum() if num_items_in_batch is None else num_items_in_batch)
+    return (factors * losses).sum() / (
+        factors.sum() if num_items_in_batch is None else num_items_in_batch
+    )
 
 
 def with_weights(options, weights):
@@ -68,26 +85,35 @@ def test_it_equals_the_loss_of_all_logits(options, chunk):
 
 
 def mesh_of_four():
-    """Return this rank's place among the token ranks and among the vocabulary ranks, and both groups."""
-    tokens, vocabulary = ([dist.new_group(ranks) for ranks in pairs] for pairs in (([0, 2], [1, 3]), ([0, 1], [2, 3])))
+    """Return this rank's place among the token ranks and among the vocabulary ranks, and both
+    groups.
+    """
+    tokens, vocabulary = (
+        [dist.new_group(ranks) for ranks in pairs] for pairs in (([0, 2], [1, 3]), ([0, 1], [2, 3]))
+    )
     cp, tp = divmod(dist.get_rank(), 2)
     return cp, tp, {"group": tokens[tp], "vocab_group": vocabulary[cp]}
 
 
 def compare_on_a_mesh(loss, options, shards):
-    """Two token ranks with their own shards, and two vocabulary ranks with slices of 20 and 30 rows."""
+    """Two token ranks with their own shards, and two vocabulary ranks with slices of 20 and 30
+    rows.
+    """
     cp, tp, groups = mesh_of_four()
     leaves, labels, weights = inputs(sum(shards))
     options = with_weights(options, weights)
     hidden, weight, bias = leaves
     expected = (
-        all_logits(hidden, weight, labels, bias=bias, **options) if sum(shards) else 0 * sum(x.sum() for x in leaves)
+        all_logits(hidden, weight, labels, bias=bias, **options)
+        if sum(shards)
+        else 0 * sum(x.sum() for x in leaves)
     )
     grads = torch.autograd.grad(expected, leaves)
     tokens = slice(sum(shards[:cp]), sum(shards[: cp + 1]))
     rows = slice(sum(SLICES[:tp]), sum(SLICES[: tp + 1]))
     mine = [
-        x.detach()[part].requires_grad_() for x, part in ((hidden, (slice(None), tokens)), (weight, rows), (bias, rows))
+        x.detach()[part].requires_grad_()
+        for x, part in ((hidden, (slice(None), tokens)), (weight, rows), (bias, rows))
     ]
     options = with_weights(options, weights[:, tokens])
     found = loss(*mine[:2], labels[:, tokens], linear_bias=mine[2], chunk=3, **options, **groups)
@@ -106,7 +132,9 @@ def test_tokens_and_vocabulary_may_be_divided_unevenly(shards):
 
 
 def test_processes_divide_the_vocabulary():
-    process_groups.processes(partial(compare_on_a_mesh, linear_sequence_loss, OPTIONS[-1], SHARDS[0]), 4)
+    process_groups.processes(
+        partial(compare_on_a_mesh, linear_sequence_loss, OPTIONS[-1], SHARDS[0]), 4
+    )
 
 
 FAULTS = [  # a text of the file, its replacement, and the options that show the fault
@@ -121,7 +149,11 @@ FAULTS = [  # a text of the file, its replacement, and the options that show the
     ("(1 - terms.smoothing) * target", "target", OPTIONS[3]),
     ("(terms.smoothing - 1) * factor", "-factor", OPTIONS[3]),
     ("total / self.vocabulary", "total / logits.shape[1]", OPTIONS[3]),
-    ("factor * terms.smoothing / terms.vocabulary", "(factor != 0) * terms.smoothing / terms.vocabulary", OPTIONS[-1]),
+    (
+        "factor * terms.smoothing / terms.vocabulary",
+        "(factor != 0) * terms.smoothing / terms.vocabulary",
+        OPTIONS[-1],
+    ),
     ("(1 + 2 * terms.z_loss * lse)", "(1 + terms.z_loss * lse)", OPTIONS[2]),
     (".square_().neg_()", ".neg_()", OPTIONS[1]),
     ("self.weights[part]", "self.weights.flip(0)[part]", OPTIONS[-1]),
@@ -136,21 +168,32 @@ def test_a_planted_fault_is_seen(text, fault, options, monkeypatch):
     monkeypatch.setitem(sys.modules, "planted", planted)  # dataclasses look there
     exec(compile(source.replace(text, fault), "planted", "exec"), vars(planted))
     with pytest.raises(RuntimeError) as raised:
-        process_groups.threads(partial(compare_on_a_mesh, planted.linear_sequence_loss, options, SHARDS[0]), 4)
+        process_groups.threads(
+            partial(compare_on_a_mesh, planted.linear_sequence_loss, options, SHARDS[0]), 4
+        )
     assert isinstance(raised.value.__cause__, AssertionError)
 
 
 def test_without_a_label_loss_and_gradients_are_0():
     (hidden, weight, bias), labels, _ = inputs()
     for ignored in (-100, 7):  # 7 is a token, too
-        loss = linear_sequence_loss(hidden, weight, torch.full_like(labels, ignored), linear_bias=bias, z_loss=0.1,
-                                    label_smoothing=0.1, ignore_index=ignored)  # fmt: skip
+        loss = linear_sequence_loss(
+            hidden,
+            weight,
+            torch.full_like(labels, ignored),
+            linear_bias=bias,
+            z_loss=0.1,
+            label_smoothing=0.1,
+            ignore_index=ignored,
+        )
         assert loss == 0
         assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, (hidden, weight, bias)))
 
 
 def bytes_at_peak(program):
-    """Return the most bytes that tensors from inside the program hold at a time, also temporaries of operators."""
+    """Return the most bytes that tensors from inside the program hold at a time, also temporaries
+    of operators.
+    """
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -159,15 +202,23 @@ def bytes_at_peak(program):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
         program()
     events = sorted(measured.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-    return max(itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]"))
+    return max(
+        itertools.accumulate(event.nbytes() for event in events if event.name() == "[memory]")
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1}], ids=["plain", "all"])
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1}], ids=["plain", "all"]
+)
 def test_peak_memory_is_that_of_the_formula(dtype, options):
-    """1.2 chunks of float32 logits; in 16 bits also the float32 sum for the weight, and in the end only that and its result."""
-    tokens, width, vocabulary, chunk = (256, 64, 2048, 64) if DEVICE == "cpu" else (4096, 2048, 65536, 1024)
+    """1.2 chunks of float32 logits; in 16 bits also the float32 sum for the weight, and in the end
+    only that and its result.
+    """
+    tokens, width, vocabulary, chunk = (
+        (256, 64, 2048, 64) if DEVICE == "cpu" else (4096, 2048, 65536, 1024)
+    )
     of_sum = 0 if dtype == torch.float32 else 4 * width * vocabulary / (chunk * vocabulary * 4)
     shapes = (tokens, width), (vocabulary, width), (vocabulary,)
     leaves = [torch.randn(shape, device=DEVICE).to(dtype).requires_grad_() for shape in shapes]
@@ -176,7 +227,14 @@ def test_peak_memory_is_that_of_the_formula(dtype, options):
     def excess(chunk_of_call):
         for x in leaves:
             x.grad = None
-        loss = partial(linear_sequence_loss, *leaves[:2], labels, linear_bias=leaves[2], chunk=chunk_of_call, **options)
+        loss = partial(
+            linear_sequence_loss,
+            *leaves[:2],
+            labels,
+            linear_bias=leaves[2],
+            chunk=chunk_of_call,
+            **options,
+        )
         peak = bytes_at_peak(lambda: loss().backward())
         return (peak - sum(x.nbytes for x in leaves)) / (chunk * vocabulary * 4)
 
@@ -188,7 +246,9 @@ def test_peak_memory_is_that_of_the_formula(dtype, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_have_float32_logits_and_round_gradients_once(dtype):
-    """A rounding errs by at most eps / 2: of dlogits, of the result, and for hidden of its product with 1 / 12."""
+    """A rounding errs by at most eps / 2: of dlogits, of the result, and for hidden of its product
+    with 1 / 12.
+    """
     leaves, labels, _ = inputs(dtype=dtype)
     hidden, weight, bias = leaves = [x.detach().to(DEVICE).requires_grad_() for x in leaves]
     labels, exact = labels.to(DEVICE), [x.detach().double().requires_grad_() for x in leaves]
@@ -196,20 +256,30 @@ def test_16_bits_have_float32_logits_and_round_gradients_once(dtype):
     found = linear_sequence_loss(hidden, weight, labels, linear_bias=bias, chunk=7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    for grad, right in zip(*(torch.autograd.grad(*x) for x in ((found, leaves), (expected, exact))), strict=True):
+    for grad, right in zip(
+        *(torch.autograd.grad(*x) for x in ((found, leaves), (expected, exact))), strict=True
+    ):
         assert grad.dtype == dtype
         assert (grad - right).norm() <= 1.5 * torch.finfo(dtype).eps * right.norm()
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = linear_sequence_loss(*(x.float() for x in (hidden, weight)), labels, linear_bias=bias.float())
+        found = linear_sequence_loss(
+            *(x.float() for x in (hidden, weight)), labels, linear_bias=bias.float()
+        )
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [2.0**-40, 2.0**20])
 def test_small_and_large_weights_fit_in_float16(size):
-    """Gradients of a chunk's logits are float16, and have their digits whatever the size of the weights."""
+    """Gradients of a chunk's logits are float16, and have their digits whatever the size of the
+    weights.
+    """
     leaves, labels, weights = inputs(dtype=torch.float16)
-    leaves, labels, weights = [x.detach().to(DEVICE) for x in leaves], labels.to(DEVICE), weights.to(DEVICE)
+    leaves, labels, weights = (
+        [x.detach().to(DEVICE) for x in leaves],
+        labels.to(DEVICE),
+        weights.to(DEVICE),
+    )
 
     def gradients(weights, items):
         mine = [x.clone().requires_grad_() for x in leaves]
@@ -224,11 +294,15 @@ def test_its_gradients_serve_one_backward_pass():
     (hidden, weight, bias), labels, _ = inputs()
     loss = linear_sequence_loss(hidden, weight, labels)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="to one backward pass: call it again instead of retain_graph=True"):
+    with pytest.raises(
+        RuntimeError, match="to one backward pass: call it again instead of retain_graph=True"
+    ):
         loss.backward()
     loss = linear_sequence_loss(hidden, weight, labels, linear_bias=bias)
     (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not support second derivatives of linear_sequence_loss"):
+    with pytest.raises(
+        RuntimeError, match="does not support second derivatives of linear_sequence_loss"
+    ):
         grad.sum().backward()
     with torch.no_grad():
         close(linear_sequence_loss(hidden, weight, labels, linear_bias=bias), loss.detach())
@@ -255,14 +329,19 @@ def wrong_groups_and_arguments():
     """Ranks 0 and 3 share no group."""
     (hidden, weight, _), labels, _ = inputs()
     with pytest.raises(
-        ValueError, match=r"share the ranks \[0, 1, 2, 3\], expected this rank only: pass two dimensions"
+        ValueError,
+        match=r"share the ranks \[0, 1, 2, 3\], expected this rank only: pass two "
+        r"dimensions",
     ):
         linear_sequence_loss(hidden, weight, labels, vocab_group=dist.group.WORLD)
     groups = mesh_of_four()[2]
     with pytest.raises(
-        ValueError, match="label_smoothing must be a finite number >= 0 and <= 1, got 2|the ranks disagree"
+        ValueError,
+        match="label_smoothing must be a finite number >= 0 and <= 1, got 2|the ranks disagree",
     ):
-        linear_sequence_loss(hidden, weight, labels, **groups, label_smoothing=2 if dist.get_rank() == 3 else 0)
+        linear_sequence_loss(
+            hidden, weight, labels, **groups, label_smoothing=2 if dist.get_rank() == 3 else 0
+        )
 
 
 def test_wrong_groups_and_arguments_raise_on_every_rank():

@@ -1,4 +1,6 @@
-"""An exception that one rank survives, and a call on an ended group, raise on every rank: nothing waits for lost messages."""
+"""An exception that one rank survives, and a call on an ended group, raise on every rank: nothing
+waits for lost messages.
+"""
 
 import functools
 import logging
@@ -22,10 +24,14 @@ HALVES = {"reference": reference, "fast": fast}
 
 
 def survive_an_exception(half, function, where, when, error=MemoryError):
-    """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log, and the seconds."""
+    """Rank 1 raises at one end of a pass, and continues. Return each rank's later errors, its log,
+    and the seconds.
+    """
     shorten_waits()
     log, errors = [], []
-    logging.getLogger("canon.ranks.agreement").addFilter(lambda record: log.append(record.getMessage()))
+    logging.getLogger("canon.ranks.agreement").addFilter(
+        lambda record: log.append(record.getMessage())
+    )
     leaves = [torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2)]
     step = lambda: getattr(HALVES[half], function)(*leaves).sum().backward()
     step()
@@ -61,9 +67,13 @@ def survive_an_exception(half, function, where, when, error=MemoryError):
         ("fast", "ring_attention", "forward", "before", SystemExit),
     ],
 )
-def test_an_exception_that_one_rank_survives_raises_on_every_rank(half, function, where, when, error):
+def test_an_exception_that_one_rank_survives_raises_on_every_rank(
+    half, function, where, when, error
+):
     expected = f"rank 1 raised {error.__name__} in {function} ({where}): out of memory"
-    found = process_groups.processes(functools.partial(survive_an_exception, half, function, where, when, error), 2)
+    found = process_groups.processes(
+        functools.partial(survive_an_exception, half, function, where, when, error), 2
+    )
     for errors, _, seconds in found:
         assert all(expected in error for error in errors)
         assert seconds < 9, "two looks of the watching thread are a tenth of a second apart"
@@ -74,16 +84,23 @@ END = """
 import sys, torch, torch.distributed as dist
 from canon import reference
 from short_waits import shorten_waits
+
 shorten_waits()
-port, rank, error = int(sys.argv[1]), int(sys.argv[2]), {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}[sys.argv[3]]
+port, rank, error = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    {"interrupt": KeyboardInterrupt(), "exit": SystemExit(3)}[sys.argv[3]],
+)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 x = torch.ones(1, 8, 2, 8)
 reference.ring_attention(x, x, x)
 print("ready", flush=True)
 sys.stdin.readline()
 
+
 def raises(*_):
     raise error
+
 
 if rank == 0:
     dist.batch_isend_irecv = raises
@@ -91,7 +108,9 @@ reference.ring_attention(x, x, x)
 """
 
 
-@pytest.mark.parametrize(("how", "error", "code"), [("interrupt", "KeyboardInterrupt", -2), ("exit", "SystemExit", 3)])
+@pytest.mark.parametrize(
+    ("how", "error", "code"), [("interrupt", "KeyboardInterrupt", -2), ("exit", "SystemExit", 3)]
+)
 def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how, error, code):
     """Rank 0 serves the store, as without a launcher."""
     with socket.socket() as free:
@@ -100,7 +119,9 @@ def test_a_process_that_is_interrupted_in_a_pass_ends_and_the_others_name_it(how
     options = {"stdin": -1, "stdout": -1, "stderr": -1, "text": True}
     options["env"] = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     options["env"]["PYTHONPATH"] = os.pathsep.join([SOURCES, TESTS])
-    start_rank = lambda rank: subprocess.Popen([sys.executable, "-c", END, str(port), str(rank), how], **options)
+    start_rank = lambda rank: subprocess.Popen(
+        [sys.executable, "-c", END, str(port), str(rank), how], **options
+    )
     with start_rank(0) as first, start_rank(1) as second:
         assert [rank.stdout.readline() for rank in (first, second)] == ["ready\n"] * 2
         start = time.monotonic()
@@ -139,7 +160,9 @@ def use_an_ended_group(half):
         lambda: layout.unshard(x, group),
         out.sum().backward,
     ):
-        with pytest.raises((RuntimeError, ValueError), match="the process group has ended: make a new one") as raised:
+        with pytest.raises(
+            (RuntimeError, ValueError), match="the process group has ended: make a new one"
+        ) as raised:
             use()
         assert len(str(raised.value)) < 150
 

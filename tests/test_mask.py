@@ -17,7 +17,9 @@ small = st.integers(0, 9)
 @st.composite
 def masks(draw):
     """Draw any rectangular mask: at most one band in each field of an uneven grid."""
-    rows, columns = (sorted(draw(st.lists(st.integers(0, 11), min_size=1, max_size=4))) for _ in "qk")
+    rows, columns = (
+        sorted(draw(st.lists(st.integers(0, 11), min_size=1, max_size=4))) for _ in "qk"
+    )
     fields = [
         Band(a, b, c, d, draw(bounds), draw(bounds))
         for a, b in zip(rows, rows[1:], strict=False)
@@ -38,12 +40,18 @@ def offsets(queries, keys):
 
 
 def same(mask, matrix):
-    """Return whether a mask equals the matrix, and its bands pass the checks of the public constructor as they are."""
+    """Return whether a mask equals the matrix, and its bands pass the checks of the public
+    constructor as they are.
+    """
     checked = Mask(mask.bands, mask.queries, mask.keys)
     assert checked == mask
     assert (checked.bands, hash(checked), checked.digest) == (mask.bands, hash(mask), mask.digest)
     assert all(type(band) is Band and band == Band(*band) for band in mask.bands), "tight"
-    return mask.dense().shape == matrix.shape and torch.equal(mask.dense(), matrix) and mask.area == matrix.sum()
+    return (
+        mask.dense().shape == matrix.shape
+        and torch.equal(mask.dense(), matrix)
+        and mask.area == matrix.sum()
+    )
 
 
 # --- constructors ---
@@ -69,7 +77,11 @@ def test_documents(cu_seqlens, causal, window):
         window = tuple(None if bound is None else abs(bound) for bound in window)
     n = cu_seqlens[-1]
     document = torch.tensor(
-        [d for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)) for _ in range(a, b)]
+        [
+            d
+            for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False))
+            for _ in range(a, b)
+        ]
     )
     offset = offsets(n, n)
     expected = document.view(n, 1) == document.view(1, n)
@@ -81,14 +93,18 @@ def test_documents(cu_seqlens, causal, window):
     assert same(mask, expected)
     assert mask == Mask.documents(torch.tensor(cu_seqlens, dtype=torch.int32), causal, window)
     if window is None and causal:
-        assert mask == Mask.concat([Mask.causal(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)])
+        assert mask == Mask.concat(
+            [Mask.causal(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+        )
 
 
 @given(small, small)
 def test_prefix(n, prefix):
     assume(prefix <= n)
     j = torch.arange(n)
-    assert same(Mask.prefix(n, prefix), (offsets(n, n) <= 0) | ((j < prefix)[:, None] & (j < prefix)))
+    assert same(
+        Mask.prefix(n, prefix), (offsets(n, n) <= 0) | ((j < prefix)[:, None] & (j < prefix))
+    )
 
 
 TYPES = ["full", "causal", "inverse_causal", "bi_causal"]
@@ -109,12 +125,15 @@ def test_ranges_has_the_four_slice_types_of_magiattention(q, k, kind):
     assert mask == Mask.ranges(torch.tensor([q]), torch.tensor([k]), torch.tensor([kind]))
     assert mask == Mask.ranges([range(*q)], [range(*k)], [TYPES[kind]], queries=q1, keys=k1)
     assert same(
-        Mask.ranges([q], [k], [kind], queries=10, keys=11), torch.nn.functional.pad(expected, (0, 11 - k1, 0, 10 - q1))
+        Mask.ranges([q], [k], [kind], queries=10, keys=11),
+        torch.nn.functional.pad(expected, (0, 11 - k1, 0, 10 - q1)),
     )
 
 
 def ancestors(parents, lengths, starts):
-    """Return the dense mask: each token sees its node and the ancestors, a token in a gap the ancestors of the next node."""
+    """Return the dense mask: each token sees its node and the ancestors, a token in a gap the
+    ancestors of the next node.
+    """
     n = starts[-1] + lengths[-1] if starts else 0
     matrix = torch.zeros(n, n, dtype=torch.bool)
     for token in range(n):
@@ -151,7 +170,10 @@ def test_a_deep_chain_is_causal():
 
 @given(st.data(), masks(), st.integers(1, 4))
 def test_crop_slices_the_matrix(data, mask, step):
-    rows, columns = data.draw(ranges_inside(mask.queries, step)), data.draw(ranges_inside(mask.keys, step))
+    rows, columns = (
+        data.draw(ranges_inside(mask.queries, step)),
+        data.draw(ranges_inside(mask.keys, step)),
+    )
     dense = mask.dense()
     assert same(mask.crop(rows, columns), dense[list(rows)][:, list(columns)])
     if step == 1:
@@ -169,14 +191,20 @@ def test_shift_pads_or_cuts_at_the_start(mask, queries, keys):
 @given(masks(), st.none() | st.integers(-1, 12), st.none() | st.integers(-1, 12))
 def test_windowed_keeps_the_cells_near_the_diagonal(mask, left, right):
     offset = offsets(mask.queries, mask.keys)
-    near = (offset >= (-12 if left in (None, -1) else -left)) & (offset <= (12 if right in (None, -1) else right))
+    near = (offset >= (-12 if left in (None, -1) else -left)) & (
+        offset <= (12 if right in (None, -1) else right)
+    )
     assert same(mask.windowed(left, right), mask.dense() & near)
     assert mask.windowed() == mask
 
 
 @given(st.lists(masks(), max_size=3))
 def test_concat_is_block_diagonal(several):
-    dense = torch.block_diag(*(mask.dense().int() for mask in several)).bool() if several else torch.zeros(0, 0).bool()
+    dense = (
+        torch.block_diag(*(mask.dense().int() for mask in several)).bool()
+        if several
+        else torch.zeros(0, 0).bool()
+    )
     sizes = sum(mask.queries for mask in several), sum(mask.keys for mask in several)
     assert same(Mask.concat(several), dense.reshape(sizes))
 
@@ -186,12 +214,16 @@ def test_needed_keys_are_the_columns_that_some_row_sees(data, mask, step):
     rows = data.draw(st.lists(ranges_inside(mask.queries, step), max_size=3))
     picked = [i for piece in rows for i in piece]
     needed = mask.needed_keys(rows)
-    assert [j for piece in needed for j in piece] == mask.dense()[picked].any(0).nonzero().flatten().tolist()
+    assert [j for piece in needed for j in piece] == mask.dense()[picked].any(
+        0
+    ).nonzero().flatten().tolist()
     assert all(len(piece) and piece.step == 1 for piece in needed)
     assert all(before.stop < after.start for before, after in zip(needed, needed[1:], strict=False))
     for piece in rows:
         near = mask.bands_near(piece)
-        assert {band for band in mask.bands if band.q_start < piece.stop and band.q_stop > piece.start} <= set(near)
+        assert {
+            band for band in mask.bands if band.q_start < piece.stop and band.q_stop > piece.start
+        } <= set(near)
         assert list(near) == sorted(near)
 
 

@@ -8,7 +8,19 @@ from canon import Band, Layout, Mask, trees
 
 MASK, LAYOUT, ONE = Mask.causal(8), Layout.zigzag(8, 2), Layout.contiguous(8, 1)
 X = torch.zeros(1, 8)
-NO_NUMBERS = ["8", 8.0, 8.5, float("nan"), True, None, [8], (8,), np.float32(8), np.bool_(True), torch.tensor(8)]
+NO_NUMBERS = [
+    "8",
+    8.0,
+    8.5,
+    float("nan"),
+    True,
+    None,
+    [8],
+    (8,),
+    np.float32(8),
+    np.bool_(True),
+    torch.tensor(8),
+]
 
 pytestmark = pytest.mark.usefixtures("own_errors")
 
@@ -81,7 +93,10 @@ def test_integers_of_numpy_count_as_whole_numbers(kind):
         (Mask.documents(ends), Mask.documents([0, 3, 8])),
         (Mask.documents(list(ends), window=(two, none)), Mask.documents([0, 3, 8], window=(2, 0))),
         (Mask.prefix(n, two), Mask.prefix(8, 2)),
-        (Mask.block_causal(ends, q_valid=ends > 0), Mask.block_causal([0, 3, 8], q_valid=[0, 1, 1])),
+        (
+            Mask.block_causal(ends, q_valid=ends > 0),
+            Mask.block_causal([0, 3, 8], q_valid=[0, 1, 1]),
+        ),
         (Mask.ranges(np.array([[0, 8]], kind), np.array([[0, 8]], kind), [one]), MASK),
         (Mask([Band(none, n, none, n, None, none)], n, n), MASK),
         (MASK.shift(two), MASK.shift(2)),
@@ -106,9 +121,14 @@ def test_arguments_that_are_not_sequences_of_numbers_are_named(wrong):
         ("cu_seqlens", Mask.documents),
         ("cu_seqlens", lambda ends: LAYOUT.document_positions(0, ends)),
         ("q_blocks", Mask.block_causal),
-        ("k_valid", lambda flags: Mask.block_causal([0, 1], None, None, flags if flags is not None else 1)),
+        (
+            "k_valid",
+            lambda flags: Mask.block_causal([0, 1], None, None, flags if flags is not None else 1),
+        ),
     ]:
-        with pytest.raises(TypeError, match=f"{name} must be a sequence or a tensor of whole numbers, got"):
+        with pytest.raises(
+            TypeError, match=f"{name} must be a sequence or a tensor of whole numbers, got"
+        ):
             make(wrong)
 
 
@@ -135,18 +155,62 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: Mask([], 2**70, 1), ValueError, "queries must be below 2^62"),
         (lambda: Mask.documents([0, 2**63]), ValueError, "cu_seqlens must lie within"),
         (lambda: Mask.block_causal([0, 2**64]), ValueError, "q_blocks must lie within"),
-        (lambda: Mask.block_causal([0, 1], q_valid=[1, 5]), ValueError, "q_valid must hold booleans, 0 or 1, got 5"),
-        (lambda: Mask.block_causal([0, 1], q_valid=[0.0, -1e9]), TypeError, "q_valid[0] must be a whole number"),
-        (lambda: Mask.documents([0, 8], causal="no"), TypeError, "causal must be True or False, got 'no'"),
+        (
+            lambda: Mask.block_causal([0, 1], q_valid=[1, 5]),
+            ValueError,
+            "q_valid must hold booleans, 0 or 1, got 5",
+        ),
+        (
+            lambda: Mask.block_causal([0, 1], q_valid=[0.0, -1e9]),
+            TypeError,
+            "q_valid[0] must be a whole number",
+        ),
+        (
+            lambda: Mask.documents([0, 8], causal="no"),
+            TypeError,
+            "causal must be True or False, got 'no'",
+        ),
         (lambda: Mask.padding([3], 8, causal=1), TypeError, "causal must be True or False, got 1"),
-        (lambda: Mask.padding([3, 9], 8), ValueError, "lengths[1] must be in 0..8, the tokens of a sequence, got 9"),
-        (lambda: Mask.padding(3, 8), TypeError, "lengths must be a sequence or a tensor of whole numbers, got 3"),
-        (lambda: Mask.from_position_ids([1, 2]), ValueError, "position_ids[0] is 1: a position is 0, at the start"),
-        (lambda: Mask.from_position_ids([[0, 1], [0, 2]]), ValueError, "position_ids[1][1] is 2: a position is 0"),
-        (lambda: Mask.from_position_ids([[0], [0.0]]), TypeError, "position_ids[1][0] must be a whole number, got 0.0"),
-        (lambda: Mask.from_position_ids(X), TypeError, "position_ids[0][0] must be a whole number, got 0.0"),
-        (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), ValueError, "{'q_blocks': 2, 'q_valid': 1}"),
-        (lambda: Mask.tree([-1, 0, 0, 1], [1] * 4), ValueError, "parents[3] must be 2, an ancestor of node 2, or -1"),
+        (
+            lambda: Mask.padding([3, 9], 8),
+            ValueError,
+            "lengths[1] must be in 0..8, the tokens of a sequence, got 9",
+        ),
+        (
+            lambda: Mask.padding(3, 8),
+            TypeError,
+            "lengths must be a sequence or a tensor of whole numbers, got 3",
+        ),
+        (
+            lambda: Mask.from_position_ids([1, 2]),
+            ValueError,
+            "position_ids[0] is 1: a position is 0, at the start",
+        ),
+        (
+            lambda: Mask.from_position_ids([[0, 1], [0, 2]]),
+            ValueError,
+            "position_ids[1][1] is 2: a position is 0",
+        ),
+        (
+            lambda: Mask.from_position_ids([[0], [0.0]]),
+            TypeError,
+            "position_ids[1][0] must be a whole number, got 0.0",
+        ),
+        (
+            lambda: Mask.from_position_ids(X),
+            TypeError,
+            "position_ids[0][0] must be a whole number, got 0.0",
+        ),
+        (
+            lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]),
+            ValueError,
+            "{'q_blocks': 2, 'q_valid': 1}",
+        ),
+        (
+            lambda: Mask.tree([-1, 0, 0, 1], [1] * 4),
+            ValueError,
+            "parents[3] must be 2, an ancestor of node 2, or -1",
+        ),
         (
             lambda: Mask.tree([0], [1]),
             ValueError,
@@ -159,48 +223,136 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
             "starts[1] must be at least 4, the end of the node before",
         ),
         (lambda: Mask.tree([-1], [1], [-1]), ValueError, "starts[0] must be at least 0"),
-        (lambda: Mask.tree([-1], [1, 2]), ValueError, "1 parents, 2 lengths and 2 starts: give one of each"),
-        (lambda: trees.pack([[1], [2.5]]), TypeError, "sequences[1][0] must be a whole number, got 2.5"),
-        (lambda: trees.pack([1, 2]), TypeError, "sequences[0] must be a sequence or a tensor of whole numbers, got 1"),
-        (lambda: trees.pack(3), TypeError, "sequences must be a list with the token ids of each sequence, got 3"),
-        (lambda: trees.pack([[1]], 0), ValueError, "multiple_of must be a whole number >= 1, got 0"),
-        (lambda: trees.pack([[1, 2]], max_tokens=1), ValueError, "sequences[0] has 2 tokens, more than max_tokens=1"),
-        (lambda: trees.pack([[1, 2]]).unpack(X), ValueError, "unpack: x has 1 entries along dim 0, the tree 2"),
-        (lambda: Mask.documents([0, 8], window=0), TypeError, "window must be a pair (left, right) or None, got 0"),
+        (
+            lambda: Mask.tree([-1], [1, 2]),
+            ValueError,
+            "1 parents, 2 lengths and 2 starts: give one of each",
+        ),
+        (
+            lambda: trees.pack([[1], [2.5]]),
+            TypeError,
+            "sequences[1][0] must be a whole number, got 2.5",
+        ),
+        (
+            lambda: trees.pack([1, 2]),
+            TypeError,
+            "sequences[0] must be a sequence or a tensor of whole numbers, got 1",
+        ),
+        (
+            lambda: trees.pack(3),
+            TypeError,
+            "sequences must be a list with the token ids of each sequence, got 3",
+        ),
+        (
+            lambda: trees.pack([[1]], 0),
+            ValueError,
+            "multiple_of must be a whole number >= 1, got 0",
+        ),
+        (
+            lambda: trees.pack([[1, 2]], max_tokens=1),
+            ValueError,
+            "sequences[0] has 2 tokens, more than max_tokens=1",
+        ),
+        (
+            lambda: trees.pack([[1, 2]]).unpack(X),
+            ValueError,
+            "unpack: x has 1 entries along dim 0, the tree 2",
+        ),
+        (
+            lambda: Mask.documents([0, 8], window=0),
+            TypeError,
+            "window must be a pair (left, right) or None, got 0",
+        ),
         (lambda: Mask.documents([0, 8], window=(3,)), TypeError, "window must be a pair"),
         (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
-        (lambda: Mask.ranges([(0, 3)], [range(0, 3, 2)], [0]), TypeError, "k_ranges[0] must be a pair"),
-        (lambda: Mask.ranges([slice(0, 3)], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
+        (
+            lambda: Mask.ranges([(0, 3)], [range(0, 3, 2)], [0]),
+            TypeError,
+            "k_ranges[0] must be a pair",
+        ),
+        (
+            lambda: Mask.ranges([slice(0, 3)], [(0, 3)], [0]),
+            TypeError,
+            "q_ranges[0] must be a pair",
+        ),
         (lambda: Mask.ranges(["03"], [(0, 3)], [0]), TypeError, "q_ranges[0] must be a pair"),
         (lambda: Mask.ranges([(0, 3)], [(0, 3)], "full"), TypeError, "types must be a sequence"),
         (lambda: Mask.ranges([(0, 3)], [(0, 3)], 1), TypeError, "types must be a sequence"),
-        (lambda: Mask.ranges([(0, 3)], [(0, 3)], ["inv_causal"]), ValueError, "write 'inverse_causal' for this type"),
+        (
+            lambda: Mask.ranges([(0, 3)], [(0, 3)], ["inv_causal"]),
+            ValueError,
+            "write 'inverse_causal' for this type",
+        ),
         (lambda: Mask.concat(MASK), TypeError, "masks must be a sequence of Masks"),
         (lambda: Mask.concat([MASK, 3]), TypeError, "masks[1] must be a Mask, got 3"),
         (lambda: Mask(Band(0, 4, 0, 4), 4, 4), TypeError, "bands[0] must be a Band, got 0"),
         (lambda: Mask([(0, 4, 0, 4, 0, 0)], 4, 4), TypeError, "bands[0] must be a Band"),
         (lambda: Band(0, 4, 0, 4, 0.5), TypeError, "lo must be a whole number, got 0.5"),
-        (lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)), ValueError, "two ascending ranges of one step"),
+        (
+            lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)),
+            ValueError,
+            "two ascending ranges of one step",
+        ),
         (lambda: MASK.crop(slice(0, 2)), TypeError, "crop: queries must be a range"),
         (lambda: MASK.crop(keys=[0, 1]), TypeError, "crop: keys must be a range"),
         (lambda: MASK.needed_keys(range(3)), TypeError, "query_ranges[0] must be a range, got 0"),
-        (lambda: MASK.needed_keys([(0, 3)]), TypeError, "query_ranges[0] must be a range, got (0, 3)"),
+        (
+            lambda: MASK.needed_keys([(0, 3)]),
+            TypeError,
+            "query_ranges[0] must be a range, got (0, 3)",
+        ),
         (lambda: Layout.contiguous(2**70, 2), ValueError, "n must be below 2^62"),
-        (lambda: Layout([[0, 1], [2, 3]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got 0"),
-        (lambda: Layout([[slice(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got slice"),
-        (lambda: Layout([[(0, 4)]], 4), TypeError, "ranges_per_rank[0][0] must be a range, got (0, 4)"),
-        (lambda: Layout([range(2), range(2, 4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
-        (lambda: Layout([torch.arange(4)], 4), TypeError, "ranges_per_rank[0] must be a list of ranges"),
+        (
+            lambda: Layout([[0, 1], [2, 3]], 4),
+            TypeError,
+            "ranges_per_rank[0][0] must be a range, got 0",
+        ),
+        (
+            lambda: Layout([[slice(0, 4)]], 4),
+            TypeError,
+            "ranges_per_rank[0][0] must be a range, got slice",
+        ),
+        (
+            lambda: Layout([[(0, 4)]], 4),
+            TypeError,
+            "ranges_per_rank[0][0] must be a range, got (0, 4)",
+        ),
+        (
+            lambda: Layout([range(2), range(2, 4)], 4),
+            TypeError,
+            "ranges_per_rank[0] must be a list of ranges",
+        ),
+        (
+            lambda: Layout([torch.arange(4)], 4),
+            TypeError,
+            "ranges_per_rank[0] must be a list of ranges",
+        ),
         (lambda: Layout(([r] for r in [range(4)]), 4), TypeError, "ranges_per_rank must be a list"),
         (lambda: Layout(None, 4), TypeError, "ranges_per_rank must be a list"),
         (lambda: Layout([[range(10**30)]], 4), ValueError, "ranges_per_rank[0][0] must lie inside"),
         (lambda: LAYOUT.shard(torch.zeros(8), 0), ValueError, "x of shape (8,) has no dim 1"),
         (lambda: LAYOUT.shard(torch.zeros(()), 0, 0), ValueError, "x of shape () has no dim 0"),
-        (lambda: LAYOUT.shard(np.zeros((1, 8)), 0), TypeError, "plain tensor, got ndarray: pass torch.as_tensor(x)"),
+        (
+            lambda: LAYOUT.shard(np.zeros((1, 8)), 0),
+            TypeError,
+            "plain tensor, got ndarray: pass torch.as_tensor(x)",
+        ),
         (lambda: ONE.unshard(torch.zeros(8)), ValueError, "unshard: x of shape (8,) has no dim 1"),
-        (lambda: ONE.unshard(X, "world"), TypeError, "a DeviceMesh of one dimension or None, got 'world'"),
-        (lambda: ONE.unshard(X, partial_grad="yes"), TypeError, "partial_grad must be True or False, got 'yes'"),
-        (lambda: LAYOUT.local_mask(MASK.dense(), 0, 1), TypeError, "mask must be a Mask, got a tensor of shape (8, 8)"),
+        (
+            lambda: ONE.unshard(X, "world"),
+            TypeError,
+            "a DeviceMesh of one dimension or None, got 'world'",
+        ),
+        (
+            lambda: ONE.unshard(X, partial_grad="yes"),
+            TypeError,
+            "partial_grad must be True or False, got 'yes'",
+        ),
+        (
+            lambda: LAYOUT.local_mask(MASK.dense(), 0, 1),
+            TypeError,
+            "mask must be a Mask, got a tensor of shape (8, 8)",
+        ),
         (lambda: Mask.causal(-3), ValueError, ["-3"]),
         (lambda: Mask.causal(3, -2), ValueError, ["keys", "-2"]),
         (lambda: Mask.full(-3), ValueError, ["-3"]),
@@ -224,7 +376,11 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: Mask.ranges([(0, 1)], [(0, 2)], [4]), ValueError, ["4"]),
         (lambda: Mask.ranges([(0, 1)], [(0, 2)], ["casual"]), ValueError, ["casual"]),
         (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), ValueError, ["1 q_ranges", "0 types"]),
-        (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), ValueError, ["q 0:4", "q 2:6"]),
+        (
+            lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]),
+            ValueError,
+            ["q 0:4", "q 2:6"],
+        ),
         (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), ValueError, ["0:4", "3 queries"]),
         (lambda: Mask.causal(4).crop(range(2, 6)), ValueError, ["range(2, 6)", "4"]),
         (lambda: Mask.causal(4).crop(range(3, 0, -1)), ValueError, ["range(3, 0, -1)"]),
@@ -238,8 +394,16 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: Layout.zigzag(8, 2, multiple_of=-128), ValueError, ["multiple_of", "-128"]),
         (lambda: Layout([], 0), ValueError, ["ranges_per_rank", "[]"]),
         (lambda: Layout([[range(4)]], -4), ValueError, ["-4"]),
-        (lambda: Layout([[range(4)], [range(5, 8)]], 8), ValueError, ["range(5, 8)", "rank 1", "token 4"]),
-        (lambda: Layout([[range(4)], [range(3, 8)]], 8), ValueError, ["range(3, 8)", "rank 1", "token 4"]),
+        (
+            lambda: Layout([[range(4)], [range(5, 8)]], 8),
+            ValueError,
+            ["range(5, 8)", "rank 1", "token 4"],
+        ),
+        (
+            lambda: Layout([[range(4)], [range(3, 8)]], 8),
+            ValueError,
+            ["range(3, 8)", "rank 1", "token 4"],
+        ),
         (lambda: Layout([[range(4)], [range(4)]], 4), ValueError, ["rank 1"]),
         (lambda: Layout([[range(4)]], 8), ValueError, ["token 4"]),
         (lambda: Layout([[range(9)]], 8), ValueError, ["range(0, 9)", "8"]),
@@ -248,7 +412,11 @@ def test_tensors_and_arrays_of_numbers_have_one_axis_and_no_fractions(make):
         (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), ValueError, ["[1, 2]"]),
         (lambda: Layout.concat([]), ValueError, ["no layout"]),
         (lambda: Layout.concat([Layout.zigzag(8, 2), Layout.zigzag(8, 3)]), ValueError, ["2, 3"]),
-        (lambda: Layout.concat([Layout.zigzag(8, 2), Layout.striped(8, 2)]), ValueError, ["[1, 2]"]),
+        (
+            lambda: Layout.concat([Layout.zigzag(8, 2), Layout.striped(8, 2)]),
+            ValueError,
+            ["[1, 2]"],
+        ),
         (lambda: Layout.striped(9, 3).positions(3), ValueError, ["3"]),
         (lambda: Layout.striped(9, 3).positions(-1), ValueError, ["-1"]),
         (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), ValueError, ["8", "9"]),
@@ -271,7 +439,13 @@ def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
     def made():
         blocks = Mask.block_causal([0, 2, 1, 1])
         positions = LAYOUT.document_positions(1, [0, 3, 8])
-        return blocks, blocks.dense(), LAYOUT.positions(0), positions, Layout([[], [range(2)]], 2).positions(0)
+        return (
+            blocks,
+            blocks.dense(),
+            LAYOUT.positions(0),
+            positions,
+            Layout([[], [range(2)]], 2).positions(0),
+        )
 
     expected = made()
     with torch.device("meta"):

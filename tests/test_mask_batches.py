@@ -1,4 +1,6 @@
-"""Masks of batches equal their boolean matrices: packed positions, padding, and the masks of pi0."""
+"""Masks of batches equal their boolean matrices: packed positions, padding,
+and the masks of pi0.
+"""
 
 import pickle
 
@@ -31,7 +33,11 @@ def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
     for mask, row, document in zip(masks, rows, documents, strict=True):
         of = torch.tensor(document, dtype=torch.int64)
         assert mask.dense().equal((of[:, None] == of) & torch.ones(n, n).tril().bool())
-        assert mask == Mask.from_position_ids(row) == Mask.from_position_ids(torch.tensor(row, dtype=torch.int64))
+        assert (
+            mask
+            == Mask.from_position_ids(row)
+            == Mask.from_position_ids(torch.tensor(row, dtype=torch.int64))
+        )
     if rows:
         assert Mask.from_position_ids(rows) == masks
 
@@ -39,7 +45,11 @@ def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
 def test_padding_with_position_0_or_1_is_refused_or_documents_of_one_token():
     """Collators pad with 0 on the right, which is a document of its own, or with 1 on the left."""
     assert Mask.from_position_ids([0, 1, 2, 0, 0]) == Mask.documents([0, 3, 4, 5])
-    with pytest.raises(ValueError, match=r"position_ids\[0\] is 1: .* for padding use Mask.padding"):
+    with pytest.raises(
+        ValueError,
+        match=r"position_ids\[0\] is 1: .* for padding use "
+        r"Mask.padding",
+    ):
         Mask.from_position_ids([1, 1, 0, 1, 2])
 
 
@@ -53,14 +63,18 @@ def test_padding_sees_nothing_and_is_not_seen(data, n, causal):
         expected = (i[:, None] < length) & (i < length)
         assert mask.dense().equal(expected.tril() if causal else expected)
         valid = [place < length for place in range(n)]
-        assert mask == Mask.block_causal(range(n) if causal else [0] * n, q_valid=valid, k_valid=valid)
+        assert mask == Mask.block_causal(
+            range(n) if causal else [0] * n, q_valid=valid, k_valid=valid
+        )
     assert Mask.padding(torch.tensor(lengths, dtype=torch.int64), n, causal) == masks
 
 
 def make_att_2d_masks(pad_masks, att_masks):
     """Return the definition of pi0's masks (big_vision): bool [b, n, n]."""
     levels = att_masks.cumsum(1)
-    return (levels[:, None, :] <= levels[:, :, None]) & pad_masks[:, None, :] & pad_masks[:, :, None]
+    return (
+        (levels[:, None, :] <= levels[:, :, None]) & pad_masks[:, None, :] & pad_masks[:, :, None]
+    )
 
 
 @given(st.data(), st.integers(0, 3), st.integers(0, 9))
@@ -74,7 +88,9 @@ def test_block_causal_of_a_batch_has_the_cells_of_pi0(data, b, n):
         assert mask.dense().equal(expected)
 
 
-@pytest.mark.parametrize("make", [Mask.from_position_ids, Mask.block_causal], ids=["positions", "blocks"])
+@pytest.mark.parametrize(
+    "make", [Mask.from_position_ids, Mask.block_causal], ids=["positions", "blocks"]
+)
 def test_a_batch_is_copied_to_the_cpu_once(make, monkeypatch):
     copied = []
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.shape) or x)

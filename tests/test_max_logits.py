@@ -1,4 +1,6 @@
-"""``return_max_logits=True`` adds the largest visible score of each query head, over batch, tokens and ranks."""
+"""``return_max_logits=True`` adds the largest visible score of each query head, over batch, tokens
+and ranks.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,9 @@ def definition(q, k, mask, scale=-1.3, softcap=3.0):
 
 
 def inputs(mask=MASK, b=2, **shape):
-    """Return q, k, v and dout. The largest score lies in a hidden cell, and a head has only negative ones."""
+    """Return q, k, v and dout. The largest score lies in a hidden cell, and a head has only
+    negative ones.
+    """
     q, k, v, dout, _ = whole(mask, b=b, **shape)
     k[:, 55] = 100.0
     q[:, :, 1] = k[:, :1, 0].sign() * 1e-3
@@ -57,7 +61,9 @@ def test_packed_tensors_masks_of_sequences_and_heads_that_see_nothing(half):
     q, k, v, _ = inputs()
     other = Mask.window(N, 3, 0)
     _, largest = half.attention(q, k, v, (MASK, other), **OPTIONS)
-    each = [half.attention(q[i], k[i], v[i], mask, **OPTIONS)[1] for i, mask in enumerate((MASK, other))]
+    each = [
+        half.attention(q[i], k[i], v[i], mask, **OPTIONS)[1] for i, mask in enumerate((MASK, other))
+    ]
     assert torch.equal(largest, torch.maximum(*each))
     _, one_by_one = half.attention(q, k, v, (MASK, other), rank_invariant=True, **OPTIONS)
     torch.testing.assert_close(one_by_one, largest, rtol=1e-6, atol=0)
@@ -70,7 +76,12 @@ RANKED = {  # of several ranks: the function, the mask, the layout and options
     for name in ("ring", "zigzag", "striped", "strided, split", "magi")
 }
 RANKED |= {
-    f"{name}, rank invariant": (name, Mask.causal(200), Layout.contiguous(200, 2, 128), {"rank_invariant": True})
+    f"{name}, rank invariant": (
+        name,
+        Mask.causal(200),
+        Layout.contiguous(200, 2, 128),
+        {"rank_invariant": True},
+    )
     for name in ("strided_attention", "magi_attention")
 }
 
@@ -96,7 +107,9 @@ def test_parts_of_the_keys_and_replays_raise_the_same_maximum(monkeypatch):
     q, k, v, _ = inputs(Mask.causal(300))
     for shift in (0.0, 0.0, 1.0):
         _, largest = fast.attention(q[:, :5] + shift, k, v, mask, **OPTIONS)
-        torch.testing.assert_close(largest, definition(q[:, :5] + shift, k, mask), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            largest, definition(q[:, :5] + shift, k, mask), rtol=1e-6, atol=0
+        )
 
 
 def test_other_chosen_backends_raise():

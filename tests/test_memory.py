@@ -1,4 +1,6 @@
-"""The peak memory of each distributed function equals the formula of its docstring, to the byte, on every rank."""
+"""The peak memory of each distributed function equals the formula of its docstring, to the byte, on
+every rank.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def memory_of_the_schedules_alone(monkeypatch):
 
 
 def peaks(attend, layout, **options):
-    """Return, for each rank, the peak bytes of a forward and a backward pass of a known call, results included."""
+    """Return, for each rank, the peak bytes of a forward and a backward pass of a known call,
+    results included.
+    """
     mask = Mask.full(layout.tokens)
     tensors = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
 
@@ -44,7 +48,9 @@ def peaks(attend, layout, **options):
                 out, lse = attend(q, k, v, mask, layout, return_lse=True, **options)
             with Held() as backward:
                 torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-            assert not backward.sizes, "memory of the backward pass waits for Python's collector of cycles"
+            assert not backward.sizes, (
+                "memory of the backward pass waits for Python's collector of cycles"
+            )
         return forward.peak, backward.peak
 
     return process_groups.threads(program, layout.ranks)
@@ -55,17 +61,25 @@ def test_the_methods_take_the_memory_of_their_table(grad_dtype):
     t, mask = 12, Mask.causal(12)
     q, k, v, dout, _ = whole(mask, b=B, h=H, g=G, d=D, dv=DV, dtype=torch.bfloat16)
     delta = lse = torch.zeros(B, H, t)
-    more = {"split": 0, "head_parallel": 4 * B * H * (D + DV), "fused": 4 * DQ * (grad_dtype != torch.float32)}
+    more = {
+        "split": 0,
+        "head_parallel": 4 * B * H * (D + DV),
+        "fused": 4 * DQ * (grad_dtype != torch.float32),
+    }
     for method, scratch in more.items():
         with Held() as held:
-            fast.attention_backward(dout, q, k, v, dout, lse, mask, delta=delta, method=method, grad_dtype=grad_dtype)
+            fast.attention_backward(
+                dout, q, k, v, dout, lse, mask, delta=delta, method=method, grad_dtype=grad_dtype
+            )
         assert held.peak == t * (grad_dtype.itemsize * (DQ + KV) + scratch)
 
 
 @pytest.mark.parametrize(("window", "count"), [(9000, 5), (100, 1)])
 def test_few_queries_hold_float32_parts_of_the_keys_that_they_see(window, count):
     mask = Mask.window(9000, window, 0).crop(queries=range(8900, 8917))
-    q, k, v = (torch.empty(B, *x, dtype=torch.bfloat16) for x in ((17, H, D), (9000, G, D), (9000, G, DV)))
+    q, k, v = (
+        torch.empty(B, *x, dtype=torch.bfloat16) for x in ((17, H, D), (9000, G, D), (9000, G, DV))
+    )
     for _ in range(2):  # a new call also makes the table
         with Held() as held:
             fast.attention_forward(q, k, v, mask)
@@ -75,9 +89,17 @@ def test_few_queries_hold_float32_parts_of_the_keys_that_they_see(window, count)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_holds_two_blocks_each_way(ranks):
     t, layout = 12, Layout.zigzag(12 * ranks, ranks)
-    keys, sums, so_far, newest = 2 * 2 * KV, 2 * 4 * KV, 4 * (DQ + KV) + DELTA, 4 * (DQ + KV * (ranks > 2))
+    keys, sums, so_far, newest = (
+        2 * 2 * KV,
+        2 * 4 * KV,
+        4 * (DQ + KV) + DELTA,
+        4 * (DQ + KV * (ranks > 2)),
+    )
     rounded = 2 * (DQ + KV)  # the results, once the newest part has been added and K and V are free
-    expected = t * (keys + 2 * (4 * OUT + LSE) + 2 * OUT), t * (sums + so_far + max(keys + newest, rounded))
+    expected = (
+        t * (keys + 2 * (4 * OUT + LSE) + 2 * OUT),
+        t * (sums + so_far + max(keys + newest, rounded)),
+    )
     assert peaks(fast.ring_attention, layout) == [expected] * ranks
 
 
@@ -94,8 +116,12 @@ def test_strided_attention_holds_two_groups_of_heads(head_stride, buffers):
 
 
 def casts_of(rank, casts, own_keys_first):
-    """Return the tokens received and sent at each step, with zeros for the first step and after the last one."""
-    plan = fast.cast_plan(Mask.full(UNEVEN.tokens), UNEVEN, casts=casts, own_keys_first=own_keys_first)
+    """Return the tokens received and sent at each step, with zeros for the first step and after the
+    last one.
+    """
+    plan = fast.cast_plan(
+        Mask.full(UNEVEN.tokens), UNEVEN, casts=casts, own_keys_first=own_keys_first
+    )
     sizes = plan.receive_sizes, plan.send_sizes
     return ([0, *(sum(size(cast, rank)) for cast in range(plan.casts)), 0] for size in sizes)
 
@@ -107,24 +133,35 @@ def test_magi_attention_holds_two_casts(casts, keep_kv, dtype):
     steps, item = range(casts + 1), dtype.itemsize
     options = dict(casts=casts, own_keys_first=True, keep_kv=keep_kv, reduce_dtype=dtype)
     for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, **options)):
-        t, (r, s), forward, backward, leaving = UNEVEN.size(rank), casts_of(rank, casts, True), [], [], 0
+        t, (r, s), forward, backward, leaving = (
+            UNEVEN.size(rank),
+            casts_of(rank, casts, True),
+            [],
+            [],
+            0,
+        )
         for i in steps:
             keys = s[i + 1] + (sum(r[: i + 2]) if keep_kv else r[i] + r[i + 1])
             last = 2 * OUT * (i == casts)  # the result
             forward.append(2 * KV * keys + t * ((1 + (i > 0)) * (4 * OUT + LSE) + last))
         for place, i in enumerate([*steps[1:], 0] if keep_kv else steps):
-            keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]  # kept keys belong to the forward pass
+            # kept keys belong to the forward pass
+            keys = 0 if keep_kv else s[i + 1] + r[i] + r[i + 1]
             own = 4 * KV * t * ((place > 0) + (i == 0))
             computed = own + item * KV * (r[i] + leaving)
             leaving = r[i] + s[i]
             sent = 4 * KV * t + item * KV * leaving
-            backward.append(2 * KV * keys + max(computed, sent) + t * ((1 + (place > 0)) * 4 * DQ + DELTA))
+            backward.append(
+                2 * KV * keys + max(computed, sent) + t * ((1 + (place > 0)) * 4 * DQ + DELTA)
+            )
         assert got == (max(forward), max(backward))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_magi_attention_in_one_step_holds_one_buffer_and_no_float32_result(dtype):
-    for rank, got in enumerate(peaks(fast.magi_attention, UNEVEN, own_keys_first=False, reduce_dtype=dtype)):
+    for rank, got in enumerate(
+        peaks(fast.magi_attention, UNEVEN, own_keys_first=False, reduce_dtype=dtype)
+    ):
         t, ((_, r, _), (_, s, _)) = UNEVEN.size(rank), casts_of(rank, 1, False)
         keys = 2 * KV * (t + r)
         forward = keys + max(2 * KV * s, t * (2 * OUT + LSE))

@@ -1,8 +1,9 @@
-"""A merge in place reads each old lse before it writes the new one, even if three of four warps are late (on a GPU).
+"""A merge in place reads each old lse before it writes the new one, even if three of four warps are
+late (on a GPU).
 
-One warp writes the lse of all rows of a CTA. If a late warp read the new lse, it would weight its rows wrongly: out would be
-wrong and lse right. Without a GPU, `test_compile.py` checks that the compiled kernel has the barrier.
-"""
+One warp writes the lse of all rows of a CTA. If a late warp read the new lse, it would weight its
+rows wrongly: out would be wrong and lse right. Without a GPU, `test_compile.py` checks that the
+compiled kernel has the barrier."""
 
 import importlib.util
 from pathlib import Path
@@ -34,7 +35,9 @@ def late(x):
 
 
 def late_kernel(folder: Path, barrier: bool):
-    """Return a copy of the merge kernel with three of four warps late, with or without its barrier."""
+    """Return a copy of the merge kernel with three of four warps late,
+    with or without its barrier.
+    """
     source = Path(merge.__file__).read_text()
     assert source.count(ROWS) == source.count(BARRIER) == 1
     source = source.replace(ROWS, ROWS.replace("tl.arange(0, BM)", "late(tl.arange(0, BM))"))

@@ -1,4 +1,6 @@
-"""Claims about `paper/migration.md`: calls of Canon run as printed and equal dense attention; masks equal FlexAttention's."""
+"""Claims about `paper/migration.md`: calls of Canon run as printed and equal dense attention; masks
+equal FlexAttention's.
+"""
 
 import copy
 import re
@@ -24,14 +26,19 @@ SCALE = 0.3
 
 
 def whole(tokens: int) -> list[torch.Tensor]:
-    """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key heads and narrower values."""
-    drawn = torch.Generator().manual_seed(tokens)  # ranks are threads: they share torch's own generator
+    """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key
+    heads and narrower values.
+    """
+    # ranks are threads: they share torch's own generator
+    drawn = torch.Generator().manual_seed(tokens)
     sizes = ((1, tokens, 8, 16), (1, tokens, 4, 16), (1, tokens, 4, 8))
     return [torch.randn(size, dtype=torch.float64, generator=drawn) for size in sizes]
 
 
 def documents(ends: list[int], key_ends: list[int]) -> torch.Tensor:
-    """Return the cells of packed documents, causal and aligned at the lower right corner, from their definition."""
+    """Return the cells of packed documents, causal and aligned at the lower right corner, from
+    their definition.
+    """
     cells = torch.zeros(ends[-1], key_ends[-1], dtype=torch.bool)
     for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True):
         cells[a:b, c:d] = torch.ones(b - a, d - c).tril(d - c - (b - a))
@@ -74,8 +81,23 @@ def names_of_the_page(rank: int, ranks: int) -> dict:
 
     q, k, v = (whole(TOKENS)[0], *whole(KEY_ENDS[-1])[1:])
     return {
-        **dict(attn=reference, Mask=Mask, Layout=Layout, pairwise=pairwise, project=project, group=None, rank=rank),
-        **dict(ranks=ranks, tokens=TOKENS, cu_seqlens=ENDS, cu_seqlens_q=ENDS, cu_seqlens_k=KEY_ENDS, sm_scale=SCALE),
+        **dict(
+            attn=reference,
+            Mask=Mask,
+            Layout=Layout,
+            pairwise=pairwise,
+            project=project,
+            group=None,
+            rank=rank,
+        ),
+        **dict(
+            ranks=ranks,
+            tokens=TOKENS,
+            cu_seqlens=ENDS,
+            cu_seqlens_q=ENDS,
+            cu_seqlens_k=KEY_ENDS,
+            sm_scale=SCALE,
+        ),
         **dict(zip(("whole_q", "whole_k", "whole_v"), whole(TOKENS), strict=True), batch=batch()),
         **dict(packed_q=q[0], packed_k=k[0], packed_v=v[0], left=LEFT, prefix_length=PREFIX),
         **dict(q_ranges=[(0, 8), (8, 32)], k_ranges=[(0, 8), (8, 32)], types=["causal", 1]),
@@ -97,7 +119,9 @@ def test_a_call_of_canon_runs_as_printed_and_equals_dense_attention(place, ranks
         rank = dist.get_rank()
         names = names_of_the_page(rank, ranks)
         exec(code, names)
-        layout, rank = (names["layout"], rank) if "layout" in names else (Layout.contiguous(TOKENS, 1), 0)
+        layout, rank = (
+            (names["layout"], rank) if "layout" in names else (Layout.contiguous(TOKENS, 1), 0)
+        )
         out, lse = (layout.shard(x, rank, dim) for x, dim in ((expected_out, 1), (expected_lse, 2)))
         packed = names["out"].ndim == 3
         torch.testing.assert_close(names["out"], out[0] if packed else out, rtol=0, atol=1e-12)
@@ -154,7 +178,9 @@ def test_a_sink_of_several_tokens_is_one_logit():
     out, lse = dense(CAUSAL, None)
     share = lse.exp() / (lse.exp() + sink.exp().sum(0)[:, None])
     expected = out * share.transpose(1, 2)[..., None]
-    torch.testing.assert_close(reference.attention(q, k, v, sink=sink.logsumexp(0)), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        reference.attention(q, k, v, sink=sink.logsumexp(0)), expected, rtol=0, atol=1e-12
+    )
 
 
 def test_the_code_for_transformers_runs_as_printed():
@@ -163,11 +189,15 @@ def test_the_code_for_transformers_runs_as_printed():
 
     ids, ends, model = tokens(20), [0, 8, 20], tiny("Llama")
     positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
-    _, expected, _ = whole_step(tiny("Llama"), {"input_ids": ids, "labels": ids, "position_ids": positions})
+    _, expected, _ = whole_step(
+        tiny("Llama"), {"input_ids": ids, "labels": ids, "position_ids": positions}
+    )
 
     def program():
         mask, rank = Mask.documents(ends), dist.get_rank()
-        names = dict(canon=canon, model=copy.deepcopy(model), ids=ids, ends=ends, mask=mask, rank=rank)
+        names = dict(
+            canon=canon, model=copy.deepcopy(model), ids=ids, ends=ends, mask=mask, rank=rank
+        )
         names["layout"] = fast.dispatch(mask, 2)
         exec(TRANSFORMERS, names)
         torch.testing.assert_close(names["loss"], expected, rtol=1e-5, atol=0)

@@ -1,4 +1,6 @@
-"""If a rank dies, stops or is late, the other ranks raise an error that names it, and later calls raise it again."""
+"""If a rank dies, stops or is late, the other ranks raise an error that names it, and later calls
+raise it again.
+"""
 
 import functools
 import os
@@ -21,7 +23,8 @@ from canon import Mask, fast, reference
 from canon.ranks.agreement import group_state
 
 HALVES = {"reference": reference, "fast": fast}
-RANKS, LOST, TIMEOUT = 3, 1, 1.5  # LOST is the missing rank; TIMEOUT, in seconds, that of the process group
+# LOST is the missing rank; TIMEOUT, in seconds, that of the process group
+RANKS, LOST, TIMEOUT = 3, 1, 1.5
 MASK = Mask.documents([0, 7, 24])
 
 
@@ -42,7 +45,9 @@ def raises():
 
 
 def program(half, function, where, how):
-    """Run two training steps of a function. The missing rank fails in the second one, before the pass ``where``."""
+    """Run two training steps of a function. The missing rank fails in the second one, before the
+    pass ``where``.
+    """
     half, layout = HALVES[half], canon.Layout.contiguous(24, RANKS)
     q, k, v = (torch.ones(1, 8, heads, 8).requires_grad_() for heads in (4, 2, 2))
     others = {
@@ -69,7 +74,9 @@ def rank_main(rank, folder, run):
     store, report = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
     torch.set_num_threads(1)
     shorten_waits()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
+    )
     (Path(folder) / f"started{rank}").touch()
     try:
         run()
@@ -91,16 +98,25 @@ def survivors(run, folder):
     """Return the reports of the other ranks, and the seconds since all ranks have started."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
-    children = [context.Process(target=rank_main, args=(rank, str(folder), run), daemon=True) for rank in range(RANKS)]
+    children = [
+        context.Process(target=rank_main, args=(rank, str(folder), run), daemon=True)
+        for rank in range(RANKS)
+    ]
     others = [rank for rank in range(RANKS) if rank != LOST]
     try:
         for child in children:
             child.start()
         limit = time.monotonic() + 120
-        while not all((folder / f"started{rank}").exists() for rank in range(RANKS)) and time.monotonic() < limit:
+        while (
+            not all((folder / f"started{rank}").exists() for rank in range(RANKS))
+            and time.monotonic() < limit
+        ):
             time.sleep(0.05)
         start = time.monotonic()
-        while not all((folder / f"rank{rank}").exists() for rank in others) and time.monotonic() < start + 90:
+        while (
+            not all((folder / f"rank{rank}").exists() for rank in others)
+            and time.monotonic() < start + 90
+        ):
             time.sleep(0.05)
         return [(folder / f"rank{rank}").read_text() for rank in others], time.monotonic() - start
     finally:
@@ -135,7 +151,9 @@ def test_a_missing_rank_is_named(how, half, function, where, title, tmp_path):
 
 
 class Aborted:
-    """A group that is aborted together with the group of a test, and the error that later calls raise."""
+    """A group that is aborted together with the group of a test, and the error that later calls
+    raise.
+    """
 
     def __init__(self):
         self.times = []
@@ -145,7 +163,9 @@ class Aborted:
 
 
 def end_while_messages_are_in_flight():
-    """Make a call known, end one rank, and let the others make the call without waiting for digests, as on GPUs."""
+    """Make a call known, end one rank, and let the others make the call without waiting for
+    digests, as on GPUs.
+    """
     state, fields = group_state(None), (("function", "ring_attention"),)
     state.agree("ring_attention", fields, wait=True)
     if dist.get_rank() == LOST:
@@ -190,7 +210,9 @@ time.sleep(0.2)
 
 def test_a_process_ends_while_its_watching_thread_uses_the_store():
     """Without `atexit` in `canon.ranks.agreement`, all of six such processes ended by SIGABRT."""
-    paths = os.pathsep.join([str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join(
+        [str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
     done = subprocess.run(
         [sys.executable, "-c", ENDS],
         env=os.environ | {"PYTHONPATH": paths},

@@ -1,4 +1,6 @@
-"""Claims about the operators canon::...: torch's own checks pass, and dispatch modes can save and trace a call."""
+"""Claims about the operators canon::...: torch's own checks pass, and dispatch modes can save and
+trace a call.
+"""
 
 from functools import partial
 
@@ -7,7 +9,11 @@ import torch
 import torch.distributed as dist
 from compiled import inputs
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from canon import Layout, Mask, fast, reference
 from canon.route import operators
@@ -47,20 +53,29 @@ def tensors_of(function):
     if function != "latent_attention":
         return inputs()
     q, k, v = inputs()
-    return q, *(x.detach()[:, :, :1].requires_grad_() for x in (k, v)), q.new_ones(4 * (4 + 8), 16).requires_grad_()
+    return (
+        q,
+        *(x.detach()[:, :, :1].requires_grad_() for x in (k, v)),
+        q.new_ones(4 * (4 + 8), 16).requires_grad_(),
+    )
 
 
 @pytest.mark.sweep
 @both_halves
-@pytest.mark.parametrize("case", [f"{name} {place}" for name in OPTIONS for place in range(len(OPTIONS[name]))])
+@pytest.mark.parametrize(
+    "case", [f"{name} {place}" for name in OPTIONS for place in range(len(OPTIONS[name]))]
+)
 def test_opcheck_accepts_every_operator(half, case):
     function, place = case.split()
     operator, given = getattr(torch.ops.canon, function).default, OPTIONS[function][int(place)]
     layout, has_layout = Layout.contiguous(24, 1), function != "attention"
     tensors = tensors_of(function)
     options = [*DECLARATIONS[function].with_defaults(given).values()]
-    options += [] if function == "attention" else ["", [True] * len(tensors)]  # the group, and needs_grad
-    torch.library.opcheck(operator, (*tensors, MASK, True, layout, has_layout, half, None, *options))
+    # the group, and needs_grad
+    options += [] if function == "attention" else ["", [True] * len(tensors)]
+    torch.library.opcheck(
+        operator, (*tensors, MASK, True, layout, has_layout, half, None, *options)
+    )
     packed = [x.detach()[0].requires_grad_() if x.ndim == 4 else x for x in tensors]
     torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
 
@@ -71,9 +86,13 @@ def test_opcheck_leaves_no_operator_out():
 
 @pytest.mark.parametrize("shape", [(), (16,), (1, 16, 5)])
 def test_a_traced_weight_without_rows_is_named(shape):
-    """The shapes of the results depend on it. Other errors raise on every rank when the operator runs."""
+    """The shapes of the results depend on it. Other errors raise on every rank when the operator
+    runs.
+    """
     tensors = (torch.zeros(x) for x in ((1, 4, 2, 6), (1, 4, 1, 5), (1, 4, 1, 2), shape))
-    with pytest.raises(ValueError, match="up_weight .rows, rank., got q .1, 4, 2, 6., latent .1, 4, 1, 5."):
+    with pytest.raises(
+        ValueError, match="up_weight .rows, rank., got q .1, 4, 2, 6., latent .1, 4, 1, 5."
+    ):
         operators._fake_forward(DECLARATIONS["latent_attention"], *tensors)
 
 
@@ -137,7 +156,9 @@ def test_a_saved_operator_sends_no_messages_again(half, function, sent):
 def test_a_mode_sees_one_operator_for_each_pass(half):
     attend = HALVES[half].attention
     leaves = inputs()
-    graph = make_fx(lambda *x: torch.autograd.grad(attend(*x, MASK).sum(), x), tracing_mode="fake")(*leaves)
+    graph = make_fx(lambda *x: torch.autograd.grad(attend(*x, MASK).sum(), x), tracing_mode="fake")(
+        *leaves
+    )
     names = [str(node.target) for node in graph.graph.nodes if "canon" in str(node.target)]
     assert names == ["canon.attention.default", "canon.attention_backward.default"]
     expected = torch.autograd.grad(attend(*leaves, MASK).sum(), leaves)

@@ -1,4 +1,6 @@
-"""A batch with a mask for each sequence gives the results of the sequences one by one, in both halves."""
+"""A batch with a mask for each sequence gives the results of the sequences one by one, in both
+halves.
+"""
 
 import pytest
 import torch
@@ -22,10 +24,14 @@ def small_tiles(monkeypatch):
 
 
 def batch(masks, h=4, g=2, d=8, dv=5):
-    """Return q, k, v, dout and dlse of all sequences, in float64. Tokens that no visible cell uses hold NaN."""
+    """Return q, k, v, dout and dlse of all sequences, in float64. Tokens that no visible cell uses
+    hold NaN.
+    """
     draw, (t, s) = torch.Generator().manual_seed(0), (masks[0].queries, masks[0].keys)
     shapes = (t, h, d), (s, g, d), (s, g, dv), (t, h, dv), (h, t)
-    q, k, v, dout, dlse = (torch.randn(len(masks), *x, generator=draw, dtype=torch.float64) for x in shapes)
+    q, k, v, dout, dlse = (
+        torch.randn(len(masks), *x, generator=draw, dtype=torch.float64) for x in shapes
+    )
     for i, seen in enumerate(mask.dense() for mask in masks):
         for x, used in ((q, seen.any(1)), (k, seen.any(0)), (v, seen.any(0)), (dout, seen.any(1))):
             x[i, ~used] = torch.nan
@@ -52,7 +58,9 @@ def test_any_strides_and_an_empty_batch(half):
 def test_equal_masks_have_the_bits_of_one_mask(half):
     tensors = batch([MASKS[1]] * 3)
     one, several = (
-        differentiate(lambda q, k, v, mask=mask: half.attention(q, k, v, mask, return_lse=True), *tensors)
+        differentiate(
+            lambda q, k, v, mask=mask: half.attention(q, k, v, mask, return_lse=True), *tensors
+        )
         for mask in (MASKS[1], [Mask.documents([0, 5, N]) for _ in range(3)])
     )
     assert all(torch.equal(x, y) for x, y in zip(one, several, strict=True))
@@ -73,7 +81,9 @@ def test_autocast_casts_tensors_before_they_are_checked(half, function):
     q, k, v, *_ = (x.float() for x in batch(MASKS))
     attend = getattr(half, function)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attend(q, k.bfloat16(), v, MASKS), attend(*(x.bfloat16() for x in (q, k, v)), MASKS))
+        assert torch.equal(
+            attend(q, k.bfloat16(), v, MASKS), attend(*(x.bfloat16() for x in (q, k, v)), MASKS)
+        )
 
 
 # --- several ranks: one layout for all sequences
@@ -92,9 +102,14 @@ def test_ranks_take_a_mask_for_each_sequence(half, call):
 @pytest.mark.parametrize("masks", [MASKS[1:2] * 2, MASKS[:0]], ids=["equal", "none"])
 @pytest.mark.parametrize("call", ["striped", "strided", "magi"])
 def test_equal_masks_on_ranks_have_the_bits_of_one_mask(half, call, masks):
-    layout, tensors = layout_of(call, N, 3, Layout.contiguous(N, 3)), [x[: len(masks)] for x in batch(MASKS[1:2] * 2)]
+    layout, tensors = (
+        layout_of(call, N, 3, Layout.contiguous(N, 3)),
+        [x[: len(masks)] for x in batch(MASKS[1:2] * 2)],
+    )
     one, several = (
-        process_groups.threads(lambda mask=mask: on_this_rank(attending(half, call, mask, None), layout, tensors), 3)[0]
+        process_groups.threads(
+            lambda mask=mask: on_this_rank(attending(half, call, mask, None), layout, tensors), 3
+        )[0]
         for mask in ((masks or [None])[0], masks)
     )
     assert not different(one, several)
@@ -119,7 +134,9 @@ def test_rank_invariant_keeps_the_bits_of_each_sequence_on_one_rank(half, functi
     tensors = batch(masks)
     got = attended(half, function, masks, Layout.zigzag(384, ranks, 128), tensors)
     for i, mask in enumerate(masks):
-        one = attended(half, "attention", mask, Layout.contiguous(384, 1), [x[i : i + 1] for x in tensors])
+        one = attended(
+            half, "attention", mask, Layout.contiguous(384, 1), [x[i : i + 1] for x in tensors]
+        )
         assert not different(one, Attended(*(x[i : i + 1] for x in got)))
 
 
@@ -132,6 +149,7 @@ def test_rank_invariant_keeps_the_bits_of_each_sequence_of_any_length(half, on_t
     q, k, v, *_ = batch(masks)
     together = half.attention(q, k, v, masks, rank_invariant=True)
     alone = [
-        half.attention(*(x[i : i + 1] for x in (q, k, v)), mask, rank_invariant=True) for i, mask in enumerate(masks)
+        half.attention(*(x[i : i + 1] for x in (q, k, v)), mask, rank_invariant=True)
+        for i, mask in enumerate(masks)
     ]
     assert torch.equal(together, torch.cat(alone)) == on_tiles

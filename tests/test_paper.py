@@ -1,4 +1,6 @@
-"""Claims about `paper/canon.pdf`: it is the build of its text, its numbers follow from records, its figures are readable."""
+"""Claims about `paper/canon.pdf`: it is the build of its text, its numbers follow from records, its
+figures are readable.
+"""
 
 import itertools
 import json
@@ -8,7 +10,9 @@ from pathlib import Path
 import pytest
 
 PAPER = Path(__file__).resolve().parents[1] / "paper"
-TEXT, LAYOUT, SOURCES = ((PAPER / name).read_text() for name in ("canon.typ", "layout.typ", "references.bib"))
+TEXT, LAYOUT, SOURCES = (
+    (PAPER / name).read_text() for name in ("canon.typ", "layout.typ", "references.bib")
+)
 LABELS = ("sec", "fig", "tab", "lst", "eq")
 UNITS = r"%|percent|ms\b|microseconds|TFLOP|times\b|GB|of its"
 
@@ -20,7 +24,9 @@ def paper_pdf(scripts):
 
 
 def changed(tmp_path, old: str, new: str) -> Path:
-    """Return a copy of the paper's text with one replacement. It finds layout, figures and references next to it."""
+    """Return a copy of the paper's text with one replacement. It finds layout, figures and
+    references next to it.
+    """
     assert old in TEXT
     for name in ("layout.typ", "references.bib", "figures"):
         (tmp_path / name).symlink_to(PAPER / name)
@@ -32,7 +38,9 @@ def changed(tmp_path, old: str, new: str) -> Path:
 
 
 def test_the_pdf_is_the_build_of_its_text_and_its_records(paper_pdf):
-    assert (PAPER / "canon.pdf").read_bytes() == paper_pdf.built()[0], "paper/canon.pdf is old: run `make paper`"
+    assert (PAPER / "canon.pdf").read_bytes() == paper_pdf.built()[0], (
+        "paper/canon.pdf is old: run `make paper`"
+    )
 
 
 def test_another_record_gives_another_pdf(paper_pdf, monkeypatch):
@@ -46,13 +54,23 @@ def test_the_paper_has_8_to_12_pages(paper_pdf):
 
 
 def covered(paper_pdf, text: Path) -> list[tuple[dict, dict]]:
-    """Return the pairs of figures, tables and listings that share a place of a page, each from its caption to its last row."""
+    """Return the pairs of figures, tables and listings that share a place of a page, each from its
+    caption to its last row.
+    """
     typst = pytest.importorskip("typst")
     inputs = paper_pdf.inputs(text.read_text())
     found = typst.query(
-        str(text), "<edge>", field="value", root=str(text.parent), ignore_system_fonts=True, sys_inputs=inputs
+        str(text),
+        "<edge>",
+        field="value",
+        root=str(text.parent),
+        ignore_system_fonts=True,
+        sys_inputs=inputs,
     )
-    edges = [edge | {key: float(edge[key].removesuffix("pt")) for key in "xy"} for edge in json.loads(found)]
+    edges = [
+        edge | {key: float(edge[key].removesuffix("pt")) for key in "xy"}
+        for edge in json.loads(found)
+    ]
     boxes = list(zip(edges[::2], edges[1::2], strict=True))
     assert len(boxes) == len(re.findall(r"^#(drawn|records|listing)\(", TEXT, re.MULTILINE))
     for top, bottom in boxes:
@@ -63,19 +81,31 @@ def covered(paper_pdf, text: Path) -> list[tuple[dict, dict]]:
     return [
         (one, two)
         for (one, end), (two, last) in itertools.combinations(boxes, 2)
-        if one["page"] == two["page"] and one_column(one, two) and one["y"] < last["y"] and two["y"] < end["y"]
+        if one["page"] == two["page"]
+        and one_column(one, two)
+        and one["y"] < last["y"]
+        and two["y"] < end["y"]
     ]
 
 
 def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path):
-    """Floats of a column and of the page do, if both are on one page. Figure 6 covered Figure 5 so."""
+    """Floats of a column and of the page do, if both are on one page.
+    Figure 6 covered Figure 5 so.
+    """
     assert covered(paper_pdf, paper_pdf.TEXT) == []
-    assert covered(paper_pdf, changed(tmp_path, 'drawn("paper_lengths", placement: none', 'drawn("paper_lengths"'))
+    assert covered(
+        paper_pdf,
+        changed(tmp_path, 'drawn("paper_lengths", placement: bottom', 'drawn("paper_lengths"'),
+    )
 
 
 def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):
     for number, (old, new) in enumerate(
-        {'v("plan_volume")': 'v("plan_size")', 'records("packs"': 'records("parcels"', "@liu2023ring": "@liu"}.items()
+        {
+            'v("plan_volume")': 'v("plan_size")',
+            'records("packs"': 'records("parcels"',
+            "@liu2023ring": "@liu",
+        }.items()
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -95,9 +125,14 @@ def test_every_number_and_every_table_of_the_text_is_computed_from_records(scrip
 
 
 def test_no_measured_number_is_typed():
-    """A number with a unit behind it must be a value. Settings have other words behind them, or are allowed."""
+    """A number with a unit behind it must be a value. Settings have other words behind them, or are
+    allowed.
+    """
     plain = re.sub(r"//.*|\$[^$]*\$", "", TEXT)
-    typed = [match[0] for match in re.finditer(rf'[^\n"]*(?<![\w."])\d[\d.,]*(?=\s+({UNITS}))[^\n]*', plain)]
+    typed = [
+        match[0]
+        for match in re.finditer(rf'[^\n"]*(?<![\w."])\d[\d.,]*(?=\s+({UNITS}))[^\n]*', plain)
+    ]
     allowed = ("1.05 times the lower bound",)
     assert [line for line in typed if not any(setting in line for setting in allowed)] == []
 
@@ -114,12 +149,14 @@ def test_every_listing_is_the_code_of_its_function(scripts):
         source = (PAPER.parent / file).read_text()
         assert all(f"def {name.split('.')[-1]}(" in code for name in names.split(", "))
         assert all(line.strip() in source for line in code.splitlines())
-        width = 56 if "wide: false" in TEXT.split(names)[1][:20] else 117  # characters in a column, on a page
+        # characters in a column, on a page
+        width = 56 if "wide: false" in TEXT.split(names)[1][:20] else 117
         assert max(map(len, code.splitlines())) <= width, f"{place} is too wide"
 
 
 @pytest.mark.parametrize(
-    ("file", "name"), [("reference/ring.py", "ring_backwards"), ("reference/rings.py", "ring_forward")]
+    ("file", "name"),
+    [("reference/ring.py", "ring_backwards"), ("reference/rings.py", "ring_forward")],
 )
 def test_a_listing_of_a_function_that_is_gone_raises(scripts, file, name):
     with pytest.raises(ValueError, match=f"{name} in {file}|{file}, which is not"):
@@ -156,7 +193,11 @@ def test_no_text_of_a_figure_is_small_or_outside_of_it(scripts):
         assert drawn.x1 <= width + slack, name
         assert drawn.y1 <= height + slack, name
         for text in figure.findobj(Text):
-            hidden = not text.get_visible() or not text.get_text().strip() or (text.axes and not text.axes.axison)
+            hidden = (
+                not text.get_visible()
+                or not text.get_text().strip()
+                or (text.axes and not text.axes.axison)
+            )
             assert hidden or text.get_fontsize() >= 7, f"{name}: {text.get_text()!r}"
         for axes in figure.axes:  # axes without an axis have only these texts
             assert all(text.get_fontsize() >= 7 for text in axes.texts), name

@@ -1,4 +1,6 @@
-"""Peers get the same inputs and masks as Canon; one that is missing, or fails, is said to be so and stops nobody else."""
+"""Peers get the same inputs and masks as Canon; one that is missing, or fails, is said to be so and
+stops nobody else.
+"""
 
 from types import SimpleNamespace
 
@@ -8,9 +10,18 @@ from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
 
 from canon.bench import kernels, peers, shapes
 
-NUMBERS = {"KEYS": "16", "LEFT": "9", "MEAN": "15", "NUMBER": "7", "TOKENS": "13", "A+B": "25+15", "A+BxC": "16+2x12"}
+NUMBERS = {
+    "KEYS": "16",
+    "LEFT": "9",
+    "MEAN": "15",
+    "NUMBER": "7",
+    "TOKENS": "13",
+    "A+B": "25+15",
+    "A+BxC": "16+2x12",
+}
 MASKS = [
-    ":".join(NUMBERS.get(word, word) for word in mask.split(":")) for mask in shapes.MASKS.split(", ")
+    ":".join(NUMBERS.get(word, word) for word in mask.split(":"))
+    for mask in shapes.MASKS.split(", ")
 ]  # every kind
 
 
@@ -27,18 +38,29 @@ def flash4(monkeypatch):
 @pytest.fixture
 def short_packs(monkeypatch):
     """Packs of a few tokens: the distribution that is published has documents of thousands."""
-    monkeypatch.setattr(shapes, "sampled_packs", lambda n, count: [[0, i + 1, i + 9, n] for i in range(count)])
+    monkeypatch.setattr(
+        shapes, "sampled_packs", lambda n, count: [[0, i + 1, i + 9, n] for i in range(count)]
+    )
 
 
 @pytest.mark.usefixtures("flash4")
 def test_who_can_do_a_mask_is_asked():
     canon = ["canon triton split", "canon triton fused", "canon triton head_parallel", "canon auto"]
-    sdpa, flex, four = ["SDPA cudnn", "SDPA flash"], ["FlexAttention"], ["flash-attn-4", "flash-attn-4 deterministic"]
+    sdpa, flex, four = (
+        ["SDPA cudnn", "SDPA flash"],
+        ["FlexAttention"],
+        ["flash-attn-4", "flash-attn-4 deterministic"],
+    )
     dense_ones = ["SDPA mask", "eager", "eager float32"]
     found = names("1,64,4,2,16,causal")
-    assert [name for name in found if not name.startswith("canon")] == sdpa + flex + dense_ones + four
+    assert [
+        name for name in found if not name.startswith("canon")
+    ] == sdpa + flex + dense_ones + four
     assert set(canon) <= set(found)
-    assert [name for name in found if "cuda" in name] == ["canon cuda split", "canon cuda head_parallel"]
+    assert [name for name in found if "cuda" in name] == [
+        "canon cuda split",
+        "canon cuda head_parallel",
+    ]
     assert not set(dense_ones) & set(names("1,65536,4,2,16,causal")), "their scores are too large"
     cuda = peers.contenders(shapes.shape_of("1,64,4,2,16,causal"), CPU, "canon", backend="cuda")
     auto = ["canon auto", "canon auto, rank invariant"]

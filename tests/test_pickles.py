@@ -1,4 +1,6 @@
-"""Claims about pickles: they work between processes, and those of other versions are refused with a remedy."""
+"""Claims about pickles: they work between processes, and those of other versions are refused with a
+remedy.
+"""
 
 import base64
 import pickle
@@ -40,7 +42,8 @@ def objects():
 @pytest.mark.parametrize("old", OLD, ids=["Mask", "Layout", "Band", "CastPlan", "PreparedPlans"])
 def test_pickles_with_the_module_names_of_older_versions_are_refused_with_a_remedy(old):
     with pytest.raises(
-        ModuleNotFoundError, match="older version of Canon. A pickle of that version cannot be read: make"
+        ModuleNotFoundError,
+        match="older version of Canon. A pickle of that version cannot be read: make",
     ):
         pickle.loads(old)
 
@@ -50,7 +53,9 @@ def test_pickles_of_another_format_are_refused_with_a_remedy(monkeypatch, kind):
     for module in (mask, layout, cast_plan, prepared_plans):
         monkeypatch.setattr(module, "FORMAT", 2)
     packed = pickle.dumps(objects()[kind])
-    with pytest.raises(ValueError, match="has format 2, this version of Canon reads format 1: make the masks"):
+    with pytest.raises(
+        ValueError, match="has format 2, this version of Canon reads format 1: make the masks"
+    ):
         pickle.loads(packed)
 
 
@@ -60,10 +65,13 @@ def test_another_process_reads_pickles():
     mask, copy = pickle.loads(pickle.dumps((plan.mask, plan)))
     assert copy.mask is mask, "a pickle holds each mask once"
     program = (
-        "import pickle, sys; m, l, c, p = pickle.load(sys.stdin.buffer); p.load(); print(m.digest, l.digest, c.casts)"
+        "import pickle, sys; m, l, c, p = pickle.load(sys.stdin.buffer); p.load(); "
+        "print(m.digest, l.digest, c.casts)"
     )
     done = subprocess.run([sys.executable, "-c", program], input=packed, capture_output=True)
-    assert done.stdout.decode().split() == [window.digest, zigzag.digest, str(plan.casts)], done.stderr.decode()
+    assert done.stdout.decode().split() == [window.digest, zigzag.digest, str(plan.casts)], (
+        done.stderr.decode()
+    )
     copies = pickle.loads(packed)
     assert copies[:3] == (window, zigzag, plan)
     assert {type(band) for band in copies[0].bands} == {Band}

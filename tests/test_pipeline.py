@@ -1,4 +1,6 @@
-"""Fetches, kernels and reductions overlap as the docstrings state, with the stated traffic and buffers."""
+"""Fetches, kernels and reductions overlap as the docstrings state, with the stated traffic and
+buffers.
+"""
 
 import itertools
 from collections import Counter
@@ -63,28 +65,50 @@ def test_messages_start_one_step_ahead_and_gradients_are_sent_before_dq():
 
     def part(number):
         noted = lambda what: lambda *tensors: events.append(f"{what} {number} on {tensors[-1]}")
-        step, scratch = SimpleNamespace(has_work=number != 1), SimpleNamespace(empty=lambda device: f"room {number}")
+        step, scratch = (
+            SimpleNamespace(has_work=number != 1),
+            SimpleNamespace(empty=lambda device: f"room {number}"),
+        )
         return SimpleNamespace(step=step, scratch=scratch, dkdv=noted("dk, dv"), dq=noted("dq"))
 
     received = schedule.receiving(3, lambda step: message(f"keys {step}", [f"keys {step}"]))
     assert events == ["post keys 0"], "before the backward pass begins"
     reduce = lambda step, grads, room: message(f"reduce {grads} and {room}", f"sum {step}")
     inputs = schedule.QueryInputs(x, x, x, x)
-    last = schedule.run_backward([part(n) for n in range(3)], received, inputs, x, iter("abc"), reduce)
+    last = schedule.run_backward(
+        [part(n) for n in range(3)], received, inputs, x, iter("abc"), reduce
+    )
     assert last == "sum 2"
     assert events[1:] == [
-        "wait keys 0", "post keys 1", "dk, dv 0 on keys 0", "post reduce a and room 0", "dq 0 on keys 0",
-        "wait keys 1", "post keys 2", "wait reduce a and room 0", "post reduce b and None",
-        "wait keys 2", "dk, dv 2 on keys 2", "wait reduce b and None", "post reduce c and room 2", "dq 2 on keys 2",
+        "wait keys 0",
+        "post keys 1",
+        "dk, dv 0 on keys 0",
+        "post reduce a and room 0",
+        "dq 0 on keys 0",
+        "wait keys 1",
+        "post keys 2",
+        "wait reduce a and room 0",
+        "post reduce b and None",
+        "wait keys 2",
+        "dk, dv 2 on keys 2",
+        "wait reduce b and None",
+        "post reduce c and room 2",
+        "dq 2 on keys 2",
         "wait reduce c and room 2",
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize(("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"own_keys_first": False})])
-def test_delta_is_computed_during_the_first_message_of_the_backward_pass(name, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"own_keys_first": False})]
+)
+def test_delta_is_computed_during_the_first_message_of_the_backward_pass(
+    name, options, monkeypatch
+):
     module, layout, tensors = getattr(fast, name), Layout.zigzag(12, 3), inputs(12)
     make = module.make_delta
-    monkeypatch.setattr(module, "make_delta", lambda *given: (log.add("computed", "delta"), make(*given))[1])
+    monkeypatch.setattr(
+        module, "make_delta", lambda *given: (log.add("computed", "delta"), make(*given))[1]
+    )
 
     def program():
         q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
@@ -103,7 +127,9 @@ def test_delta_is_computed_during_the_first_message_of_the_backward_pass(name, o
 
 
 def test_no_kernel_is_launched_before_its_overlapping_gathers_have_started(monkeypatch):
-    monkeypatch.setattr(Transport, "wait_until_started", lambda transport: log.add("started", "gather"))
+    monkeypatch.setattr(
+        Transport, "wait_until_started", lambda transport: log.add("started", "gather")
+    )
     layout = Layout.zigzag(12, 3)
     with recording(fast.strided) as log:
         process_groups.threads(lambda: train(fast, layout, inputs(12), head_stride=1), 3)
@@ -113,11 +139,15 @@ def test_no_kernel_is_launched_before_its_overlapping_gathers_have_started(monke
         assert events[:first] == ["posted gather"] * 2 + ["started gather"], "of steps 0 and 1"
         assert events.count("started gather") == 2 * (G - 1)
         for here, after in itertools.pairwise(events):
-            assert (here, after) not in {("posted gather", f"computed {kind}") for kind in ("forward", "backward")}
+            assert (here, after) not in {
+                ("posted gather", f"computed {kind}") for kind in ("forward", "backward")
+            }
 
 
 def test_own_keys_are_not_computed_before_the_overlapping_cast_has_started(monkeypatch):
-    monkeypatch.setattr(Transport, "wait_until_started", lambda transport: log.add("started", "cast"))
+    monkeypatch.setattr(
+        Transport, "wait_until_started", lambda transport: log.add("started", "cast")
+    )
     layout, tensors = Layout.zigzag(12, 3), inputs(12)
 
     def program():
@@ -128,7 +158,11 @@ def test_own_keys_are_not_computed_before_the_overlapping_cast_has_started(monke
     with recording(fast.magi) as log:
         process_groups.threads(program, 3)
     for rank in range(3):
-        events = [f"{e.what} {e.kind}" for e in log.of(rank) if e.what in ("posted", "started", "computed")]
+        events = [
+            f"{e.what} {e.kind}"
+            for e in log.of(rank)
+            if e.what in ("posted", "started", "computed")
+        ]
         assert events.count("started cast") == 2 * 2, "casts, in both passes"
         for here, after in itertools.pairwise(events):
             assert here != "started cast" or after.startswith("computed")
@@ -145,7 +179,10 @@ def test_steps_overlap_with_the_traffic_of_the_docstring(half, options, forward,
     elements = (ranks - 1) * B * (n // ranks) * G * (D + DV)
     for rank in range(ranks):
         events = log.of(rank)
-        gathers, sums = ([e for e in events if e.what == "posted" and e.kind == kind] for kind in ("gather", "reduce"))
+        gathers, sums = (
+            [e for e in events if e.what == "posted" and e.kind == kind]
+            for kind in ("gather", "reduce")
+        )
         assert len(gathers) == len(forward) + len(backward)
         assert len(sums) == len(backward)
         assert sum(e.items for e in gathers) == 2 * elements
@@ -155,7 +192,9 @@ def test_steps_overlap_with_the_traffic_of_the_docstring(half, options, forward,
         computed = [e for e in events if e.what == "computed"]
         area = layout.local_mask(Mask.causal(n), rank, range(ranks)).area
         assert [(e.kind, e.items) for e in computed] == [
-            (kind, heads * area) for kind, steps in (("forward", forward), ("backward", backward)) for heads in steps
+            (kind, heads * area)
+            for kind, steps in (("forward", forward), ("backward", backward))
+            for heads in steps
         ]
         assert_overlap(events, len(forward), len(backward))
 
@@ -167,12 +206,23 @@ def assert_overlap(events, forward, backward):
             computed, gather = at[f"computed {kind} {step}"], first + step
             assert at[f"waited gather {gather}"] < computed
             if step + 1 < steps:  # the next keys are in flight
-                assert at[f"posted gather {gather + 1}"] < computed < at[f"waited gather {gather + 1}"]
+                assert (
+                    at[f"posted gather {gather + 1}"] < computed < at[f"waited gather {gather + 1}"]
+                )
         first += steps
-    for step in range(backward if "finished backward 0" in at else 0):  # dk and dv leave before dq is computed
-        assert at[f"computed backward {step}"] < at[f"posted reduce {step}"] < at[f"finished backward {step}"]
+    # dk and dv leave before dq is computed
+    for step in range(backward if "finished backward 0" in at else 0):
+        assert (
+            at[f"computed backward {step}"]
+            < at[f"posted reduce {step}"]
+            < at[f"finished backward {step}"]
+        )
     for step in range(backward - 1):  # the gradients travel while the next step is computed
-        assert at[f"posted reduce {step}"] < at[f"computed backward {step + 1}"] < at[f"waited reduce {step}"]
+        assert (
+            at[f"posted reduce {step}"]
+            < at[f"computed backward {step + 1}"]
+            < at[f"waited reduce {step}"]
+        )
     pending = 0
     for event in events:
         pending += {"posted": 1, "waited": -1}.get(event.what, 0) * (event.kind == "reduce")
@@ -189,7 +239,8 @@ def test_the_ring_schedule_gathers_forward_and_hops_backward(name):
     assert {e.kind for e in posted[3:]} == {"hop"}
     elements = 2 * B * 4 * G * (D + DV)
     assert sum(e.items for e in posted if e.kind == "gather") == elements
-    assert sum(e.items for e in posted if e.kind == "hop") == 2 * elements  # K, V and their gradients
+    # K, V and their gradients
+    assert sum(e.items for e in posted if e.kind == "hop") == 2 * elements
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -208,7 +259,9 @@ def test_rings_send_before_they_compute(name):
 
 
 def end_of(events, seconds):
-    """Return when a rank is ready: its computations follow one another, and its messages of one kind do, too."""
+    """Return when a rank is ready: its computations follow one another, and its messages of one
+    kind do, too.
+    """
     computing, free, arrival = 0.0, Counter(), {}
     for event in events:
         if event.what == "waited":
@@ -216,24 +269,40 @@ def end_of(events, seconds):
         elif event.what == "computed":
             computing += seconds(event)
         elif event.what == "posted":
-            free[event.kind] = arrival[event.kind, event.number] = max(computing, free[event.kind]) + seconds(event)
+            free[event.kind] = arrival[event.kind, event.number] = max(
+                computing, free[event.kind]
+            ) + seconds(event)
     return max(computing, *free.values())
 
 
 def test_short_first_and_last_head_groups_expose_less():
-    """If computing takes twice as long as sending, only the first fetch and the last reduction are exposed."""
+    """If computing takes twice as long as sending, only the first fetch and the last reduction are
+    exposed.
+    """
     layout, tensors, lasts = Layout.zigzag(12, 3), inputs(12), {}
     for first, last in ((None, None), (1, None), (None, 1), (1, 1)):
         log = recorded(
-            reference, layout, tensors, head_stride=2, backward_first_stride=first, backward_last_stride=last
+            reference,
+            layout,
+            tensors,
+            head_stride=2,
+            backward_first_stride=first,
+            backward_last_stride=last,
         )
         events = log.of(0)
         last_forward = order(events)["computed forward 1"]
         area = layout.local_mask(Mask.causal(12), 0, range(3)).area
         per_head = 2 * B * 4 * (D + DV)
-        seconds = lambda e, area=area: 2 * e.items / area if e.what == "computed" else e.items / per_head
+        seconds = lambda e, area=area: (
+            2 * e.items / area if e.what == "computed" else e.items / per_head
+        )
         lasts[first, last] = end_of(events[last_forward + 1 :], seconds)
-    assert lasts == {(None, None): 2 + 8 + 2, (1, None): 1 + 8 + 2, (None, 1): 2 + 8 + 1, (1, 1): 1 + 8 + 1}
+    assert lasts == {
+        (None, None): 2 + 8 + 2,
+        (1, None): 1 + 8 + 2,
+        (None, 1): 2 + 8 + 1,
+        (1, 1): 1 + 8 + 1,
+    }
 
 
 @pytest.mark.parametrize(("options", "forward", "backward"), PATTERNS)
@@ -241,7 +310,10 @@ def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, mon
     layout, made = Layout([[range(0, 5)], [], [range(5, 8)]], 8), []
     for exchange in (AllGather, ReduceScatter):
         start = exchange.__init__
-        noted = lambda self, *given, start=start: (start(self, *given), made.append((dist.get_rank(), self)))[0]
+        noted = lambda self, *given, start=start: (
+            start(self, *given),
+            made.append((dist.get_rank(), self)),
+        )[0]
         monkeypatch.setattr(exchange, "__init__", noted)
     process_groups.threads(lambda: train(fast, layout, inputs(8, torch.bfloat16), **options), 3)
     ahead, again, sums = (exchange for rank, exchange in made if rank == 1)
@@ -252,7 +324,9 @@ def test_buffers_have_the_sizes_of_the_docstring(options, forward, backward, mon
         (sums.sent, backward, torch.float32, 2),
         ([sums.received], backward, torch.float32, 1),
     ):
-        assert [(x.numel(), x.dtype) for x in buffers] == [(per_head * max(steps), dtype)] * min(most, len(steps))
+        assert [(x.numel(), x.dtype) for x in buffers] == [(per_head * max(steps), dtype)] * min(
+            most, len(steps)
+        )
 
 
 def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
@@ -273,5 +347,11 @@ def test_bytes_of_a_ring_are_those_of_the_docstring(half, monkeypatch):
     block = B * (32 // ranks) * G * (D + DV)
     assert set(sent) == set(range(ranks))
     for operations in sent.values():
-        items = {dtype: sum(n for of, n in operations if of == dtype) for dtype in {of for of, _ in operations}}
-        assert items == {torch.bfloat16: 2 * (ranks - 1) * block, torch.float32: (ranks - 1) * block}
+        items = {
+            dtype: sum(n for of, n in operations if of == dtype)
+            for dtype in {of for of, _ in operations}
+        }
+        assert items == {
+            torch.bfloat16: 2 * (ranks - 1) * block,
+            torch.float32: (ranks - 1) * block,
+        }

@@ -1,4 +1,6 @@
-"""The work tables of a placed mask are those of the whole mask, whatever the buffers, and planted faults change bits."""
+"""The work tables of a placed mask are those of the whole mask, whatever the buffers, and planted
+faults change bits.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -31,15 +33,23 @@ SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
 
 @st.composite
 def placed(draw):
-    """Draw a mask, and a placed one with some of its tiles in any order, with gaps, on both sides or all keys on one."""
+    """Draw a mask, and a placed one with some of its tiles in any order, with gaps, on both sides
+    or all keys on one.
+    """
     n = draw(st.integers(1, 700))
-    mask = draw(st.sampled_from([Mask.causal(n), Mask.window(n, 150, 30), Mask.documents([0, n // 3, n // 2, n])]))
+    mask = draw(
+        st.sampled_from(
+            [Mask.causal(n), Mask.window(n, 150, 30), Mask.documents([0, n // 3, n // 2, n])]
+        )
+    )
     numbers = list(range(-(-n // 128)))
 
     def buffer(held):
         gaps = draw(st.lists(st.booleans(), min_size=len(held), max_size=len(held)))
         rows = [128 * (place + sum(gaps[: place + 1])) for place in range(len(held))]
-        pieces = [(row, range(128 * i, min(n, 128 * (i + 1)))) for row, i in zip(rows, held, strict=True)]
+        pieces = [
+            (row, range(128 * i, min(n, 128 * (i + 1)))) for row, i in zip(rows, held, strict=True)
+        ]
         return tuple(pieces), max((row + len(tokens) for row, tokens in pieces), default=0)
 
     everyone = buffer(draw(st.permutations(numbers)))
@@ -58,7 +68,9 @@ def dense(mask):
 
 
 def as_tokens(mask, table, width, transposed):
-    """Return {first token: [(visited tokens, their bands in tokens)]} for the tiles of a table, in order."""
+    """Return {first token: [(visited tokens, their bands in tokens)]} for the tiles of a table, in
+    order.
+    """
 
     def token(row, keys):
         for start, tokens in mask.key_pieces if keys else mask.query_pieces:
@@ -68,7 +80,13 @@ def as_tokens(mask, table, width, transposed):
 
     def bands(span):
         _, _, first, stop, *_ = span
-        return table.spans[first : first - stop, 2:].tolist() if stop < 0 else [span[2:]] if stop else []
+        return (
+            table.spans[first : first - stop, 2:].tolist()
+            if stop < 0
+            else [span[2:]]
+            if stop
+            else []
+        )
 
     found = {}
     for start, stop, first_span, _, end in table.tiles.tolist():
@@ -88,10 +106,17 @@ def as_tokens(mask, table, width, transposed):
 def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
     mask, transposed = case
     rows, columns = sizes
-    whole, own = (tiles.host_table(x, rows, columns, columns, transposed) for x in (in_place(mask.whole), mask))
+    whole, own = (
+        tiles.host_table(x, rows, columns, columns, transposed)
+        for x in (in_place(mask.whole), mask)
+    )
     expected = as_tokens(in_place(mask.whole), whole, columns, transposed)
     got = as_tokens(mask, own, columns, transposed)
-    held = {token for _, tokens in (mask.key_pieces if transposed else mask.query_pieces) for token in tokens}
+    held = {
+        token
+        for _, tokens in (mask.key_pieces if transposed else mask.query_pieces)
+        for token in tokens
+    }
     assert set(got) == set(expected) & held
     for token, visited in got.items():
         assert visited == expected[token]
@@ -113,7 +138,9 @@ def test_area_and_untouched_rows_are_those_of_the_tokens(case):
 
 
 def test_a_crop_keeps_the_tokens_of_its_rows():
-    mask = PlacedMask(Mask.causal(600), ((0, range(600)),), ((0, range(256, 512)), (384, range(128))), 600, 512)
+    mask = PlacedMask(
+        Mask.causal(600), ((0, range(600)),), ((0, range(256, 512)), (384, range(128))), 600, 512
+    )
     cropped = mask.crop(keys=range(128, 512))
     assert cropped.key_pieces == ((0, range(384, 512)), (256, range(128)))
     assert torch.equal(dense(cropped), dense(mask)[:, 128:])
@@ -128,7 +155,12 @@ def test_pieces_that_begin_inside_a_tile_raise():
     with pytest.raises(ValueError, match="sides that divide 128, got 192 x 128"):
         tiles.host_table(in_place(Mask.causal(256)), 192, 128, 128)
     with pytest.raises(RuntimeError, match="lacks tokens"):
-        tiles.host_table(PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128), 128, 128, 128)
+        tiles.host_table(
+            PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128),
+            128,
+            128,
+            128,
+        )
 
 
 # --- choices ---
@@ -148,7 +180,10 @@ def test_every_rank_chooses_as_one_rank(exchange):
         call = SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=4, group=None)
         placed = exchange(call)
         for own in (placed.key_mask, placed.query_mask):
-            assert (hopper_launch.forward_config(q, q, own), hopper_launch.packing(own, 128, 128, 8)) == expected
+            assert (
+                hopper_launch.forward_config(q, q, own),
+                hopper_launch.packing(own, 128, 128, 8),
+            ) == expected
 
 
 def test_auto_is_split_whatever_the_mask_and_the_heads():
@@ -180,11 +215,14 @@ def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
 
     assert not zigzag_bits()
     monkeypatch.setattr(PlacedMask, "moved", by_row)
-    assert {"out", "dq", "dk"} & set(zigzag_bits(Mask.window(N, 139, 20)))  # another mask: tables are cached
+    # another mask: tables are cached
+    assert {"out", "dq", "dk"} & set(zigzag_bits(Mask.window(N, 139, 20)))
 
 
 def test_tiles_that_straddle_pieces_change_results(monkeypatch):
-    """Queries 192 to 255 see keys from 53 on. If tiles begin at multiples of 32, two ranks hold the tile 96:160."""
+    """Queries 192 to 255 see keys from 53 on. If tiles begin at multiples of 32, two ranks hold the
+    tile 96:160.
+    """
     narrow, cut = Config(64, 64), tiles._cut
     with forced(forward=narrow, dq=narrow, dkdv=narrow):
         assert not zigzag_bits(Mask.window(N, 138, 60))
@@ -210,14 +248,21 @@ def test_a_configuration_by_rank_changes_bits(_, monkeypatch):
 
 @pytest.mark.parametrize("planted", [False, True])
 def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
-    """An odd address or stride compiles another order of summation. The interpreter cannot show it: the tensors can."""
+    """An odd address or stride compiles another order of summation. The interpreter cannot show it:
+    the tensors can.
+    """
     seen = []
     delta = row_operations.delta
-    monkeypatch.setattr(row_operations, "delta", lambda *tensors: seen.append(tensors[:2]) or delta(*tensors))
+    monkeypatch.setattr(
+        row_operations, "delta", lambda *tensors: seen.append(tensors[:2]) or delta(*tensors)
+    )
     if planted:
         monkeypatch.setattr(owner_computes, "canonical", lambda x: x)
         monkeypatch.setattr(local, "canonical", lambda x: x)
-    q, dout = torch.randn(1, 128, 2, 16, device=DEVICE), torch.randn(1 + 128 * 2 * 16, device=DEVICE)
+    q, dout = (
+        torch.randn(1, 128, 2, 16, device=DEVICE),
+        torch.randn(1 + 128 * 2 * 16, device=DEVICE),
+    )
     dout = dout[1:].view(1, 128, 2, 16)
     for attend in (fast.attention, fast.strided_attention):
         x = q.clone().requires_grad_()

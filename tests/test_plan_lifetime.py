@@ -71,14 +71,18 @@ def test_masks_and_tables_state_their_size():
 
 
 def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
-    """The plans of both passes on one H200: the second look-up makes none, and the tables fit the device."""
+    """The plans of both passes on one H200: the second look-up makes none, and the tables fit the
+    device.
+    """
     monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
     gpu, heads, widths = Gpu((9, 0), 132, 232448), (32, 8), (128, 128)
     masks = [Mask.documents(documents(2**20, 2048, seed)) for seed in range(24)]
     plans = fast.prepare("attention", masks[0], heads=heads, widths=widths, device=gpu)
     assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
     cache.clear()
-    given = Preparation("attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, True, {})
+    given = Preparation(
+        "attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, True, {}
+    )
     with plan_cache.noted_plans():  # tensors without memory
         call = given.call(FAST)
     for _ in range(2):
@@ -95,7 +99,9 @@ def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
     resident = []
 
     def step(number):
-        mask = Mask.documents(sorted({*range(0, 32 + number % 60, 2), 1 + number % 95, 96}), window=(number, 0))
+        mask = Mask.documents(
+            sorted({*range(0, 32 + number % 60, 2), 1 + number % 95, 96}), window=(number, 0)
+        )
         q, k, v = (torch.ones(48, 1, 4).requires_grad_() for _ in range(3))
         layout = fast.dispatch(mask, 2, chunk=4)
         for _ in range(2):  # layers
@@ -162,7 +168,8 @@ def test_plans_of_a_captured_graph_live_as_long_as_the_graph(monkeypatch):
 def gpu_inputs(tokens=1024, seed=0):
     draw = torch.Generator("cuda").manual_seed(seed)
     return [
-        torch.randn(1, tokens, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16) for heads in (8, 2, 2, 8)
+        torch.randn(1, tokens, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2, 8)
     ]
 
 
@@ -175,7 +182,9 @@ def both_passes(q, k, v, dout, mask):
 def fill_memory():
     """Write over every free block of the allocator."""
     blocks = [
-        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda") for size in range(6, 18) for _ in range(40)
+        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda")
+        for size in range(6, 18)
+        for _ in range(40)
     ]
     torch.cuda.synchronize()
     return blocks
@@ -202,7 +211,8 @@ def test_a_captured_graph_keeps_its_plans(monkeypatch):
     assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
     del blocks, replayed, graph
     gc.collect()
-    if hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"):  # older versions keep plans for ever
+    # older versions keep plans for ever
+    if hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"):
         assert not plan_cache._captured
 
 
@@ -239,6 +249,8 @@ def test_new_masks_leave_device_memory_flat(monkeypatch):
     monkeypatch.setattr(plan_cache, "PLANS", PlanCache(device_limit=1 << 20))
     inputs, held = gpu_inputs(), []
     for number in range(200):
-        both_passes(*inputs, Mask.documents(sorted({*range(0, 1024, 2 + number % 7), 5 + number, 1024})))
+        both_passes(
+            *inputs, Mask.documents(sorted({*range(0, 1024, 2 + number % 7), 5 + number, 1024}))
+        )
         held.append(torch.cuda.memory_allocated())
     assert median(held[150:]) <= median(held[50:100]) + (1 << 20), sorted(held[150:])

@@ -1,4 +1,6 @@
-"""A report of a plan counts its visible cells and its moved tokens, and the packs are those of a published distribution."""
+"""A report of a plan counts its visible cells and its moved tokens, and the packs are those of a
+published distribution.
+"""
 
 import pytest
 import torch
@@ -30,16 +32,26 @@ def test_reports_equal_counts_of_cells_and_tokens(drawn):
     report = reference.plan_report(mask, layout, chunk=8)
     assert report == fast.plan_report(mask, layout, chunk=8)
     dense = mask.dense()
-    assert report.areas == tuple(int(dense[layout.positions(rank)].sum()) for rank in range(layout.ranks))
-    assert report.largest_chunk == max(int(dense[a : a + 8].sum()) for a in range(0, layout.tokens, 8))
+    assert report.areas == tuple(
+        int(dense[layout.positions(rank)].sum()) for rank in range(layout.ranks)
+    )
+    assert report.largest_chunk == max(
+        int(dense[a : a + 8].sum()) for a in range(0, layout.tokens, 8)
+    )
     plan = reference.cast_plan(mask, layout, casts=1)
-    moved = sum(sum(plan.receive_sizes(cast, rank)) for cast in range(plan.casts) for rank in range(layout.ranks))
+    moved = sum(
+        sum(plan.receive_sizes(cast, rank))
+        for cast in range(plan.casts)
+        for rank in range(layout.ranks)
+    )
     assert sum(report.sent) == sum(report.received) == moved
     assert f"{report.volume:.3f}" in str(report)
 
 
 def test_sampled_packs_are_the_published_ones():
-    """The mean number of documents and longest document of 20 packs of 64K, as MagiAttention's benchmark reports them."""
+    """The mean number of documents and longest document of 20 packs of 64K, as MagiAttention's
+    benchmark reports them.
+    """
     packs = [torch.tensor(pack).diff() for pack in sampled_packs(65536, 20)]
     assert sum(map(len, packs)) / 20 == 44.95
     assert sum(int(lengths.max()) for lengths in packs) / 20 == 14467.1

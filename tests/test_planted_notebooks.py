@@ -1,4 +1,6 @@
-"""The sections "On real ranks" of the notebooks find a fault in each fast function: a wrong result, and an exception."""
+"""The sections "On real ranks" of the notebooks find a fault in each fast function: a wrong result,
+and an exception.
+"""
 
 import copy
 from functools import partial
@@ -65,7 +67,9 @@ def one_more(function, *given):
 
 
 def with_a_fault(name, fault, program):
-    """Run ``program`` on a rank where ``canon.fast``, or its Triton kernels, have the fault in the function ``name``."""
+    """Run ``program`` on a rank where ``canon.fast``, or its Triton kernels, have the fault in the
+    function ``name``.
+    """
     from canon import fast
     from canon.fast.kernels.triton import dkdv, dq, forward
 
@@ -99,7 +103,8 @@ def test_without_a_fault_the_section_passes(name, plant, capsys):
     for ranks in names["results"].values():
         assert [one.rank for one in ranks] == [0, 1]
         assert all(
-            one.spans and {span.kind for span in one.spans} >= {"forward", "backward", "message"} for one in ranks
+            one.spans and {span.kind for span in one.spans} >= {"forward", "backward", "message"}
+            for one in ranks
         )
 
 
@@ -107,22 +112,43 @@ def test_without_a_fault_the_section_passes(name, plant, capsys):
 def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant):
     plant(function, "wrong")
     differs = (
-        f"{function}, rank 0, fast: " if name == FIRST else "" if function.startswith("group") else "rank 0, fast: "
+        f"{function}, rank 0, fast: "
+        if name == FIRST
+        else ""
+        if function.startswith("group")
+        else "rank 0, fast: "
     )
-    with pytest.raises(AssertionError, match=differs + r"\w+ is \d+\.\d times the bound" if differs else None):
+    with pytest.raises(
+        AssertionError,
+        match=differs
+        + (
+            r"\w+ is \d+\.\d times the "
+            r"bound"
+        )
+        if differs
+        else None,
+    ):
         section(name)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant):
     plant(FUNCTIONS[name][-1], "raises")
-    with pytest.raises(RuntimeError, match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in fail"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"(?s)rank \d: RuntimeError: {PLANTED}.*Traceback.*in "
+        r"fail",
+    ):
         section(name)
 
 
 def test_an_off_by_one_in_the_mask_of_triton_fails_the_section(plant):
     plant("visible_columns", "sees one more key")
-    with pytest.raises(AssertionError, match=r"^ring_attention, rank 0, fast: out is \d+\.\d times the bound"):
+    with pytest.raises(
+        AssertionError,
+        match=r"^ring_attention, rank 0, fast: out is \d+\.\d "
+        r"times the bound",
+    ):
         section(FIRST)
 
 
@@ -145,7 +171,9 @@ def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monk
     monkeypatch.syspath_prepend(str(FOLDER))
     names = {}
     exec(imports, names)
-    compared = [cell for cell in others if "agree_with_reference(" in cell or "forward_runs.run(" in cell]
+    compared = [
+        cell for cell in others if "agree_with_reference(" in cell or "forward_runs.run(" in cell
+    ]
     compared = [cell for cell in compared if "Mask.causal(" in cell]
     assert compared
     for cell in compared:
@@ -162,10 +190,21 @@ def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monk
 def test_every_distributed_function_of_fast_is_in_a_section():
     from canon import fast
 
-    not_distributed = {"attention", "attention_forward", "attention_backward", "merge", "decode_attention"}
+    not_distributed = {
+        "attention",
+        "attention_forward",
+        "attention_backward",
+        "merge",
+        "decode_attention",
+    }
     not_taught = {"latent_attention"}
     sends_nothing = {"dispatch", "cast_plan", "plan_report", "prepare", "backend", "warm_up"}
-    others = {name for name in fast.__all__ if name[0].islower()} - not_distributed - not_taught - sends_nothing
+    others = (
+        {name for name in fast.__all__ if name[0].islower()}
+        - not_distributed
+        - not_taught
+        - sends_nothing
+    )
     assert others == {function for _, function in CASES}
 
 
@@ -181,7 +220,9 @@ def test_exposed_time_is_that_of_messages_without_a_kernel():
 
 
 def test_spans_of_a_profile_begin_after_the_ranks_have_met():
-    """The pause comes before the message of `meet`. Copies to and from the host are no part of the timeline."""
+    """The pause comes before the message of `meet`. Copies to and from the host are no part of the
+    timeline.
+    """
     before = [(0, 5, "forward_kernel"), (5, 35, "spin_kernel"), (36, 40, "ncclDevKernel_AllReduce")]
     after = [
         (50, 60, "ncclDevKernel_SendRecv"),
@@ -189,7 +230,10 @@ def test_spans_of_a_profile_begin_after_the_ranks_have_met():
         (52, 80, "dkdv_kernel"),
         (80, 90, "delta_kernel"),
     ]
-    expected = [Span("message", after[0][2], 0.0, 0.01), Span("backward", "dkdv_kernel", 0.002, 0.03)]
+    expected = [
+        Span("message", after[0][2], 0.0, 0.01),
+        Span("backward", "dkdv_kernel", 0.002, 0.03),
+    ]
     expected += [Span("other", "delta_kernel", 0.03, 0.04)]
     assert real_ranks.spans_of(before + after) == expected
     assert real_ranks.spans_of(after) == expected  # threads on one GPU do not meet
@@ -200,7 +244,9 @@ def test_unequal_bits_are_found(plant, monkeypatch):
     mask, layout = Mask.causal(32), Layout.zigzag(32, 2)
     call = FunctionCall("zigzag_attention", mask, layout)
     monkeypatch.setattr(
-        process_groups, "processes", lambda program, ranks: run_processes(partial(drifting, program), ranks)
+        process_groups,
+        "processes",
+        lambda program, ranks: run_processes(partial(drifting, program), ranks),
     )
     for result in SMALL.compare({"ring": call})["ring"]:
         assert result.equal_runs == {"reference": True, "fast": False}
@@ -209,7 +255,9 @@ def test_unequal_bits_are_found(plant, monkeypatch):
 
 
 def drifting(program):
-    """Run ``program`` where each call of the fast function changes the last bit of one number of lse."""
+    """Run ``program`` where each call of the fast function changes the last bit of one number of
+    lse.
+    """
     from canon import fast
 
     attend, calls = fast.zigzag_attention, []

@@ -1,4 +1,6 @@
-"""Plans that are made ahead, perhaps in another process: a call that finds them plans nothing and has the same bits."""
+"""Plans that are made ahead, perhaps in another process: a call that finds them plans nothing and
+has the same bits.
+"""
 
 import functools
 import pickle
@@ -42,11 +44,17 @@ UNPREPARED = {"row_indices", "_positions_on"}  # a range, or the layout itself
 
 def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
     """Return the results of both passes on all ranks."""
-    given = {} if function in ("attention", "zigzag_attention", "striped_attention") else {"layout": layout}
+    given = (
+        {}
+        if function in ("attention", "zigzag_attention", "striped_attention")
+        else {"layout": layout}
+    )
     attend = getattr(half, function)
     if function == "latent_attention":  # a head of k is the latent, a head of v is k_rope
         weight = torch.linspace(-1, 1, 4 * (8 - 6 + 6) * 8).view(-1, 8).to(dtype)
-        attend = lambda q, k, v, **given: half.latent_attention(q, k[:, :, 0], v[:, :, 0], weight, **given)
+        attend = lambda q, k, v, **given: half.latent_attention(
+            q, k[:, :, 0], v[:, :, 0], weight, **given
+        )
     attend = functools.partial(attend, mask=mask, return_lse=True, **given, **options)
     layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
     return process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks)
@@ -72,7 +80,9 @@ def planned(monkeypatch):
 
     def noting(cache, key):
         if (found := get(cache, key)) is None and hasattr(key[0], "__wrapped__"):
-            names.update(() if isinstance(key[1][-1], torch.device) else {key[0].__name__} - UNPREPARED)
+            names.update(
+                () if isinstance(key[1][-1], torch.device) else {key[0].__name__} - UNPREPARED
+            )
         return found
 
     monkeypatch.setattr(PlanCache, "get", noting)
@@ -80,7 +90,11 @@ def planned(monkeypatch):
 
 
 def same_bits(got, expected):
-    return all(torch.equal(x, y) for a, b in zip(got, expected, strict=True) for x, y in zip(a, b, strict=True))
+    return all(
+        torch.equal(x, y)
+        for a, b in zip(got, expected, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
@@ -98,12 +112,16 @@ def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case,
 @pytest.mark.interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_plans_for_a_hopper_gpu_are_those_of_its_launches(case, monkeypatch, planned):
-    """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in `prepare`."""
+    """Launches are dropped here. The CPU stands for the GPU in the call, and the meta device in
+    `prepare`.
+    """
     monkeypatch.setattr(launcher, "_launch", lambda *_: None)
     monkeypatch.setattr(gluon_launch, "check_runs", lambda _: None)
     monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", H200.multiprocessors)
     automatic = backward.automatic
-    monkeypatch.setattr(backward, "automatic", lambda q, k, v, mask: automatic(q, k, v, mask, H200.multiprocessors))
+    monkeypatch.setattr(
+        backward, "automatic", lambda q, k, v, mask: automatic(q, k, v, mask, H200.multiprocessors)
+    )
     for plans in prepared(fast, *CASES[case], device=H200, dtype=torch.bfloat16):
         plans.load()
     assert planned >= {"tile_schedule", "packing"}
@@ -120,12 +138,16 @@ class Packs(Dataset):
         return 2
 
     def __getitem__(self, number):
-        return fast.prepare("attention", Mask.documents([0, 5 + number, 40]), device="cpu", **SHAPES)
+        return fast.prepare(
+            "attention", Mask.documents([0, 5 + number, 40]), device="cpu", **SHAPES
+        )
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_worker_prepares(context, planned):
-    for plans in DataLoader(Packs(), batch_size=None, num_workers=1, multiprocessing_context=context):
+    for plans in DataLoader(
+        Packs(), batch_size=None, num_workers=1, multiprocessing_context=context
+    ):
         expected = computed(fast, "attention", None, {}, plans.mask)
         PLANS.clear()
         plans.load()
@@ -142,7 +164,9 @@ def test_a_worker_does_not_start_cuda(monkeypatch):
         fast.prepare("attention", MASK, **SHAPES)
     launcher._gpus[torch.device("cuda", 3)] = H200  # found by the training process before it forked
     expected = fast.prepare("attention", MASK, device=H200, **SHAPES)
-    assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [key for key, _ in expected.plans]
+    assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [
+        key for key, _ in expected.plans
+    ]
 
 
 def test_a_thread_of_the_training_process_needs_no_load(planned):

@@ -1,4 +1,6 @@
-"""A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs as written."""
+"""A recorded pass replays with the same bits on other tensors, and whatever cannot be replayed runs
+as written.
+"""
 
 import weakref
 from types import SimpleNamespace
@@ -32,9 +34,9 @@ def forward(q, k, v, out, lse):
 
 def room(q, v):
     b, t, h, _ = q.shape
-    return torch.full((b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device), torch.empty(
-        b, h, t, device=q.device
-    )
+    return torch.full(
+        (b, t, h, v.shape[-1]), torch.nan, dtype=q.dtype, device=q.device
+    ), torch.empty(b, h, t, device=q.device)
 
 
 def passes():
@@ -56,7 +58,9 @@ def test_a_replay_has_the_bits_of_the_pass_as_written():
 
 @pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
 def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
-    """Row statistics, parts by query head and float32 sums are temporaries of the pass; the last two start as zeros."""
+    """Row statistics, parts by query head and float32 sums are temporaries of the pass; the last
+    two start as zeros.
+    """
 
     def body(dout, q, k, v, out, lse, dq, dk, dv):
         delta = backward.make_delta(dout, out, lse, None)
@@ -87,7 +91,9 @@ def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
 
 
 def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
-    """Local calls give the kind of their tensors; whether two of them are one tensor is still part of the key."""
+    """Local calls give the kind of their tensors; whether two of them are one tensor is still part
+    of the key.
+    """
     q, k, v, dout = inputs(0, d=8)
 
     def gradient(given):
@@ -183,7 +189,9 @@ def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
 
 @pytest.mark.parametrize("zeroed", [True, False])
 def test_a_pass_whose_kernels_were_not_seen_runs_as_written(zeroed):
-    """A kernel of a library writes by address. The recorder sees nothing, or only that the result is set to 0."""
+    """A kernel of a library writes by address. The recorder sees nothing, or only that the result
+    is set to 0.
+    """
 
     def body(x, out):
         if zeroed:
@@ -207,14 +215,18 @@ def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch)
         with _disable_current_modes():
             lse.fill_(q.sum().item())
 
-    library = SimpleNamespace(name="library", replayable=False, kernels=SimpleNamespace(forward=library_forward))
+    library = SimpleNamespace(
+        name="library", replayable=False, kernels=SimpleNamespace(forward=library_forward)
+    )
     monkeypatch.setattr(device, "_backend_for", lambda *_: library)
     for seed in (0, 1):
         q, k, v, _ = inputs(seed)
         out, lse = room(q, v)
         local.forward_into(q, k, v, MASK, 0.25, out, lse)
         assert torch.equal(lse, torch.full_like(lse, q.sum().item()))
-    assert {made.reason for made in passes()} == {"launches of the library backend are not recorded"}
+    assert {made.reason for made in passes()} == {
+        "launches of the library backend are not recorded"
+    }
 
 
 def test_a_pass_beyond_the_limits_of_the_native_replay_runs_as_written(monkeypatch):

@@ -1,4 +1,6 @@
-"""Claims about failing process groups: the error names the rank, no rank hangs, and no state remains."""
+"""Claims about failing process groups: the error names the rank, no rank hangs, and no state
+remains.
+"""
 
 import contextvars
 import time
@@ -41,11 +43,15 @@ def test_the_error_names_the_failing_rank_and_no_rank_hangs(start):
 
 
 def test_threads_that_wait_for_each_other_raise():
-    message = "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has returned"
+    message = (
+        "rank 0 waits in barrier for rank 2; rank 1 waits in barrier for rank 2; rank 2 has "
+        "returned"
+    )
     with pytest.raises(RuntimeError, match=message):
         process_groups.threads(returns_early, 3)
     with pytest.raises(
-        RuntimeError, match="rank 0 waits in a receive from rank 1; rank 1 waits in a receive from rank 0"
+        RuntimeError,
+        match="rank 0 waits in a receive from rank 1; rank 1 waits in a receive from rank 0",
     ):
         process_groups.threads(lambda: dist.recv(torch.empty(1), 1 - dist.get_rank()), 2)
 
@@ -93,7 +99,9 @@ def prints():
 @pytest.mark.parametrize("start", LAUNCHERS)
 def test_prints_come_in_rank_order(start, capsys):
     start(prints, 2)
-    assert capsys.readouterr().out == "rank 0 │ I am 0\nrank 0 │ done\nrank 1 │ I am 1\nrank 1 │ done\n"
+    assert capsys.readouterr().out == (
+        "rank 0 │ I am 0\nrank 0 │ done\nrank 1 │ I am 1\nrank 1 │ done\n"
+    )
 
 
 def test_context_variables_reach_the_ranks():

@@ -111,7 +111,8 @@ def test_asynchronous_calls_wait_for_late_ranks():
         if rank == 0:
             work = dist.all_reduce(total, async_op=True)
             early = work.is_completed()
-            dist.send(torch.zeros(1), 1)  # rank 1 joins only after this: a blocking call would never get here
+            # rank 1 joins only after this: a blocking call would never get here
+            dist.send(torch.zeros(1), 1)
             work.wait()
             return early, total.item()
         dist.recv(torch.empty(1), 0)
@@ -150,7 +151,9 @@ def test_another_thread_of_a_waiting_rank_may_read_finished_work():
 
 
 def test_an_interrupt_waits_for_all_ranks():
-    """An interrupted Thread.join of Python 3.11 forgets its thread. A rank that runs on can abort the process at its end."""
+    """An interrupted Thread.join of Python 3.11 forgets its thread. A rank that runs on can abort
+    the process at its end.
+    """
     working, ended = [threading.Event() for _ in range(3)], []
 
     def program():
@@ -165,7 +168,8 @@ def test_an_interrupt_waits_for_all_ranks():
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     interrupter = threading.Thread(target=interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
+    # a test run in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         interrupter.start()
         with pytest.raises(KeyboardInterrupt):

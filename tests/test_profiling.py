@@ -1,4 +1,6 @@
-"""FlopCounterMode counts the visible cells of the operators, and torch.profiler shows functions and steps by name."""
+"""FlopCounterMode counts the visible cells of the operators, and torch.profiler shows functions and
+steps by name.
+"""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -28,16 +30,25 @@ def flops(program):
         program()
     counts = counter.get_flop_counts().get("Global", {})
     assert all("canon" in str(operator) for operator in counts)
-    return Counter({str(operator).removeprefix("canon."): count for operator, count in counts.items()})
+    return Counter(
+        {str(operator).removeprefix("canon."): count for operator, count in counts.items()}
+    )
 
 
 @both_halves
-@pytest.mark.parametrize("needs_grad", [(True, True, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(
+    "needs_grad", [(True, True, True), (True, False, False), (False, True, False)]
+)
 def test_flops_are_those_of_the_visible_cells_and_the_needed_gradients(half, needs_grad):
-    leaves = [x.detach().requires_grad_(needed) for x, needed in zip(inputs(), needs_grad, strict=True)]
+    leaves = [
+        x.detach().requires_grad_(needed) for x, needed in zip(inputs(), needs_grad, strict=True)
+    ]
     both = D + DV
     backward = both + D * needs_grad[0] + both * any(needs_grad[1:])
-    for tensors in (leaves, [x.detach()[:1].squeeze(0).requires_grad_(x.requires_grad) for x in leaves]):
+    for tensors in (
+        leaves,
+        [x.detach()[:1].squeeze(0).requires_grad_(x.requires_grad) for x in leaves],
+    ):
         found = flops(lambda given=tensors: HALVES[half].attention(*given, MASK).sum().backward())
         cells = CELLS if tensors is leaves else CELLS // B
         assert found == {"attention": 2 * cells * both, "attention_backward": 2 * cells * backward}
@@ -71,7 +82,9 @@ def names(program):
     """Return the names that begin with "canon" in a trace of ``program``, with their numbers."""
     with profile() as measured:
         program()
-    return Counter(event.name for event in (measured.events() or ()) if event.name.startswith("canon"))
+    return Counter(
+        event.name for event in (measured.events() or ()) if event.name.startswith("canon")
+    )
 
 
 @both_halves
@@ -114,8 +127,18 @@ def test_a_trace_names_public_functions(half):
         sequence_loss(q[:, :, 0], labels)
         linear_sequence_loss(q[:, :, 0], k[0, :, 0], labels)
 
-    expected = {"attention_forward", "merge", "decode_attention", "attention (forward)", "dispatch", "cast_plan",
-                "unsharded", "redistributed", "sequence_loss", "linear_sequence_loss"}  # fmt: skip
+    expected = {
+        "attention_forward",
+        "merge",
+        "decode_attention",
+        "attention (forward)",
+        "dispatch",
+        "cast_plan",
+        "unsharded",
+        "redistributed",
+        "sequence_loss",
+        "linear_sequence_loss",
+    }
     assert {f"canon.{name}" for name in expected} <= names(program).keys()
 
 

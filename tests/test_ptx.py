@@ -1,4 +1,5 @@
-"""The inline PTX of the Hopper kernels does what its docstrings say, on a warp that a few lines of Python emulate.
+"""The inline PTX of the Hopper kernels does what its docstrings say, on a warp that a few lines of
+Python emulate.
 
 The simulator replaces these functions as a whole, so it never runs the text of the PTX.
 """
@@ -30,14 +31,23 @@ LANES = np.arange(32)
 def halves(x: np.ndarray, kind: str) -> np.ndarray:
     """Return x rounded to two bytes, as bits."""
     dtype = {"bf16": torch.bfloat16, "f16": torch.float16}[kind]
-    return torch.from_numpy(x.astype(np.float32)).to(dtype).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+    return (
+        torch.from_numpy(x.astype(np.float32))
+        .to(dtype)
+        .view(torch.int16)
+        .numpy()
+        .view(np.uint16)
+        .astype(np.uint32)
+    )
 
 
 def literal(name: str) -> np.ndarray:
     """Return a literal operand for each lane."""
     if name.startswith("0f"):
         return np.full(32, int(name[2:], 16), np.uint32).view(np.float32)
-    return np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
+    return (
+        np.full(32, int(name, 16), np.uint32) if name.startswith("0x") else np.full(32, float(name))
+    )
 
 
 def as_float(x: np.ndarray) -> np.ndarray:
@@ -46,7 +56,9 @@ def as_float(x: np.ndarray) -> np.ndarray:
 
 
 def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the registers of a warp after the instructions of ``text``, an array over lanes. A warpgroup is one warp here."""
+    """Return the registers of a warp after the instructions of ``text``, an array over lanes. A
+    warpgroup is one warp here.
+    """
     registers, labels = dict(operands) | {"%laneid": LANES}, set(re.findall(r"(\w+):", text))
     skipped_to = ""
     for line in re.sub(r"\w+:|[{}]", "", text).split(";"):
@@ -74,14 +86,18 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             case ["mov", _]:
                 registers[target] = x[0] if kept.all() else np.where(kept, x[0], registers[target])
             case ["and", _]:
-                registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(np.uint32)
+                registers[target] = (x[0].astype(np.uint32) & x[1].astype(np.uint32)).astype(
+                    np.uint32
+                )
             case ["bmsk", "clamp", _]:
                 first, width = (number.astype(np.int64) & 0xFFFFFFFF for number in x)
                 ends = np.minimum(np.stack([first, first + width]), 32).astype(np.uint64)
                 ones = (np.uint64(1) << ends) - np.uint64(1)
                 registers[target] = (ones[1] & ~ones[0]).astype(np.uint32)
             case ["max" | "min" as which, "s32"]:
-                registers[target] = (np.maximum if which == "max" else np.minimum)(x[0], x[1]).astype(np.int64)
+                registers[target] = (np.maximum if which == "max" else np.minimum)(
+                    x[0], x[1]
+                ).astype(np.int64)
             case ["sub", "s32"]:
                 registers[target] = x[0] - x[1]
             case ["mad", "lo", _]:
@@ -98,7 +114,9 @@ def run(text: str, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
                 registers[target] = x[0].astype(np.uint16).view(np.float16).astype(np.float32)
             case ["add" | "sub" as sign, "f32"]:
                 change = as_float(x[1]) if sign == "add" else -as_float(x[1])
-                registers[target] = np.where(kept, as_float(x[0]) + change, registers.get(target, 0.0))
+                registers[target] = np.where(
+                    kept, as_float(x[0]) + change, registers.get(target, 0.0)
+                )
             case ["selp", _]:
                 registers[target] = np.where(x[2], x[0], x[1])
             case ["setp", "eq", _]:
@@ -144,7 +162,9 @@ def test_four_lanes_exchange_their_words():
     after = run(transpose_words_ptx(), before)
     for i in range(4):
         for row in range(2):
-            np.testing.assert_array_equal(after[f"${2 * i + row}"], word(row, LANES % 4, LANES // 4 * 4 + i))
+            np.testing.assert_array_equal(
+                after[f"${2 * i + row}"], word(row, LANES % 4, LANES // 4 * 4 + i)
+            )
 
 
 @pytest.mark.parametrize("hidden", [-np.inf, 0.0])
@@ -156,7 +176,9 @@ def test_columns_outside_the_bounds_of_a_row_are_hidden(columns, hidden):
     row = np.arange(number) // 2 % 2
     for _ in range(40):
         x = np.where(draw.random((number, 32)) < 0.3, np.nan, 1.0)
-        left, right = draw.integers(-20, columns + 20, (2, 2, 32)) * draw.choice([1, 1, 1000], (2, 2, 32))
+        left, right = draw.integers(-20, columns + 20, (2, 2, 32)) * draw.choice(
+            [1, 1, 1000], (2, 2, 32)
+        )
         operands = {f"${i}": x[i] for i in range(number)}
         operands |= {f"${2 * number + i}": left[row[i]] for i in range(number)}
         operands |= {f"${3 * number + i}": right[row[i]] for i in range(number)}
@@ -167,14 +189,21 @@ def test_columns_outside_the_bounds_of_a_row_are_hidden(columns, hidden):
 
 @pytest.mark.parametrize(("ptx", "factor"), [(rescale_rows_ptx, 0.25), (zero_rows_ptx, 0.0)])
 @pytest.mark.parametrize("rows", [[], [(4, 0)], [(17, 1)], [(0, 0), (31, 1)]])
-def test_a_warp_rescales_its_rows_if_any_factor_is_not_1_and_a_factor_of_0_removes_nan(rows, ptx, factor):
+def test_a_warp_rescales_its_rows_if_any_factor_is_not_1_and_a_factor_of_0_removes_nan(
+    rows, ptx, factor
+):
     number = 8  # elements, of rows 0 and 1 in pairs
     factors = np.ones((2, 32))
     for lane, row in rows:
         factors[row, lane] = factor
-    factors, x = factors[np.arange(number) // 2 % 2], np.arange(number * 32, dtype=float).reshape(number, 32)
+    factors, x = (
+        factors[np.arange(number) // 2 % 2],
+        np.arange(number * 32, dtype=float).reshape(number, 32),
+    )
     given = np.where(factors == 0, np.nan, x)
-    operands = {f"${i}": given[i] for i in range(number)} | {f"${2 * number + i}": factors[i] for i in range(number)}
+    operands = {f"${i}": given[i] for i in range(number)} | {
+        f"${2 * number + i}": factors[i] for i in range(number)
+    }
     after = run(ptx(number), operands)
     for i in range(number):
         np.testing.assert_array_equal(after[f"${i}"], x[i] * factors[i])
@@ -189,7 +218,9 @@ def test_the_vote_reaches_all_threads(above):
     for lane, row in above:
         x[row, lane] = 1.5
     registers = run(declare_registers_ptx(0, 128), {}) | run(declare_registers_ptx(1, 128), {})
-    registers |= run(compare_ptx(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]})
+    registers |= run(
+        compare_ptx(0), registers | {"$2": x[0], "$3": x[1], "$4": limit[0], "$5": limit[1]}
+    )
     assert (run(vote_ptx(0), registers)["$0"] != 0).tolist() == [bool(above)] * 32
     assert not run(vote_ptx(1), registers)["$0"].any()
 
@@ -205,25 +236,55 @@ def test_rounding_excess_is_added_where_sums_are_above_their_limit(above, dtype)
     for lane, r in above:
         limit[r, lane] *= 0.99
     excess = np.full((2, 32), 0.125, np.float32)
-    registers = run(round_and_keep_ptx(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)})
-    rounded = torch.from_numpy(p).to({gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype])
+    registers = run(
+        round_and_keep_ptx(1, number, dtype), {f"${number // 2 + i}": p[i] for i in range(number)}
+    )
+    rounded = torch.from_numpy(p).to(
+        {gl.bfloat16: torch.bfloat16, gl.float16: torch.float16}[dtype]
+    )
     words = np.stack([registers[f"${i}"] for i in range(number // 2)])
     expected = halves(p, "bf16" if dtype == gl.bfloat16 else "f16")
     np.testing.assert_array_equal(words, expected[1::2] << 16 | expected[::2])
 
-    operands = {"$0": excess[0], "$1": excess[1], "$4": sums[0], "$5": sums[1], "$6": limit[0], "$7": limit[1]}
+    operands = {
+        "$0": excess[0],
+        "$1": excess[1],
+        "$4": sums[0],
+        "$5": sums[1],
+        "$6": limit[0],
+        "$7": limit[1],
+    }
     after = run(add_rounding_excess_ptx(1, 2 * number, dtype), registers | operands)
     for r in (0, 1):
         more = sums[r] - rounded.double().numpy()[row == r].sum(0)
         flagged = np.array([(lane, r) in above for lane in LANES])
-        np.testing.assert_allclose(after[f"${r}"], excess[r] + np.where(flagged, more, 0), atol=1e-4)
+        np.testing.assert_allclose(
+            after[f"${r}"], excess[r] + np.where(flagged, more, 0), atol=1e-4
+        )
         assert (abs(more[flagged]) > 1e-3).all() or dtype == gl.float16, "rounding changes the sums"
     touched = any(after[f"${r}"] is not operands[f"${r}"] for r in (0, 1))
     assert touched == bool(above), "a warp without such rows skips the work"
 
 
 def test_tanh_and_the_weights_of_capped_scores():
-    values = 0.0, 1e-30, 1e-6, 0.01, 0.3, 0.5499, 0.5501, 1.0, 3.0, 9.0, 40.0, 1e6, np.inf, 1e-3, 0.1, 0.7
+    values = (
+        0.0,
+        1e-30,
+        1e-6,
+        0.01,
+        0.3,
+        0.5499,
+        0.5501,
+        1.0,
+        3.0,
+        9.0,
+        40.0,
+        1e6,
+        np.inf,
+        1e-3,
+        0.1,
+        0.7,
+    )
     x, lse = np.array([*values, *(-x for x in values)]), np.linspace(-3, 5, 32)
     t = run(f"{{ {tanh_ptx('$1')} mov.f32 $0, t; }}", {"$1": x})["$0"]
     np.testing.assert_allclose(t, np.tanh(x), rtol=1e-7)

@@ -1,4 +1,6 @@
-"""The range of scores, their gradients, values and the scale on both kernel backends. Outside it, a query gets NaN."""
+"""The range of scores, their gradients, values and the scale on both kernel backends. Outside it, a
+query gets NaN.
+"""
 
 from contextlib import nullcontext
 
@@ -16,10 +18,12 @@ from canon.testing import simulated_kernels
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:All-NaN slice"),  # from NumPy, if the interpreter takes a maximum
+    # from NumPy, if the interpreter takes a maximum
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),
 ]
 LOG2E = 1.4426950408889634
-STALE = HopperConfig(128, 128, 3, ping_pong=True, stale_maximum=True)  # computes P before its maximum
+# computes P before its maximum
+STALE = HopperConfig(128, 128, 3, ping_pong=True, stale_maximum=True)
 BACKENDS = {
     "triton": ("triton", None),
     "gluon": ("gluon", HopperConfig(128, 128, 3, ping_pong=True)),
@@ -36,7 +40,9 @@ def kernels(request):
         pytest.skip("this GPU is not a Hopper")
     small = dict.fromkeys(("forward", "dq", "dkdv"), Config(32, 32, 4, 1))
     tiled = hopper_config.forced(forward=tiles) if tiles else forced(**small)
-    simulated = simulated_kernels.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
+    simulated = (
+        simulated_kernels.simulated("late") if name == "gluon" and not ON_HOPPER else nullcontext()
+    )
     with backend(name), tiled, simulated:
         yield name
 
@@ -59,12 +65,16 @@ def forward(q, k, v, mask, scale=1.0):
 
 def backward_of(q, k, v, out, lse, mask, dout=None, method="split"):
     dout = torch.ones_like(q) if dout is None else dout
-    return backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask, scale=1.0, method=method)
+    return backward.attention_backward(
+        dout, q, k, v, out.to(q.dtype), lse, mask, scale=1.0, method=method
+    )
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
-    """Scores are 2^23 plus 0 to 255. float32 rounds such scores by 1/2, and lse by a few times as much."""
+    """Scores are 2^23 plus 0 to 255. float32 rounds such scores by 1/2, and lse by a few times as
+    much.
+    """
     mask = full(140, 300)
     q, k, v = zeros(140, 300)
     more = torch.arange(300, device=DEVICE) % 256
@@ -73,7 +83,8 @@ def test_scores_up_to_1e7_overflow_nothing(kernels, sign):
     out, lse = forward(q, k, v, mask)
     exact = torch.logsumexp((sign * 2.0**23 + more.double()), 0)
     assert (lse - exact).abs().max() <= 4
-    torch.testing.assert_close(out[..., :32], torch.ones_like(out[..., :32]), rtol=2**-7, atol=0)  # two roundings of P
+    # two roundings of P
+    torch.testing.assert_close(out[..., :32], torch.ones_like(out[..., :32]), rtol=2**-7, atol=0)
     assert (out[..., 32:] > 0.9).all()
     assert (out[..., 32:] <= 1).all()
     assert all(grad.isfinite().all() for grad in backward_of(q, k, v, out, lse, mask))
@@ -95,12 +106,15 @@ def test_only_queries_with_a_score_out_of_range_get_nan(kernels, score):
     if abs(score) <= 2e9:
         torch.testing.assert_close(lse[..., 71:], low)
         assert out[:, 71:].isfinite().all()
-    else:  # a tile with such low scores may come first: its P overflows on GPUs, and the row gets NaN
+    # a tile with such low scores may come first: its P overflows on GPUs, and the row gets NaN
+    else:
         torch.testing.assert_close(torch.where(lse[..., 71:].isnan(), low, lse[..., 71:]), low)
 
 
 def test_rows_with_very_low_scores_are_not_mistaken_for_fully_masked_rows(kernels):
-    """Rows 0 to 9 see no key of the first tile. Their scores are below -3e38 in base 2, but finite."""
+    """Rows 0 to 9 see no key of the first tile. Their scores are below -3e38 in base 2,
+    but finite.
+    """
     mask = Mask([Band(0, 10, 150, 260, -300, 300), Band(10, 150, 0, 260, -300, 300)], 150, 260)
     q, k, v = zeros(150, 260)
     q[:, :10, :, 0], k[..., 0], v[:] = 2.0**64, -3.2e38 / LOG2E / 2.0**64, 1
@@ -111,7 +125,9 @@ def test_rows_with_very_low_scores_are_not_mistaken_for_fully_masked_rows(kernel
 
 
 def test_values_up_to_1e21_overflow_nothing_with_a_stale_maximum(kernels):
-    """The last keys outweigh all others by 2^60. Relative to a stale maximum, their P is finite, but P V is not."""
+    """The last keys outweigh all others by 2^60. Relative to a stale maximum, their P is finite,
+    but P V is not.
+    """
     mask = full(192, 320)
     q, k, v = zeros(192, 320)
     q[..., 0], k[:, 200:, :, 0], v[:] = 1, 60 / LOG2E, 1e21
@@ -121,10 +137,15 @@ def test_values_up_to_1e21_overflow_nothing_with_a_stale_maximum(kernels):
 
 @pytest.mark.parametrize("method", ["split", "fused"])
 def test_gradients_of_scores_up_to_the_largest_float16_overflow_nothing(kernels, method):
-    """Queries 1 and 3 of two documents weigh two keys equally. dS is +-65504 in the first, and twice as much in the second."""
+    """Queries 1 and 3 of two documents weigh two keys equally. dS is +-65504 in the first, and
+    twice as much in the second.
+    """
     mask = Mask.documents([0, 2, 4])
     q, k, v = zeros(4, 4, torch.float16)
-    dout, sign = torch.zeros_like(q), torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None]
+    dout, sign = (
+        torch.zeros_like(q),
+        torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None],
+    )
     small = 2.0**-10
     q[..., 0], k[..., 1], v[..., 0] = small, small * sign, 2 * sign
     dout[:, 1::2, :, 0], v[:, 2:] = LARGEST_DS, 2 * v[:, 2:]
@@ -150,7 +171,9 @@ def test_a_scale_of_nan_gives_nan(kernels):
 def test_a_scale_that_float32_rounds_to_0_is_0(kernels, scale):
     mask = Mask.causal(40)
     q, k, v = (torch.randn(1, 40, 1, 64, device=DEVICE).bfloat16() for _ in range(3))
-    for got, expected in zip(forward(q, k, v, mask, scale), forward(q, k, v, mask, 0.0), strict=True):
+    for got, expected in zip(
+        forward(q, k, v, mask, scale), forward(q, k, v, mask, 0.0), strict=True
+    ):
         assert torch.equal(got, expected)
     assert (got - torch.arange(1, 41, device=DEVICE).log()).abs().max() < 1e-5
 
@@ -158,15 +181,23 @@ def test_a_scale_that_float32_rounds_to_0_is_0(kernels, scale):
 def test_float64_has_its_own_range():
     mask = Mask.full(20)
     q, k, v = zeros(20, 20, torch.float64)
-    q[..., 0], k[..., 0], v[..., 0] = 1e5, 1e5 + torch.arange(20, device=DEVICE).double()[:, None] * 1e-5, 1
+    q[..., 0], k[..., 0], v[..., 0] = (
+        1e5,
+        1e5 + torch.arange(20, device=DEVICE).double()[:, None] * 1e-5,
+        1,
+    )
     with backend("triton"), forced(forward=Config(16, 16, 4, 1)):
         out, lse = local.attention_forward(q, k, v, mask, scale=1.0)
-    assert (lse - torch.logsumexp(1e10 + torch.arange(20.0, dtype=torch.float64, device=DEVICE), 0)).abs().max() < 1e-4
+    assert (
+        lse - torch.logsumexp(1e10 + torch.arange(20.0, dtype=torch.float64, device=DEVICE), 0)
+    ).abs().max() < 1e-4
     torch.testing.assert_close(out[..., 0], torch.ones_like(out[..., 0]), rtol=1e-5, atol=0)
 
 
 def test_sums_are_rescaled_by_the_maxima_of_their_p():
-    """Scores near 2^20 grow from tile to tile. The interpreter rounds score times scale; a GPU does not."""
+    """Scores near 2^20 grow from tile to tile. The interpreter rounds score times scale; a GPU does
+    not.
+    """
     scale, mask = 1.1, full(16, 128)
     q, k, v = zeros(16, 128, torch.float32)
     more = torch.arange(128, device=DEVICE) / 8
@@ -174,7 +205,9 @@ def test_sums_are_rescaled_by_the_maxima_of_their_p():
     v[:, :, 0, 0] = more
     with backend("triton"), forced(forward=Config(16, 16, 4, 1)):
         out, _ = forward(q, k, v, mask, scale)
-    log2 = (2.0**20 + more.double()) * torch.tensor(scale * LOG2E, dtype=torch.float32, device=DEVICE).double()
+    log2 = (2.0**20 + more.double()) * torch.tensor(
+        scale * LOG2E, dtype=torch.float32, device=DEVICE
+    ).double()
     log2 = log2.float().double() if DEVICE == "cpu" else log2
     expected = torch.softmax(log2 * 0.6931471805599453, 0) @ more.double()
     torch.testing.assert_close(out[0, :, 0, 0].double(), expected.expand(16), rtol=1e-5, atol=0)

@@ -1,4 +1,6 @@
-"""`canon check` compares the bits of calls with rank_invariant=True, and prints digests that two machines can compare."""
+"""`canon check` compares the bits of calls with rank_invariant=True, and prints digests that two
+machines can compare.
+"""
 
 import re
 
@@ -24,12 +26,16 @@ def test_digests_do_not_depend_on_ranks_or_runs(run):
         lines.append(printed.out)
     assert lines[0] == lines[1] == lines[2]
     assert re.fullmatch(
-        r"rank_invariant/documents/bfloat16 [0-9a-f]{12}\nrank_invariant/causal/float32 [0-9a-f]{12}\n", lines[0]
+        r"rank_invariant/documents/bfloat16 [0-9a-f]{12}\nrank_invariant/causal/float32 "
+        r"[0-9a-f]{12}\n",
+        lines[0],
     )
 
 
 def test_a_check_reports_the_digests(run):
-    status, printed, record = run("canon.reference", "--tokens", 300, "--only", "rank_invariant/causal")
+    status, printed, record = run(
+        "canon.reference", "--tokens", 300, "--only", "rank_invariant/causal"
+    )
     assert status == 0, printed.out
     (result,) = record["rank_invariance"]
     assert result["faults"] == []
@@ -42,16 +48,25 @@ def test_a_check_reports_the_digests(run):
 @pytest.mark.parametrize("words", [["--digest"], ["--only", "rank_invariant"]])
 def test_a_module_that_ignores_the_option_disagrees(run, write_module, words):
     write_module("forgetful", IGNORES_RANKS.format(option="False"))
-    status, printed, _ = run("forgetful", "--tokens", 900, "--dtype", "float32", "--ranks", 3, *words)
+    status, printed, _ = run(
+        "forgetful", "--tokens", 900, "--dtype", "float32", "--ranks", 3, *words
+    )
     assert status == 1
-    assert "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in" in printed.out
+    assert (
+        "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in"
+    ) in printed.out
     assert "magi_attention (" not in printed.out, "it agrees"
 
 
 def test_functions_without_the_option_are_left_out(run, write_module):
-    assert [rank_digests.has_option(reference, name) for name in ("ring_attention", "merge", "nothing")] == [False] * 3
+    assert [
+        rank_digests.has_option(reference, name) for name in ("ring_attention", "merge", "nothing")
+    ] == [False] * 3
     for half in (reference, fast):
-        assert all(rank_digests.has_option(half, name) for name in ("attention", "strided_attention", "magi_attention"))
+        assert all(
+            rank_digests.has_option(half, name)
+            for name in ("attention", "strided_attention", "magi_attention")
+        )
     own = "def zigzag_attention(*x, **y):\n    return reference.zigzag_attention(*x, **y)\n"
     write_module("old", f"from canon import reference\n\n{own}")
     status, printed, _ = run("old", "--digest")

@@ -1,4 +1,6 @@
-"""With rank_invariant=True, out, lse, dq, dk and dv have the bits of one rank: any ranks, layouts, masks, dtypes and heads."""
+"""With rank_invariant=True, out, lse, dq, dk and dv have the bits of one rank: any ranks, layouts,
+masks, dtypes and heads.
+"""
 
 import functools
 
@@ -6,7 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from hopper import HOPPER_ONLY, hopper
-from invariant_worlds import HALVES, HEADS, LAYOUTS, MASKS, N, attended, different, inputs, on_one_rank
+from invariant_worlds import (
+    HALVES,
+    HEADS,
+    LAYOUTS,
+    MASKS,
+    N,
+    attended,
+    different,
+    inputs,
+    on_one_rank,
+)
 from sharded import assert_agrees
 from torch.utils.checkpoint import checkpoint
 
@@ -18,13 +30,22 @@ METHODS = ("auto", "split", "head_parallel")
 
 
 def worlds(ranks, masks):
-    """Return one case for each pair of a number of ranks and a mask. Layouts, dtypes, heads and methods alternate."""
+    """Return one case for each pair of a number of ranks and a mask. Layouts, dtypes, heads and
+    methods alternate.
+    """
     cases = []
     for row, count in enumerate(ranks):
         for column, mask in enumerate(masks):
-            layout, heads = tuple(LAYOUTS)[(row + column) % 3], tuple(HEADS)[(row // 3 + column) % 3]
+            layout, heads = (
+                tuple(LAYOUTS)[(row + column) % 3],
+                tuple(HEADS)[(row // 3 + column) % 3],
+            )
             dtype, method = DTYPES[(row + 2 * column) % 3], METHODS[(row + column) // 3 % 3]
-            cases.append(pytest.param(count, mask, layout, heads, dtype, method, id=f"{count}-{mask}-{layout}"))
+            cases.append(
+                pytest.param(
+                    count, mask, layout, heads, dtype, method, id=f"{count}-{mask}-{layout}"
+                )
+            )
     return cases
 
 
@@ -36,11 +57,15 @@ def check_world(half, ranks, mask, layout, heads, dtype, method):
         function, options = "magi_attention", dict(keep_kv=ranks % 2 == 1)
     else:
         function, options = "strided_attention", {}
-    got = attended(HALVES[half], function, mask, placed, inputs(mask, heads, dtype), backward=method, **options)
+    got = attended(
+        HALVES[half], function, mask, placed, inputs(mask, heads, dtype), backward=method, **options
+    )
     assert not different(one, got)
 
 
-@pytest.mark.parametrize(("ranks", "mask", "layout", "heads", "dtype", "method"), worlds(range(1, 9), MASKS))
+@pytest.mark.parametrize(
+    ("ranks", "mask", "layout", "heads", "dtype", "method"), worlds(range(1, 9), MASKS)
+)
 def test_reference_returns_the_bits_of_one_rank(ranks, mask, layout, heads, dtype, method):
     check_world("reference", ranks, mask, layout, heads, dtype, method)
 
@@ -85,7 +110,9 @@ def test_gluon_returns_the_bits_of_one_rank(ranks, mask, layout):
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_results_are_exact(half, heads):
     mask = MASKS["both"]
-    assert_agrees(on_one_rank(half, mask, heads, torch.float32), mask, *inputs(mask, heads, torch.float32))
+    assert_agrees(
+        on_one_rank(half, mask, heads, torch.float32), mask, *inputs(mask, heads, torch.float32)
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -97,7 +124,9 @@ def test_head_strides_and_batches_change_no_bit(half):
         dict(head_stride=2),
     ]
     for options in strides[: 2 if half == "reference" else 1]:  # the interpreter is slow
-        got = attended(HALVES[half], "strided_attention", mask, layout, inputs(mask, *case, 2), **options)
+        got = attended(
+            HALVES[half], "strided_attention", mask, layout, inputs(mask, *case, 2), **options
+        )
         assert not different(one, got)
 
 
@@ -108,7 +137,9 @@ def test_sequences_and_batches_may_be_empty(half, function, tokens, batch):
     mask = Mask.causal(tokens)
     tensors = inputs(mask, "multi-head", torch.float32, batch)
     one = attended(HALVES[half], "attention", mask, Layout.contiguous(tokens, 1), tensors)
-    assert not different(one, attended(HALVES[half], function, mask, Layout.zigzag(tokens, 3, 128), tensors))
+    assert not different(
+        one, attended(HALVES[half], function, mask, Layout.zigzag(tokens, 3, 128), tensors)
+    )
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -120,12 +151,18 @@ def test_packed_tensors_under_autocast_and_recomputation(half):
     def program(attend, held):
         shards = [held.shard(x, dist.get_rank(), 0).requires_grad_() for x in (q, k, v)]
         with torch.autocast("cpu", torch.bfloat16):
-            out = checkpoint(functools.partial(attend, mask=mask, rank_invariant=True), *shards, use_reentrant=False)
+            out = checkpoint(
+                functools.partial(attend, mask=mask, rank_invariant=True),
+                *shards,
+                use_reentrant=False,
+            )
         assert out.dtype == torch.bfloat16
         out.backward(held.shard(dout, dist.get_rank(), 0).to(out.dtype))
         return [held.unshard(x, dim=0) for x in (out.detach(), *(x.grad for x in shards))]
 
-    one = process_groups.threads(functools.partial(program, HALVES[half].attention, Layout.contiguous(N, 1)), 1)[0]
+    one = process_groups.threads(
+        functools.partial(program, HALVES[half].attention, Layout.contiguous(N, 1)), 1
+    )[0]
     attend = functools.partial(HALVES[half].strided_attention, layout=layout)
     got = process_groups.threads(functools.partial(program, attend, layout), 2)[0]
     assert all(torch.equal(x, y) for x, y in zip(one, got, strict=True))
@@ -133,18 +170,34 @@ def test_packed_tensors_under_autocast_and_recomputation(half):
 
 @pytest.mark.parametrize("half", HALVES)
 def test_without_the_option_the_bits_depend_on_the_ranks(half):
-    """The claim is not empty: inputs of the same size have other bits on two ranks without the option."""
+    """The claim is not empty: inputs of the same size have other bits on two ranks without the
+    option.
+    """
     mask, case = MASKS["window"], ("multi-head", torch.float32)
-    one = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), inputs(mask, *case), rank_invariant=False)
+    one = attended(
+        HALVES[half],
+        "attention",
+        mask,
+        Layout.contiguous(N, 1),
+        inputs(mask, *case),
+        rank_invariant=False,
+    )
     got = attended(
-        HALVES[half], "strided_attention", mask, Layout.zigzag(N, 2, 128), inputs(mask, *case), rank_invariant=False
+        HALVES[half],
+        "strided_attention",
+        mask,
+        Layout.zigzag(N, 2, 128),
+        inputs(mask, *case),
+        rank_invariant=False,
     )
     assert {"out", "dk"} <= set(different(one, got))
 
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
-@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize(
+    "needed", [(True, False, False), (False, True, True), (False, False, True)]
+)
 def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, needed):
     mask = MASKS["documents"]
     one = on_one_rank(half, mask, "multi-head", torch.float32)
@@ -153,7 +206,10 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
     def program():
         rank = dist.get_rank()
         *qkv, dout, dlse = inputs(mask, "multi-head", torch.float32)
-        q, k, v = (layout.shard(x, rank).requires_grad_(wanted) for x, wanted in zip(qkv, needed, strict=True))
+        q, k, v = (
+            layout.shard(x, rank).requires_grad_(wanted)
+            for x, wanted in zip(qkv, needed, strict=True)
+        )
         attend = getattr(HALVES[half], function)
         out, lse = attend(q, k, v, mask, layout, rank_invariant=True, return_lse=True)
         torch.autograd.backward((out, lse), (layout.shard(dout, rank), layout.shard(dlse, rank, 2)))
@@ -167,7 +223,9 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
 
 @pytest.mark.parametrize("half", HALVES)
 def test_hidden_tokens_may_be_nan(half):
-    mask = Mask.ranges([(0, 100), (200, 330)], [(0, 100), (200, 330)], ["causal", "full"], queries=N, keys=N)
+    mask = Mask.ranges(
+        [(0, 100), (200, 330)], [(0, 100), (200, 330)], ["causal", "full"], queries=N, keys=N
+    )
     clean = inputs(mask, "multi-head", torch.float32)
     hidden = torch.ones(N, dtype=torch.bool)
     hidden[:100], hidden[200:330] = False, False

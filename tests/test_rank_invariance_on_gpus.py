@@ -1,4 +1,6 @@
-"""Claims about `rank_invariant=True` on GPUs: bits of one rank on long sequences, in every run, for both backends."""
+"""Claims about `rank_invariant=True` on GPUs: bits of one rank on long sequences, in every run, for
+both backends.
+"""
 
 import functools
 
@@ -33,7 +35,9 @@ def masks(tokens: int) -> list[Mask]:
     return [Mask.causal(tokens), Mask.documents(ends)]
 
 
-def program(function: str, mask: Mask, layout: Layout, inputs: tuple[torch.Tensor, ...], backend: str) -> Attended:
+def program(
+    function: str, mask: Mask, layout: Layout, inputs: tuple[torch.Tensor, ...], backend: str
+) -> Attended:
     """Return the results of both passes for the whole sequence, on every rank."""
     options = dict(mask=mask, return_lse=True, rank_invariant=True)
     options |= {} if function == "attention" else dict(layout=layout)
@@ -50,7 +54,10 @@ def test_ranks_as_threads_return_the_bits_of_one_rank(tokens, backend):
     inputs = tensors(tokens)
     for mask in masks(tokens):
         expected = process_groups.threads(
-            functools.partial(program, "attention", mask, Layout.contiguous(tokens, 1), inputs, backend), 1
+            functools.partial(
+                program, "attention", mask, Layout.contiguous(tokens, 1), inputs, backend
+            ),
+            1,
         )[0]
         for function, placed in PLACED.items():
             for ranks in (2, 3, 8) if tokens == 4096 else (8,):
@@ -62,9 +69,13 @@ def test_ranks_as_threads_return_the_bits_of_one_rank(tokens, backend):
 
 
 def of_two_gpus(tokens: int) -> list[tuple[list[str], str]]:
-    """Return the results with other bits than one GPU's, for each function, backend and run: none are expected."""
+    """Return the results with other bits than one GPU's, for each function, backend and run: none
+    are expected.
+    """
     inputs, faults = tensors(tokens), []
-    for backend in ("gluon", "triton") if torch.cuda.get_device_capability() == (9, 0) else ("triton",):
+    for backend in (
+        ("gluon", "triton") if torch.cuda.get_device_capability() == (9, 0) else ("triton",)
+    ):
         for mask in masks(tokens):
             with fast.backend(backend):
                 q, k, v = (x.detach().requires_grad_() for x in inputs[:3])

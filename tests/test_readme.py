@@ -1,4 +1,6 @@
-"""Claims about `README.md`: its code runs as printed, its commands and links exist, its numbers follow from records."""
+"""Claims about `README.md`: its code runs as printed, its commands and links exist, its numbers
+follow from records.
+"""
 
 import re
 import shlex
@@ -48,9 +50,18 @@ def test_the_training_program_runs_under_torchrun_and_gives_the_loss_of_one_rank
     assert "`torchrun --nproc-per-node 4 notebooks/train.py`" in section("Start")
     one, two = (losses(ranks, CUDA_VISIBLE_DEVICES="") for ranks in (1, 2))
     assert len(one) == len(two) == 20
-    assert one[0] == pytest.approx(two[0], abs=1.5e-4)  # each is rounded to 1e-4; sums of 1021 float32 add 1e-6
-    assert one == pytest.approx(two, rel=0.01)  # Adam may turn a rounding into a step of the learning rate, 2e-3
-    first, last = map(float, re.findall(r"from about (\S+)\s+to below (\S+)\.\n", TRAIN.read_text())[0])
+    # each is rounded to 1e-4; sums of 1021 float32 add 1e-6
+    assert one[0] == pytest.approx(two[0], abs=1.5e-4)
+    # Adam may turn a rounding into a step of the learning rate, 2e-3
+    assert one == pytest.approx(two, rel=0.01)
+    first, last = map(
+        float,
+        re.findall(
+            r"from about (\S+)\s+to below "
+            r"(\S+)\.\n",
+            TRAIN.read_text(),
+        )[0],
+    )
     assert two[0] == pytest.approx(first, abs=0.1)
     assert two[-1] < last
 
@@ -74,12 +85,15 @@ def test_the_six_lines_and_the_calls_of_which_function_run_as_printed(half, rank
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 32, heads, 16) for heads in (8, 4, 4))
     assert [call.split("(")[0] for call in CALLS] == [
-        f"attn.{name}" for name in ("attention", "magi_attention", "zigzag_attention", "strided_attention")
+        f"attn.{name}"
+        for name in ("attention", "magi_attention", "zigzag_attention", "strided_attention")
     ]
 
     def program():
         rank = dist.get_rank()
-        for call, mask in list(zip(CALLS, [documents] * 2 + [causal] * 2, strict=True))[ranks > 1 :]:
+        for call, mask in list(zip(CALLS, [documents] * 2 + [causal] * 2, strict=True))[
+            ranks > 1 :
+        ]:
             layout = attn.dispatch(mask, ranks) if "magi" in call else Layout.zigzag(32, ranks)
             names = {"attn": attn, "Layout": Layout, "mask": mask, "ranks": ranks, "tokens": 32}
             names |= {name: layout.shard(x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -103,12 +117,16 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
     """The Makefile has the target, and canon accepts the options."""
     words = shlex.split(command, comments=True)
     if words[0] == "make":
-        done = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(
+            ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         assert "Nothing to be done" not in done.stdout, "a file or folder, not a target"
     elif words[0] == "canon":
         accepted = []
-        monkeypatch.setattr(check_command, "run", lambda arguments: accepted.append(arguments.module) or 0)
+        monkeypatch.setattr(
+            check_command, "run", lambda arguments: accepted.append(arguments.module) or 0
+        )
         assert __main__.main(words[1 : words.index(">") if ">" in words else None]) == 0
         assert len(accepted) == 1
     else:
@@ -118,7 +136,12 @@ def test_each_command_of_the_readme_exists(command, monkeypatch):
 # --- links and figures
 
 
-PAGES = [ROOT / "README.md", ROOT / "STYLE.md", *(ROOT / "notebooks").glob("*.md"), *(ROOT / "paper").glob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "STYLE.md",
+    *(ROOT / "notebooks").glob("*.md"),
+    *(ROOT / "paper").glob("*.md"),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -127,30 +150,41 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     assert [path for path, _ in links if not (page.parent / path).exists()] == []
     for path, anchor in links:
         if anchor and (not path or path.endswith(".md")):
-            titles = re.findall(r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE)
+            titles = re.findall(
+                r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE
+            )
             assert anchor in map(heading, titles), f"{path}#{anchor}"
 
 
 def test_the_numbers_of_speed_follow_from_records(scripts):
-    speed, found = " ".join(section("Is it faster than mine\\?").split()), scripts("readme_figures").numbers()
+    speed, found = (
+        " ".join(section("Is it faster than mine\\?").split()),
+        scripts("readme_figures").numbers(),
+    )
     assert found["table"] in section("Is it faster than mine\\?")
     sentences = (
-        "is {two zigzag} times as fast with `zigzag_attention` as with torch's, and {two magi} times with `magi_attention`",
-        "keep** {share 131072} of one GPU's speed at 131,072 tokens, and {share 32768} at 32,768 (`strided_attention`);",
+        "is {two zigzag} times as fast with `zigzag_attention` as with torch's, and {two magi} "
+        "times with `magi_attention`",
+        "keep** {share 131072} of one GPU's speed at 131,072 tokens, and {share 32768} at 32,768 "
+        "(`strided_attention`);",
         "`zigzag_attention` {zigzag share 131072} and {zigzag share 32768}.",
     )
     assert [text for text in sentences if text.format_map(found) not in speed] == []
     tables = scripts("schedule_tables")
     two = tables.two_gpus()
     wall, gpu = two["two_wall"].replace("%", " %"), two["two_gpu"]
-    assert f"[within {wall} of strided's wall time, {gpu} times its GPU time]" in section("Which function\\?")
+    assert (f"[within {wall} of strided's wall time, {gpu} times its GPU time]") in section(
+        "Which function\\?"
+    )
     packs = tables.packs()["packs_over_ring"]
     for ratio in (packs, found["strided over zigzag"]):
         assert f"[{ratio} times the speed of the zigzag ring]" in section("Which function\\?")
 
 
 def test_the_sentence_of_one_gpu_holds_in_every_shape_of_its_record(scripts):
-    """It names the shapes where Canon leads with both passes, cuDNN in the forward, and flash-attn-4 in the backward."""
+    """It names the shapes where Canon leads with both passes, cuDNN in the forward, and
+    flash-attn-4 in the backward.
+    """
     figures = scripts("readme_figures")
     record = figures.kernel_tables
     faster = []
@@ -165,7 +199,9 @@ def test_the_sentence_of_one_gpu_holds_in_every_shape_of_its_record(scripts):
             faster.append((ratio, tokens))
     assert all(tokens < 2048 for _, tokens in faster)
     text = " ".join(section("Is it faster than mine\\?").split())
-    assert f"cuDNN's forward alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens" in text
+    assert (
+        f"cuDNN's forward alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens"
+    ) in text
 
 
 def test_the_readme_is_short():

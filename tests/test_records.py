@@ -1,4 +1,6 @@
-"""Claims about `paper`: pages follow from records, each record is quoted, and no figure is older than its records."""
+"""Claims about `paper`: pages follow from records, each record is quoted, and no figure is older
+than its records.
+"""
 
 import re
 import subprocess
@@ -30,8 +32,12 @@ def test_every_number_on_a_page_follows_from_its_records(pages):
             for i, (one, two) in enumerate(zip(written, text.splitlines(), strict=False))
             if one != two
         ]
-        assert not changed, f"paper/{name}.md differs from its records: run `python paper/measured.py`"
-        assert len(written) == len(text.splitlines()), f"paper/{name}.md: run `python paper/measured.py`"
+        assert not changed, (
+            f"paper/{name}.md differs from its records: run `python paper/measured.py`"
+        )
+        assert len(written) == len(text.splitlines()), (
+            f"paper/{name}.md: run `python paper/measured.py`"
+        )
 
 
 def words(text: str) -> int:
@@ -48,11 +54,16 @@ def test_the_measurements_and_articles_are_read_in_45_minutes(pages):
 
 
 def test_the_index_of_records_is_written_from_them(scripts):
-    assert (PAPER / "data" / "README.md").read_text() == scripts("records").index(), "run `python paper/measured.py`"
+    assert (PAPER / "data" / "README.md").read_text() == scripts("records").index(), (
+        "run `python paper/measured.py`"
+    )
 
 
 def test_every_record_is_quoted_by_a_page_a_notebook_or_the_readme(scripts, pages):
-    notebooks = [path.read_text().replace("](../paper/", "](paper/") for path in (ROOT / "notebooks").glob("*.md")]
+    notebooks = [
+        path.read_text().replace("](../paper/", "](paper/")
+        for path in (ROOT / "notebooks").glob("*.md")
+    ]
     assert scripts("measured").unquoted(pages, (ROOT / "README.md").read_text(), *notebooks) == []
 
 
@@ -74,13 +85,20 @@ def test_no_agreement_of_several_gpus_is_older_than_the_fix_of_the_merge(scripts
     gpus = {path.stem: records.provenance(path.name)[2] for path in PAPER.glob("data/check_*.json")}
     several = [name for name, used in gpus.items() if used[0] not in "1n"]
     assert several, "no check of several GPUs is recorded"
-    known = subprocess.run(["git", "cat-file", "-e", race_fixed], cwd=ROOT, capture_output=True).returncode == 0
+    known = (
+        subprocess.run(
+            ["git", "cat-file", "-e", race_fixed], cwd=ROOT, capture_output=True
+        ).returncode
+        == 0
+    )
     if not known:
         pytest.skip("a shallow clone or an export of the repository: its history is not there")
     for name in several:
         commit = records.load(name)["commit"].split("+")[0]
         asked = ["git", "merge-base", "--is-ancestor", race_fixed, commit]
-        assert subprocess.run(asked, cwd=ROOT, check=False).returncode == 0, f"{name} was made before {race_fixed}"
+        assert subprocess.run(asked, cwd=ROOT, check=False).returncode == 0, (
+            f"{name} was made before {race_fixed}"
+        )
 
 
 def test_every_figure_is_drawn_from_its_records_as_they_are(scripts):
@@ -88,7 +106,9 @@ def test_every_figure_is_drawn_from_its_records_as_they_are(scripts):
     assert {path.stem for path in (PAPER / "figures").iterdir()} == drawings.keys()
     for name, drawing in drawings.items():
         path = PAPER / "figures" / f"{name}.svg"
-        assert plots.drawn_from(path) == plots.digest(drawing.records), f"{path} is old: run `python paper/measured.py`"
+        assert plots.drawn_from(path) == plots.digest(drawing.records), (
+            f"{path} is old: run `python paper/measured.py`"
+        )
         assert path.stat().st_size < 150_000
 
 
@@ -96,13 +116,17 @@ def test_a_template_must_use_exactly_the_values_that_are_computed(scripts):
     measured = scripts("measured")
     values = measured.ARTICLES["hidden_wait"].values()
     with pytest.raises(ValueError, match="unknown \\['late'\\]"):
-        measured.filled("hidden_wait", {key: value for key, value in values.items() if key != "late"})
+        measured.filled(
+            "hidden_wait", {key: value for key, value in values.items() if key != "late"}
+        )
     with pytest.raises(ValueError, match="unused \\['more'\\]"):
         measured.filled("hidden_wait", values | {"more": ""})
 
 
 def test_no_record_contradicts_the_computed_choice(scripts):
-    """The function that was fastest in a record is computed as fastest, up to the error of the model."""
+    """The function that was fastest in a record is computed as fastest, up to the error of the
+    model.
+    """
     choice = scripts("choice")
     rates, error = choice.fitted()
     assert error < 0.1
@@ -111,7 +135,10 @@ def test_no_record_contradicts_the_computed_choice(scripts):
         for tokens, name in choice.measured(title):
             work = choice.work(choice.mask(title, 8 * tokens), choice.RANKS)
             runs = choice.functions(work)
-            times = {each: choice.milliseconds(run, work, choice.RANKS, rates) for each, run in runs.items()}
+            times = {
+                each: choice.milliseconds(run, work, choice.RANKS, rates)
+                for each, run in runs.items()
+            }
             assert times[name] <= (1 + error) * min(times.values()), (title, tokens)
             compared += 1
     assert compared == 3
@@ -123,6 +150,12 @@ def test_a_score_that_counts_sent_tokens_lowers_the_busiest_rank_of_packs(script
     assert [row["kind"] for row in found[0]] == [row["kind"] for row in found[1]]
     packs = [[row for row in rows if row["kind"] == "packs"] for rows in found]
     mean = lambda values: sum(values) / len(values)
-    busiest = [[mean([*map(max, row["worst_receive"], row["worst_send"])]) for row in rows] for rows in packs]
+    busiest = [
+        [mean([*map(max, row["worst_receive"], row["worst_send"])]) for row in rows]
+        for rows in packs
+    ]
     assert all(now < 0.8 * before for now, before in zip(*busiest, strict=True))
-    assert all(mean(now["volume"]) < 1.06 * mean(before["volume"]) for now, before in zip(*packs, strict=True))
+    assert all(
+        mean(now["volume"]) < 1.06 * mean(before["volume"])
+        for now, before in zip(*packs, strict=True)
+    )

@@ -15,7 +15,9 @@ KINDS = {
     "contiguous": Layout.contiguous,
     "zigzag": Layout.zigzag,
     "striped": Layout.striped,
-    "dispatched": lambda n, ranks: reference.dispatch(Mask.documents([0, n // 3, n]), ranks, chunk=1),
+    "dispatched": lambda n, ranks: reference.dispatch(
+        Mask.documents([0, n // 3, n]), ranks, chunk=1
+    ),
     "on the last rank": lambda n, ranks: Layout(
         [*([] for _ in range(ranks - 1)), [range(n // 2, n), range(n // 2)]], n
     ),
@@ -23,23 +25,38 @@ KINDS = {
 
 
 def moved(n, ranks, kinds, dim):
-    """Redistribute on every rank. Return whether tokens, gradients and second derivatives are those of indexing."""
+    """Redistribute on every rank. Return whether tokens, gradients and second derivatives are those
+    of indexing.
+    """
     layout, to = (KINDS[kind](n, ranks) for kind in kinds)
     shape = [2, 3, 2]
     shape[dim] = n
-    x, weight = torch.randn(2, *shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    x, weight = torch.randn(
+        2, *shape, generator=torch.Generator().manual_seed(n), dtype=torch.float64
+    )
     rank = dist.get_rank()
     mine = layout.shard(x, rank, dim).requires_grad_()
     there = layout.redistribute(mine, to, dim=dim)
     expected = to.shard(x, rank, dim)
-    (gradient,) = torch.autograd.grad((there.pow(2) * to.shard(weight, rank, dim)).sum(), mine, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        (there.pow(2) * to.shard(weight, rank, dim)).sum(), mine, create_graph=True
+    )
     (second,) = torch.autograd.grad(gradient.sum(), mine)
     weight = layout.shard(weight, rank, dim)
-    return there.equal(expected) and gradient.allclose(2 * mine * weight) and second.allclose(2 * weight)
+    return (
+        there.equal(expected)
+        and gradient.allclose(2 * mine * weight)
+        and second.allclose(2 * weight)
+    )
 
 
 @settings(max_examples=25)
-@given(st.integers(0, 13), st.integers(1, 4), st.tuples(*[st.sampled_from(sorted(KINDS))] * 2), st.integers(-1, 2))
+@given(
+    st.integers(0, 13),
+    st.integers(1, 4),
+    st.tuples(*[st.sampled_from(sorted(KINDS))] * 2),
+    st.integers(-1, 2),
+)
 def test_tokens_move_to_the_other_layout_and_gradients_back(n, ranks, kinds, dim):
     assert all(process_groups.threads(functools.partial(moved, n, ranks, kinds, dim), ranks))
 
@@ -54,7 +71,9 @@ def move_on_processes():
             torch.arange(22).view(2, 11) % 3 == 0,
             torch.arange(11)[None].bfloat16(),
         ):
-            assert layout.redistribute(layout.shard(x, rank), to, group=mesh[name]).equal(to.shard(x, rank))
+            assert layout.redistribute(layout.shard(x, rank), to, group=mesh[name]).equal(
+                to.shard(x, rank)
+            )
     return moved(13, 4, ("zigzag", "on the last rank"), 1)
 
 
@@ -66,7 +85,8 @@ def test_no_rank_holds_the_full_tensor(exchanged):
     layout, to = Layout.contiguous(12, 4), Layout.zigzag(12, 4)
     process_groups.threads(lambda: layout.redistribute(torch.zeros(1, 3), to), 4)
     sizes = sorted((len(output), len(x)) for _, output, x, *_ in exchanged)
-    assert sizes == [(to.size(r), layout.size(r)) for r in range(4)] == [(3, 3)] * 4  # one exchange each
+    # one exchange each
+    assert sizes == [(to.size(r), layout.size(r)) for r in range(4)] == [(3, 3)] * 4
 
 
 @pytest.mark.usefixtures("own_errors")

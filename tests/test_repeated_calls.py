@@ -1,4 +1,6 @@
-"""A repeated call plans nothing, compiles nothing and does not wait for the device, whichever function is called."""
+"""A repeated call plans nothing, compiles nothing and does not wait for the device, whichever
+function is called.
+"""
 
 import functools
 from contextlib import contextmanager
@@ -16,8 +18,24 @@ from canon.testing import process_groups
 
 N, ONE = 256, Layout.contiguous(256, 1)
 PLACED = Layout([[range(128, 192), range(64)], [range(64, 128), range(192, N)]], N)
-PLANNING = ((Layout, "local_mask"), (Mask, "crop"), (Mask, "shift"), (CastPlan, "send_rows"), (CastPlan, "keys"))
-READS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+PLANNING = (
+    (Layout, "local_mask"),
+    (Mask, "crop"),
+    (Mask, "shift"),
+    (CastPlan, "send_rows"),
+    (CastPlan, "keys"),
+)
+READS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+)
 
 
 def mask(*ends):
@@ -26,7 +44,9 @@ def mask(*ends):
 
 
 def train(attend, layout, tensors, *more):
-    """Run both passes on the shards of this rank, which holds everything in a layout of one rank."""
+    """Run both passes on the shards of this rank,
+    which holds everything in a layout of one rank.
+    """
     rank = dist.get_rank() if layout.ranks > 1 else 0
     q, k, v, dout = (layout.shard(x, rank) for x in tensors[:4])
     out = attend(*(x.requires_grad_() for x in (q, k, v)), *more)
@@ -69,7 +89,12 @@ def batch(half, tensors):
 
 def sink(half, tensors):
     layout = Layout.zigzag(N, 2)
-    train(lambda *x: half.ring_attention(*x[:3], mask(), layout, sink=x[3]), layout, tensors, tensors[3][0, 0, :, 0])
+    train(
+        lambda *x: half.ring_attention(*x[:3], mask(), layout, sink=x[3]),
+        layout,
+        tensors,
+        tensors[3][0, 0, :, 0],
+    )
 
 
 def invariant(half, tensors, name):
@@ -82,8 +107,13 @@ def distributed(half, tensors, call, masks=lambda: mask()):
     train(attending(half, call, masks(), layout), layout, tensors)
 
 
-OPERATIONS = {function.__name__: function for function in (parts, plans, casts, moves, decode, batch, sink)}
-OPERATIONS |= {f"invariant {x}": functools.partial(invariant, name=f"{x}_attention") for x in ("strided", "magi")}
+OPERATIONS = {
+    function.__name__: function for function in (parts, plans, casts, moves, decode, batch, sink)
+}
+OPERATIONS |= {
+    f"invariant {x}": functools.partial(invariant, name=f"{x}_attention")
+    for x in ("strided", "magi")
+}
 OPERATIONS |= {call: functools.partial(distributed, call=call) for call in CALLS}
 OPERATIONS |= {
     f"{call}, of each": functools.partial(distributed, call=call, masks=lambda: [mask(), mask(200)])
@@ -92,7 +122,9 @@ OPERATIONS |= {
 
 
 def repeated(half, operation, tensors, watched):
-    """Run an operation twice, and once more inside ``watched()``. Return the number of plans that the last run makes."""
+    """Run an operation twice, and once more inside ``watched()``. Return the number of plans that
+    the last run makes.
+    """
     for _ in range(2):
         OPERATIONS[operation](half, tensors)
     dist.barrier()
@@ -106,10 +138,13 @@ def repeated(half, operation, tensors, watched):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_repeated_call_makes_no_plan_and_reads_no_tensor(half, operation, monkeypatch):
-    """Kernels are left out here, because the interpreter of Triton reads tensors. The reference crops masks."""
+    """Kernels are left out here, because the interpreter of Triton reads tensors. The reference
+    crops masks.
+    """
     monkeypatch.setattr(launch, "run", lambda *_: None)
     tensors, called = whole(Mask.causal(N), b=2, d=16, dv=16, dtype=torch.bfloat16), []
-    names = READS if operation in ("parts", "plans", "batch") else READS[1:]  # digests of ranks on CPUs are items
+    # digests of ranks on CPUs are items
+    names = READS if operation in ("parts", "plans", "batch") else READS[1:]
     noted = [*PLANNING, *((torch.Tensor, name) for name in names)] if half is fast else []
 
     @contextmanager
@@ -118,7 +153,9 @@ def test_a_repeated_call_makes_no_plan_and_reads_no_tensor(half, operation, monk
         with pytest.MonkeyPatch.context() as patch:
             for owner, name in noted if dist.get_rank() == 0 else ():
                 plain = getattr(owner, name)
-                patch.setattr(owner, name, lambda *a, f=plain, n=name, **o: (called.append(n), f(*a, **o))[1])
+                patch.setattr(
+                    owner, name, lambda *a, f=plain, n=name, **o: (called.append(n), f(*a, **o))[1]
+                )
             yield
             dist.barrier()
 
@@ -127,7 +164,9 @@ def test_a_repeated_call_makes_no_plan_and_reads_no_tensor(half, operation, monk
 
 
 def on_gpus():
-    """Return, by operation, the plans and compilations of the last run, and the growth of the peak of memory in 20 runs."""
+    """Return, by operation, the plans and compilations of the last run, and the growth of the peak
+    of memory in 20 runs.
+    """
     from triton import knobs
 
     compiled, found = [], {}
@@ -166,4 +205,6 @@ def test_a_refilled_tensor_is_another_call(half):
     second = half.attention(q, k, v, Mask.documents(ends))
     assert not torch.equal(first, second)
     assert torch.equal(second, half.attention(q, k, v, Mask.documents([0, 7, 12])))
-    assert reference.dispatch(Mask.documents(ends), 2) is reference.dispatch(Mask.documents([0, 7, 12]), 2)
+    assert reference.dispatch(Mask.documents(ends), 2) is reference.dispatch(
+        Mask.documents([0, 7, 12]), 2
+    )

@@ -1,4 +1,6 @@
-"""Repeated calls of the distributed functions replay their steps, with the bits of steps that run as written."""
+"""Repeated calls of the distributed functions replay their steps, with the bits of steps that run
+as written.
+"""
 
 import functools
 
@@ -14,8 +16,12 @@ from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups, simulated_kernels
 
 N, RANKS = 25, 3
-LAYOUTS = {"zigzag": Layout.zigzag(N, RANKS), "uneven": Layout([[range(14, N)], [], [range(14)]], N)}
-MASK = Mask.documents([0, 3, 4, 11, 12, 20, N], window=(9, 0))  # scattered active queries, and steps without any
+LAYOUTS = {
+    "zigzag": Layout.zigzag(N, RANKS),
+    "uneven": Layout([[range(14, N)], [], [range(14)]], N),
+}
+# scattered active queries, and steps without any
+MASK = Mask.documents([0, 3, 4, 11, 12, 20, N], window=(9, 0))
 FUNCTIONS = {
     "ring": fast.ring_attention,
     "strided": functools.partial(fast.strided_attention, head_stride=1),
@@ -24,13 +30,20 @@ FUNCTIONS = {
     "magi in one step": functools.partial(fast.magi_attention, own_keys_first=False),
 }
 CASES = [
-    ("ring", "zigzag", "qkv"), ("ring", "uneven", "q"), ("ring", "uneven", "k"), ("strided", "uneven", "qkv"),
-    ("strided", "zigzag", "v"), ("magi", "zigzag", "qkv"), ("magi", "uneven", "q"), ("magi keeps", "zigzag", "qkv"),
+    ("ring", "zigzag", "qkv"),
+    ("ring", "uneven", "q"),
+    ("ring", "uneven", "k"),
+    ("strided", "uneven", "qkv"),
+    ("strided", "zigzag", "v"),
+    ("magi", "zigzag", "qkv"),
+    ("magi", "uneven", "q"),
+    ("magi keeps", "zigzag", "qkv"),
     ("magi in one step", "zigzag", "qkv"),
-]  # fmt: skip
+]
 
 
-# Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in visible tiles.
+# Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in
+# visible tiles.
 LONG = 800
 GLUON_MASKS = {
     "causal": Mask.causal(LONG),
@@ -45,7 +58,9 @@ GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, ow
 
 
 def train(attend, mask, layout, wanted, tensors):
-    """Return out, and the gradients of the ``wanted`` inputs. q, k and v of this rank are views of one tensor."""
+    """Return out, and the gradients of the ``wanted`` inputs. q, k and v of this rank are views of
+    one tensor.
+    """
     q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in tensors[:4])
     parts = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], v.shape[2]], 2)
     leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", parts, strict=True)]
@@ -54,7 +69,9 @@ def train(attend, mask, layout, wanted, tensors):
 
 
 def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
-    """Train twice, the second time from recordings, and again without them. ``several``: the tensors of both times."""
+    """Train twice, the second time from recordings, and again without them. ``several``: the
+    tensors of both times.
+    """
 
     def program():
         replayed = [train(*call, tensors) for tensors in several][1]  # the first call is recorded
@@ -73,7 +90,9 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
 @pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
     tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
-    assert_a_replay_has_the_bits_of_steps_as_written(RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted)
+    assert_a_replay_has_the_bits_of_steps_as_written(
+        RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted
+    )
 
 
 @pytest.mark.usefixtures("replays")
@@ -87,12 +106,18 @@ def test_calls_with_a_mask_for_each_sequence_replay_too(function):
 
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
-@pytest.mark.parametrize(("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")])
+@pytest.mark.parametrize(
+    ("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")]
+)
 def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
     mask, layout = GLUON_MASKS[mask], GLUON_LAYOUTS[kind]
-    tensors = [whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)]
+    tensors = [
+        whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
+    ]
     with backend("gluon"), simulated_kernels.simulated():
-        assert_a_replay_has_the_bits_of_steps_as_written(2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv")
+        assert_a_replay_has_the_bits_of_steps_as_written(
+            2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv"
+        )
 
 
 @pytest.mark.usefixtures("replays")
@@ -108,16 +133,25 @@ def test_decoding_in_order_replays_too(several, ends):
         own = [mask.crop(keys=range(held.start, held.stop)) for mask in masks]
         results = []
         for seed in (1, 2, 2):
-            q, k, v = (torch.randn(2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)).bfloat16()
-                       for i, (n, h) in enumerate([(3, 4), (LONG, 2), (LONG, 2)]))  # fmt: skip
-            k, v = (x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held] for x in (k, v))
+            q, k, v = (
+                torch.randn(
+                    2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)
+                ).bfloat16()
+                for i, (n, h) in enumerate([(3, 4), (LONG, 2), (LONG, 2)])
+            )
+            k, v = (
+                x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held]
+                for x in (k, v)
+            )
             if len(results) == 2:
                 dist.barrier()
                 prepared.REPLAYED = {}
                 dist.barrier()
             options = dict(rank_invariant=True, return_lse=True)
             results.append(fast.decode_attention(q, k, v, own if several else own[1], **options))
-        return results, [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+        return results, [
+            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
+        ]
 
     with backend("gluon"), simulated_kernels.simulated():
         for (_, replayed, written), reasons in process_groups.threads(program, len(ends)):
@@ -130,7 +164,10 @@ def attention(q, k, v, mask, _, scale):
     return fast.attention(q, k, v, mask, scale=scale)
 
 
-NEGATIVE = Mask.causal(70), whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1)
+NEGATIVE = (
+    Mask.causal(70),
+    whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1),
+)
 
 
 @pytest.mark.usefixtures("replays")
@@ -141,8 +178,16 @@ def test_no_scale_excludes_replay(function):
 
     def program():
         for scale in (-0.2, 0.0):
-            train(functools.partial(attend, scale=scale), mask, Layout.contiguous(70, ranks), "qkv", tensors)
-        return [x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+            train(
+                functools.partial(attend, scale=scale),
+                mask,
+                Layout.contiguous(70, ranks),
+                "qkv",
+                tensors,
+            )
+        return [
+            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
+        ]
 
     with backend("gluon"), simulated_kernels.simulated():
         assert set().union(*process_groups.threads(program, ranks)) - {prepared.UNSEEN} == {""}

@@ -1,7 +1,8 @@
-"""Each Triton kernel on rows equals PyTorch's operation of that name, and a fault planted in any Triton kernel is found here.
+"""Each Triton kernel on rows equals PyTorch's operation of that name, and a fault planted in any
+Triton kernel is found here.
 
-Schedules are tested with PyTorch's tiles, so the kernels need tests of their own. A planted fault replaces a line of a kernel.
-"""
+Schedules are tested with PyTorch's tiles, so the kernels need tests of their own. A planted fault
+replaces a line of a kernel."""
 
 import importlib.util
 import re
@@ -27,21 +28,31 @@ B, T, H, G, D, DV, RANKS = 2, 37, 4, 2, 24, 40, 3
 
 
 class Inputs:
-    """Random tensors, the same for each object. Tensors of rows have any strides, and statistics have rows that see no key."""
+    """Random tensors, the same for each object. Tensors of rows have any strides, and statistics
+    have rows that see no key.
+    """
 
     def __init__(self, dtype):
         self.dtype, self.accumulate = dtype, torch.promote_types(dtype, torch.float32)
         self.generator = torch.Generator().manual_seed(5)
 
     def normal(self, *shape, dtype=None):
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(dtype or self.dtype).to(DEVICE)
+        return (
+            torch.randn(shape, generator=self.generator, dtype=torch.float64)
+            .to(dtype or self.dtype)
+            .to(DEVICE)
+        )
 
     def rows(self, heads, width, tokens=T, dtype=None):
-        return self.normal(heads, B, tokens, 2 * width, dtype=dtype).permute(1, 2, 0, 3)[..., :width]
+        return self.normal(heads, B, tokens, 2 * width, dtype=dtype).permute(1, 2, 0, 3)[
+            ..., :width
+        ]
 
     def statistic(self, tokens=T, hidden=False):
         x = self.normal(B, H, tokens, dtype=self.accumulate)
-        return x.masked_fill(torch.arange(tokens, device=DEVICE) % 5 == 1, -torch.inf) if hidden else x
+        return (
+            x.masked_fill(torch.arange(tokens, device=DEVICE) % 5 == 1, -torch.inf) if hidden else x
+        )
 
     def result(self, heads):
         """Return out and lse of a part; out holds NaN where the part has no key."""
@@ -79,7 +90,9 @@ def delta(operations, x):
 
 def sum_heads(operations, x):
     dk, dv = x.rows(G, D), x.rows(G, DV)
-    operations.sum_heads(x.rows(H, D, dtype=x.accumulate), x.rows(H, DV, dtype=x.accumulate), dk, dv)
+    operations.sum_heads(
+        x.rows(H, D, dtype=x.accumulate), x.rows(H, DV, dtype=x.accumulate), dk, dv
+    )
     return dk, dv
 
 
@@ -229,22 +242,39 @@ FAULTS = {  # by kernel: where its name is read, the text and its fault, and the
     "take_rows_kernel": (rows, "ALIGN) + D, values", "ALIGN), values", take_rows),
     "row_kernel": (rows, "values + tl.load", "0 * values + tl.load", add_to_rows),
     "add_rows_kernel": (rows, "range(0, tl.max", "range(1, tl.max", add_rows),
-    "statistics_kernel": (rows, "delta_stride_h) + row", "delta_stride_h) + index", copy_statistics),
+    "statistics_kernel": (
+        rows,
+        "delta_stride_h) + row",
+        "delta_stride_h) + index",
+        copy_statistics,
+    ),
     "copy_kernel": (rows, "read, D, D_PAD", "read & (rows > 0), D, D_PAD", copy_tokens),
     "zero_rows_kernel": (rows, "tl.zeros([BM", "1 + tl.zeros([BM", fills),
     "statistic_kernel": (rows, 'float("-inf")', "0.0", fills),
     "sink_kernel": (sink, "x * a[:, None]", "x", apply_sink),
     "sink_backward_kernel": (sink, "slope * tl.sum", "a * tl.sum", differentiate_sink),
     "sum_ranks_kernel": (sum_ranks, "range(1, RANKS)", "range(2, RANKS)", sum_of_ranks),
-    "parts_kernel": (parts, "((seen[:, None] >> bits[None, :]) & 1) != 0", "seen[:, None] >= bits[None, :]", attends_in_parts),
-    "merge_parts_kernel": (parts, "exp2(part_lse - top_or_zero)", "exp2(part_lse)", attends_in_parts),
-}  # fmt: skip
+    "parts_kernel": (
+        parts,
+        "((seen[:, None] >> bits[None, :]) & 1) != 0",
+        "seen[:, None] >= bits[None, :]",
+        attends_in_parts,
+    ),
+    "merge_parts_kernel": (
+        parts,
+        "exp2(part_lse - top_or_zero)",
+        "exp2(part_lse)",
+        attends_in_parts,
+    ),
+}
 
 
 def test_each_kernel_has_a_planted_fault():
     folder = Path(launch.__file__).parent
     assert {
-        name for path in folder.glob("*.py") for name in re.findall(r"^def ([a-z]\w+_kernel)\(", path.read_text(), re.M)
+        name
+        for path in folder.glob("*.py")
+        for name in re.findall(r"^def ([a-z]\w+_kernel)\(", path.read_text(), re.M)
     } == {*FAULTS}
 
 

@@ -1,4 +1,6 @@
-"""`make test` runs a sample of each marked sweep, in which every test and every value of a parameter comes."""
+"""`make test` runs a sample of each marked sweep, in which every test and every value of a
+parameter comes.
+"""
 
 import os
 from dataclasses import dataclass
@@ -49,7 +51,9 @@ def test_every_value_of_a_parameter_comes_in_the_sample(without_setting):
 def test_a_sample_may_have_a_number(without_setting):
     kept = chosen(SEEDS)
     assert len(kept) == 10
-    assert kept == [x for x in SEEDS if x in chosen(SEEDS[::-1])], "the digest of the name decides, not the order"
+    assert kept == [x for x in SEEDS if x in chosen(SEEDS[::-1])], (
+        "the digest of the name decides, not the order"
+    )
     assert chosen(SEEDS[:4]) == SEEDS[:4]
 
 

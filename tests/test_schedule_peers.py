@@ -1,4 +1,6 @@
-"""Schedules agree before they are timed, and torch's context parallel, which is measured beside them, may fail."""
+"""Schedules agree before they are timed, and torch's context parallel, which is measured beside
+them, may fail.
+"""
 
 import functools
 import importlib
@@ -38,7 +40,8 @@ def test_schedules_agree_before_they_are_timed():
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= found
     assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
     assert all(
-        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5] for row in rows
+        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5]
+        for row in rows
     )
     assert not any(row["peer"] for row in rows)
     assert schedules.tables(rows)[0].row_count == len(rows)
@@ -50,22 +53,31 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
         return (1.01 * out, lse) if return_lse else 1.01 * out
 
     def peers(shape, ranks, only, device):
-        return [schedule_peers.Schedule("torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True)]
+        return [
+            schedule_peers.Schedule(
+                "torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True
+            )
+        ]
 
     monkeypatch.setattr(schedules, "peer_schedules", peers)
-    rows, _ = process_groups.threads(schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2)
+    rows, _ = process_groups.threads(
+        schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2
+    )
     assert "disagrees" in rows[0]["failed"]
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
 
 
 def test_what_was_measured_is_kept_after_each_shape(tmp_path):
-    """By rank 0, in the record: where a later shape fails, or the command is ended, it stands there."""
+    """By rank 0, in the record: where a later shape fails, or the command is ended, it stands
+    there.
+    """
     parser, path, told = ArgumentParser(), tmp_path / "record.json", []
     bench_command.add_arguments(parser)
     options = parser.parse_args(["schedules", "--record", str(path)])
 
     def keep(rows):
-        pickle.loads(pickle.dumps(functools.partial(bench_command._keep, options)))(rows)  # as it comes to a rank
+        # as it comes to a rank
+        pickle.loads(pickle.dumps(functools.partial(bench_command._keep, options)))(rows)
         told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
 
     program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)
@@ -75,9 +87,16 @@ def test_what_was_measured_is_kept_after_each_shape(tmp_path):
 
 
 def test_exposed_is_what_no_kernel_covers():
-    waiting, meeting = (0.0, 90.0, "at::cuda::spin_kernel(long)"), (92.0, 100.0, "ncclDevKernel_AllReduce")
+    waiting, meeting = (
+        (0.0, 90.0, "at::cuda::spin_kernel(long)"),
+        (92.0, 100.0, "ncclDevKernel_AllReduce"),
+    )
     message = (100.0, 140.0, "ncclDevKernel_SendRecv")
-    kernels = [(110.0, 120.0, "forward_kernel"), (115.0, 130.0, "merge_kernel"), (150.0, 160.0, "dq_kernel")]
+    kernels = [
+        (110.0, 120.0, "forward_kernel"),
+        (115.0, 130.0, "merge_kernel"),
+        (150.0, 160.0, "dq_kernel"),
+    ]
     copied = (160.0, 165.0, "Memcpy DtoD")
     assert schedules.uncovered([message, waiting, copied, *kernels, meeting]) == 10 + 20 + 5
     assert schedules.uncovered(kernels) == 20
@@ -85,7 +104,9 @@ def test_exposed_is_what_no_kernel_covers():
 
 
 def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes(monkeypatch):
-    """A profiler that delays the host once changes nothing. One that always does leaves a reason instead of a time."""
+    """A profiler that delays the host once changes nothing. One that always does leaves a reason
+    instead of a time.
+    """
     delays = iter([300.0, 1.0, 0.5, 400.0, 0.25])
 
     def profiled(run, device):
@@ -98,27 +119,55 @@ def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes
     assert len(runs) == 1 + schedules.PROFILED
     for exposed, kept in ((0.75, True), (237.76, False)):
         monkeypatch.setattr(schedules, "_exposed", lambda run, device, exposed=exposed: exposed)
-        (row,) = process_groups.threads(schedules.Bench((SHORT,), torch.float32, "ring zigzag", 1, "cpu"), 1)[0]
+        (row,) = process_groups.threads(
+            schedules.Bench((SHORT,), torch.float32, "ring zigzag", 1, "cpu"), 1
+        )[0]
         assert (row.get("exposed_ms") == exposed) is kept
         assert ("237.76 ms, longer than both passes" in row.get("exposed_failed", "")) is not kept
 
 
 def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     def found(text, ranks, only=""):
-        return [each.name for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, only, "cpu")]
+        return [
+            each.name
+            for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, only, "cpu")
+        ]
 
-    ways = ["torch cudnn allgather", "torch cudnn alltoall", "torch flash allgather", "torch flash alltoall"]
+    ways = [
+        "torch cudnn allgather",
+        "torch cudnn alltoall",
+        "torch flash allgather",
+        "torch flash alltoall",
+    ]
     assert found("1,64,4,2,16,causal", 4) == ways
     assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
     assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
-    assert found("1,60,4,2,16,causal", 4) == found("1,64,4,2,16,full", 4) == found("1,64,4,2,16,causal", 1) == []
+    assert (
+        found("1,60,4,2,16,causal", 4)
+        == found("1,64,4,2,16,full", 4)
+        == found("1,64,4,2,16,causal", 1)
+        == []
+    )
 
 
 def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
-    """The two functions of FlashAttention 2 that ring-flash-attn imports pass their arguments on."""
-    kernels, ring, calls = ModuleType("flash_attn.cute.interface"), ModuleType("ring_flash_attn"), []
-    monkeypatch.setattr(kernels, "_flash_attn_fwd", lambda *x, **y: calls.append((x, y)) or (10, 11, 12), raising=False)
-    monkeypatch.setattr(kernels, "_flash_attn_bwd", lambda *x, **y: calls.append((x, y)), raising=False)
+    """The two functions of FlashAttention 2 that ring-flash-attn imports pass their arguments
+    on.
+    """
+    kernels, ring, calls = (
+        ModuleType("flash_attn.cute.interface"),
+        ModuleType("ring_flash_attn"),
+        [],
+    )
+    monkeypatch.setattr(
+        kernels,
+        "_flash_attn_fwd",
+        lambda *x, **y: calls.append((x, y)) or (10, 11, 12),
+        raising=False,
+    )
+    monkeypatch.setattr(
+        kernels, "_flash_attn_bwd", lambda *x, **y: calls.append((x, y)), raising=False
+    )
 
     def zigzag(q, k, v, causal, return_attn_probs):
         both = importlib.import_module("flash_attn.flash_attn_interface")
@@ -127,7 +176,9 @@ def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
             *(dict.fromkeys(names) | {"q": q, "k": k, "v": v, "causal": causal}).values()
         )
         names = inspect.signature(both._flash_attn_backward).parameters
-        both._flash_attn_backward(**dict.fromkeys(names) | dict(zip(("dout", "q", "out", "dq"), range(4), strict=True)))
+        both._flash_attn_backward(
+            **dict.fromkeys(names) | dict(zip(("dout", "q", "out", "dq"), range(4), strict=True))
+        )
         return (out, lse, None) if return_attn_probs else out
 
     monkeypatch.setattr(ring, "zigzag_ring_flash_attn_func", zigzag, raising=False)

@@ -1,4 +1,6 @@
-"""Mistakes that no size contradicts are warned of: heads before tokens, and shards of a plan without its layout."""
+"""Mistakes that no size contradicts are warned of: heads before tokens, and shards of a plan
+without its layout.
+"""
 
 import warnings
 
@@ -9,14 +11,19 @@ import torch.distributed as dist
 from canon import Layout, Mask
 from canon.testing import process_groups
 
-HEADS_FIRST = r"fewer tokens than heads. If they are \(b, heads, t, width\), pass x.transpose\(1, 2\)"
+HEADS_FIRST = (
+    r"fewer tokens than heads. If they are \(b, heads, t, width\), pass x.transpose\(1, "
+    r"2\)"
+)
 
 
 def tensors(*shape, seed):
     return [torch.randn(shape, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
 
 
-@pytest.mark.parametrize("name", ["attention", "ring_attention", "zigzag_attention", "striped_attention"])
+@pytest.mark.parametrize(
+    "name", ["attention", "ring_attention", "zigzag_attention", "striped_attention"]
+)
 @pytest.mark.parametrize("shape", [(2, 3, 29, 8), (3, 29, 8)])
 def test_heads_before_tokens_are_warned_of_in_the_first_call(half, name, shape):
     function, x = getattr(half, name), tensors(*shape, seed=0)
@@ -37,7 +44,11 @@ def test_the_other_schedules_warn_too(half, name):
 
 def test_a_warning_that_is_an_error_on_one_rank_raises_on_both(half):
     def program():
-        with pytest.raises(ValueError, match=rf"arguments: rank 0: fine; rank 1: magi_attention .*{HEADS_FIRST}"):
+        with pytest.raises(
+            ValueError,
+            match=r"arguments: rank 0: fine; rank 1: magi_attention "
+            rf".*{HEADS_FIRST}",
+        ):
             half.magi_attention(*tensors(1, 9 - dist.get_rank(), 9, 8, seed=6))
         half.ring_attention(*tensors(1, 4, 1, 8, seed=7))  # the group stays usable
 
@@ -63,7 +74,10 @@ def test_a_planned_layout_that_is_not_passed_is_warned_of(half):
     assert layout != Layout.contiguous(32, 2)
     assert layout.size(0) == layout.size(1) == 16
     x = tensors(1, 16, 2, 8, seed=4)
-    with pytest.warns(UserWarning, match="magi_attention: dispatch has planned a layout for this mask.*pass layout="):
+    with pytest.warns(
+        UserWarning,
+        match="magi_attention: dispatch has planned a layout for this mask.*pass layout=",
+    ):
         process_groups.threads(lambda: half.magi_attention(*x, mask), 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -76,7 +90,9 @@ def test_sizes_that_no_default_layout_gives_name_the_remedy(half):
     sizes, mask = (20, 12), Mask.causal(32)
 
     def program(name):
-        expected = "the layout gives rank 0 16 tokens, q holds 20: pass the layout that divided the tokens"
+        expected = (
+            "the layout gives rank 0 16 tokens, q holds 20: pass the layout that divided the tokens"
+        )
         with pytest.raises(ValueError, match=expected):
             getattr(half, name)(*tensors(1, sizes[dist.get_rank()], 2, 8, seed=5), mask)
 

@@ -1,4 +1,6 @@
-"""The simulator of Gluon kernels: right kernels give right numbers, and each planted fault is found, in every interleaving."""
+"""The simulator of Gluon kernels: right kernels give right numbers, and each planted fault is
+found, in every interleaving.
+"""
 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
@@ -60,10 +62,15 @@ def copy_kernel(source, target, row, column, HOW: gl.constexpr):
 @every_interleaving
 @pytest.mark.parametrize("how", ["copied", "stored and fenced", "added"])
 def test_tma_moves_boxes_with_zeros_around_the_tensor(how, order, seed):
-    x, y = numbers(100, 3, 64)[:, 1], torch.full((110, 64), 1 if how == "added" else math.nan, dtype=torch.bfloat16)
+    x, y = (
+        numbers(100, 3, 64)[:, 1],
+        torch.full((110, 64), 1 if how == "added" else math.nan, dtype=torch.bfloat16),
+    )
     with simulated_kernels.simulated(order, seed):
         copy_kernel[(1,)](box(x), box(y), -10, 8, HOW=how, num_warps=4)
-    assert torch.equal(y, torch.nn.functional.pad(x[:, 8:], (0, 8, 10, 0)) + (1 if how == "added" else 0))
+    assert torch.equal(
+        y, torch.nn.functional.pad(x[:, 8:], (0, 8, 10, 0)) + (1 if how == "added" else 0)
+    )
 
 
 @gluon.jit
@@ -102,7 +109,10 @@ FAULTS_OF_TMA = {
 @pytest.mark.parametrize("how", FAULTS_OF_TMA)
 def test_faults_of_tma_are_found(how, order, seed):
     x, column = numbers(128, 64), 3 if how == "misaligned" else 0
-    with simulated_kernels.simulated(order, seed), pytest.raises(simulator.Fault, match=FAULTS_OF_TMA[how]):
+    with (
+        simulated_kernels.simulated(order, seed),
+        pytest.raises(simulator.Fault, match=FAULTS_OF_TMA[how]),
+    ):
         copy_kernel[(1,)](box(x), box(x.clone()), 0, column, HOW=how)
 
 

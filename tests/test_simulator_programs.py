@@ -15,7 +15,9 @@ FIRST, SECOND = gl.constexpr(0), gl.constexpr(1)
 
 @gluon.jit
 def named(KIND: gl.constexpr, ID: gl.constexpr):
-    gl.inline_asm_elementwise(f"bar.{KIND} {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        f"bar.{KIND} {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -35,7 +37,9 @@ def alternate(log, count, W: gl.constexpr, HOW: gl.constexpr):
 
 @gluon.jit
 def alternate_kernel(log, count, HOW: gl.constexpr):
-    gl.warp_specialize([(alternate, (log, count, FIRST, HOW)), (alternate, (log, count, SECOND, HOW))], [4], [128])
+    gl.warp_specialize(
+        [(alternate, (log, count, FIRST, HOW)), (alternate, (log, count, SECOND, HOW))], [4], [128]
+    )
 
 
 def alternations(order, seed, how=""):
@@ -83,7 +87,10 @@ def test_programs_may_wait_for_one_another(seed):
     with simulator.simulated(seed=seed):
         relay_kernel[(5,)](baton, seen, "")
     assert seen.tolist() == [0, 1, 2, 3, 4]
-    with simulator.simulated(seed=seed), pytest.raises(simulator.Deadlock, match="has found 2 .* nobody changes it"):
+    with (
+        simulator.simulated(seed=seed),
+        pytest.raises(simulator.Deadlock, match="has found 2 .* nobody changes it"),
+    ):
         relay_kernel[(5,)](baton.zero_(), seen, "lost")
 
 
@@ -94,5 +101,7 @@ def test_a_partition_that_fails_ends_all(order, seed):
 
 
 def test_inline_assembly_other_than_named_barriers_is_refused():
-    with pytest.raises(NotImplementedError, match="inline assembly 'bar.red 8, 256.* is not simulated"):
+    with pytest.raises(
+        NotImplementedError, match="inline assembly 'bar.red 8, 256.* is not simulated"
+    ):
         alternations("late", 0, "unknown")

@@ -24,8 +24,13 @@ def arithmetic_kernel(x, out, n, scale, N: gl.constexpr):
 
 def test_addresses_are_checked_where_they_are_not_masked():
     with simulator.simulated():
-        for n, size, message in ((22, 97, "load of element 21 of 21"), (21, 96, "store of element 96 of 96")):
-            with pytest.raises(simulator.Fault, match=f"{message}: out of bounds, at arithmetic_kernel"):
+        for n, size, message in (
+            (22, 97, "load of element 21 of 21"),
+            (21, 96, "store of element 96 of 96"),
+        ):
+            with pytest.raises(
+                simulator.Fault, match=f"{message}: out of bounds, at arithmetic_kernel"
+            ):
                 arithmetic_kernel[(1,)](numbers(21), torch.zeros(size), n, 0.3, N=32)
 
 
@@ -47,7 +52,9 @@ def test_numbers_are_values_where_a_loop_or_a_branch_changes_them():
     with simulator.simulated():
         numbers_kernel[(1,)](out, 4, 2**31 - 5)
         assert out.tolist() == [-2, -11, -1 + 3 + 4, 2**31 - 1]
-        with pytest.raises(simulator.Fault, match="int32 overflow: add gives 2147483648, at numbers_kernel"):
+        with pytest.raises(
+            simulator.Fault, match="int32 overflow: add gives 2147483648, at numbers_kernel"
+        ):
             numbers_kernel[(1,)](out, 4, 2**31 - 4)
 
 

@@ -1,4 +1,6 @@
-"""A sink enlarges the softmax's denominator, in both halves, forward and backward, on one rank and on several."""
+"""A sink enlarges the softmax's denominator, in both halves, forward and backward, on one rank and
+on several.
+"""
 
 import pytest
 import torch
@@ -11,9 +13,16 @@ from canon.fast.replay import recordings as prepared
 from canon.testing import process_groups
 from canon.testing.judge import oracle
 
-DISTRIBUTED = ("ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention")
+DISTRIBUTED = (
+    "ring_attention",
+    "zigzag_attention",
+    "striped_attention",
+    "strided_attention",
+    "magi_attention",
+)
 N = 19
-MASK = Mask.ranges([(0, 7), (9, N)], [(0, 7), (3, N)], ["causal", "full"], queries=N, keys=N)  # queries 7, 8 see no key
+# queries 7, 8 see no key
+MASK = Mask.ranges([(0, 7), (9, N)], [(0, 7), (3, N)], ["causal", "full"], queries=N, keys=N)
 
 
 def inputs(b=2, tokens=N, h=4, g=2, d=8, dv=5, dtype=torch.float64):
@@ -48,7 +57,9 @@ def test_infinite_sinks_and_fully_masked_rows_give_no_nan(half, dtype):
     q, k, v, _, dout = inputs(dtype=dtype)
     dout[:, 7:9] = q[:, 7:9] = torch.nan  # these queries see no key
     sink = torch.tensor([-torch.inf, torch.inf, 1e30, -1e30], dtype=dtype)
-    out, *grads = gradients(lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink), (q, k, v, sink), dout)
+    out, *grads = gradients(
+        lambda q, k, v, sink: half.attention(q, k, v, MASK, sink=sink), (q, k, v, sink), dout
+    )
     plain, *plain_grads = gradients(lambda q, k, v: half.attention(q, k, v, MASK), (q, k, v), dout)
     assert torch.equal(out[:, :, [0, 3]], plain[:, :, [0, 3]])
     assert not out[:, :, 1:3].any()
@@ -64,7 +75,9 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
     leaves.append(torch.full((4,), sink))
     attend = lambda q, k, v, sink: half.attention(q, k, v, sink=sink)
     dsink = gradients(attend, leaves, dout)[4]
-    exact = oracle(*(x.double() for x in (*leaves[:3], dout)), Mask.causal(N), sink=leaves[3].double()).dsink
+    exact = oracle(
+        *(x.double() for x in (*leaves[:3], dout)), Mask.causal(N), sink=leaves[3].double()
+    ).dsink
     assert exact.abs().max() < 1e-6
     torch.testing.assert_close(dsink.double(), exact, rtol=1e-4, atol=0)
 
@@ -79,7 +92,9 @@ def test_autocast_leaves_a_float32_sink_alone(half):
     expected = half.attention(*cast[:3], MASK, sink=cast[3])
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected)
-    for mine, theirs in zip(grads, torch.autograd.grad(expected, cast, dout.bfloat16()), strict=True):
+    for mine, theirs in zip(
+        grads, torch.autograd.grad(expected, cast, dout.bfloat16()), strict=True
+    ):
         assert mine.dtype == torch.float32
         assert torch.equal(mine, theirs.float())
 
@@ -90,7 +105,9 @@ def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
     whole = dict(
         zip(
             ("q", "k", "v", "sink"),
-            gradients(lambda q, k, v, s: half.attention(q, k, v, sink=s), (q, k, v, sink), dout)[1:],
+            gradients(lambda q, k, v, s: half.attention(q, k, v, sink=s), (q, k, v, sink), dout)[
+                1:
+            ],
             strict=True,
         )
     )
@@ -100,7 +117,9 @@ def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
         leaves[name].requires_grad_()
     given = []
     monkeypatch.setattr(
-        fast_sinks, "_differentiate", lambda *x, f=fast_sinks._differentiate: (given.append(x[4]), f(*x))
+        fast_sinks,
+        "_differentiate",
+        lambda *x, f=fast_sinks._differentiate: (given.append(x[4]), f(*x)),
     )
     half.attention(**leaves).backward(dout)
     for name, x in leaves.items():
@@ -112,7 +131,9 @@ def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
 def test_second_derivatives_raise(half):
     q, k, v, sink, _ = inputs()
     sink.requires_grad_()
-    (dsink,) = torch.autograd.grad(half.attention(q, k, v, sink=sink).square().sum(), sink, create_graph=True)
+    (dsink,) = torch.autograd.grad(
+        half.attention(q, k, v, sink=sink).square().sum(), sink, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dsink.sum().backward()
 
@@ -122,7 +143,9 @@ def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
         *leaves, sink, dout = inputs(tokens=2)
         layout, rank = Layout.contiguous(2, 3), dist.get_rank()
         attend = lambda *x: half.ring_attention(*x[:3], None, layout, sink=x[3])
-        got = gradients(attend, (*(layout.shard(x, rank) for x in leaves), sink), layout.shard(dout, rank))
+        got = gradients(
+            attend, (*(layout.shard(x, rank) for x in leaves), sink), layout.shard(dout, rank)
+        )
         return layout.size(rank), bool(got[4].any())
 
     assert sorted(process_groups.threads(program, 3)) == [(0, False), (1, True), (1, True)]
@@ -132,9 +155,13 @@ def test_both_passes_are_replayed_with_equal_bits(replays, monkeypatch):
     runs = []
     for shift in (0, 0, 1):
         *leaves, dout = (x + shift for x in inputs(dtype=torch.float32))
-        runs.append(gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout))
+        runs.append(
+            gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
+        )
     assert all(torch.equal(x, y) for x, y in zip(*runs[:2], strict=True))
     assert not any(replays())
     monkeypatch.setattr(prepared, "REPLAYED", {})
-    expected = gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
+    expected = gradients(
+        lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout
+    )
     assert all(torch.equal(x, y) for x, y in zip(runs[2], expected, strict=True))

@@ -1,4 +1,6 @@
-"""With ``softcap``, scores s become softcap * tanh(s / softcap) before they are masked, in both halves and both passes."""
+"""With ``softcap``, scores s become softcap * tanh(s / softcap) before they are masked, in both
+halves and both passes.
+"""
 
 import pytest
 import torch
@@ -32,9 +34,9 @@ def definition(q, k, v, mask, scale=SCALE, softcap=SOFTCAP, sink=None):
     if sink is not None:
         out = torch.sigmoid(lse - sink[:, None])[..., None] * out
     results = q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_full(q.shape[:3], -torch.inf)
-    return results[0].index_copy(2, seen.nonzero()[:, 0], out).transpose(1, 2), results[1].index_copy(
-        2, seen.nonzero()[:, 0], lse
-    )
+    return results[0].index_copy(2, seen.nonzero()[:, 0], out).transpose(1, 2), results[
+        1
+    ].index_copy(2, seen.nonzero()[:, 0], lse)
 
 
 def passes(attend, tensors, *more):
@@ -42,7 +44,11 @@ def passes(attend, tensors, *more):
     q, k, v, dout, dlse = tensors
     leaves = [x.detach().requires_grad_() for x in (q, k, v, *more)]
     out, lse = attend(*leaves)
-    return out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(~seen(), 0)))
+    return (
+        out.detach(),
+        lse.detach(),
+        *torch.autograd.grad((out, lse), leaves, (dout, dlse.masked_fill(~seen(), 0))),
+    )
 
 
 def seen():
@@ -71,7 +77,12 @@ def test_the_raw_passes_equal_the_definition_and_hidden_tokens_may_hold_nan(half
     close(mine, (out, lse))
     dlse = dlse.masked_fill(~seen(), 0)
     for method in ("split", "fused", "head_parallel"):
-        close(half.attention_backward(dout, q, k, v, *mine, MASK, dlse=dlse, method=method, **options), grads)
+        close(
+            half.attention_backward(
+                dout, q, k, v, *mine, MASK, dlse=dlse, method=method, **options
+            ),
+            grads,
+        )
 
 
 @pytest.mark.parametrize("name", ["ring", "strided, split", "strided, ring", "magi keeps"])
@@ -96,7 +107,9 @@ def test_decoding_on_several_ranks_equals_the_definition(half):
         keys = layout.positions(rank)
         mine = mask.crop(keys=range(int(keys[0]), int(keys[-1]) + 1))
         parts = layout.shard(k, rank), layout.shard(v, rank)
-        return half.decode_attention(q[:, :5], *parts, mine, scale=SCALE, softcap=SOFTCAP, return_lse=True)
+        return half.decode_attention(
+            q[:, :5], *parts, mine, scale=SCALE, softcap=SOFTCAP, return_lse=True
+        )
 
     for got in process_groups.threads(program, 3):
         close(got, expected)
@@ -108,14 +121,18 @@ def test_bits_do_not_depend_on_the_number_of_ranks(half, function):
     tensors = whole(mask, dtype=torch.float32)
     options = dict(scale=SCALE, softcap=SOFTCAP)
     one = attended(half, "attention", mask, Layout.contiguous(200, 1), tensors, **options)
-    assert not different(one, attended(half, function, mask, LAYOUTS["contiguous"](mask, 2), tensors, **options))
+    assert not different(
+        one, attended(half, function, mask, LAYOUTS["contiguous"](mask, 2), tensors, **options)
+    )
 
 
 @pytest.mark.usefixtures("replays")
 def test_a_replayed_pass_belongs_to_one_softcap():
     tensors, runs = whole(MASK), {}
     for softcap in (1.0, 2.0, None, 1.0, 2.0, None):
-        attend = lambda q, k, v, softcap=softcap: fast.attention(q, k, v, MASK, softcap=softcap, return_lse=True)
+        attend = lambda q, k, v, softcap=softcap: fast.attention(
+            q, k, v, MASK, softcap=softcap, return_lse=True
+        )
         runs.setdefault(softcap, []).append(passes(attend, tensors))
     for first, replayed in runs.values():
         assert all(map(torch.equal, first, replayed))
@@ -125,25 +142,37 @@ def test_a_replayed_pass_belongs_to_one_softcap():
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    ("d", "method", "invariant"), [(64, "fused", False), (64, "head_parallel", True), (256, "split", False)]
+    ("d", "method", "invariant"),
+    [(64, "fused", False), (64, "head_parallel", True), (256, "split", False)],
 )
 @pytest.mark.parametrize("softcap", [0.5, 50.0])
 def test_the_hopper_kernels_agree(d, method, invariant, softcap):
-    mask = Mask.window(300, 250, 3)  # the last queries see three tiles: the second and third keep a stale maximum
+    # the last queries see three tiles: the second and third keep a stale maximum
+    mask = Mask.window(300, 250, 3)
     q, k, v, dout, dlse = whole(mask, h=2, g=1, d=d, dv=d, dtype=torch.bfloat16)
-    options = dict(scale=2 * d**-0.5, softcap=softcap, backward=method, rank_invariant=invariant, return_lse=True)
+    options = dict(
+        scale=2 * d**-0.5,
+        softcap=softcap,
+        backward=method,
+        rank_invariant=invariant,
+        return_lse=True,
+    )
     with fast.backend("gluon"), simulated():
         leaves = [x.requires_grad_() for x in (q, k, v)]
         out, lse = fast.attention(*leaves, mask, **options)
         grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
     given = q, k, v, dout, mask, CappedScale(2 * d**-0.5, softcap), dlse
-    verdict = agreement(Attended(out.detach(), lse.detach(), *grads), oracle(*given), orders(*given))
+    verdict = agreement(
+        Attended(out.detach(), lse.detach(), *grads), oracle(*given), orders(*given)
+    )
     assert verdict.agrees, str(verdict)
 
 
 def test_a_softcap_far_above_the_scores_changes_nothing_beyond_rounding(half):
     tensors = whole(MASK, dtype=torch.float32)
-    mine = passes(lambda q, k, v: half.attention(q, k, v, MASK, softcap=1e6, return_lse=True), tensors)
+    mine = passes(
+        lambda q, k, v: half.attention(q, k, v, MASK, softcap=1e6, return_lse=True), tensors
+    )
     theirs = passes(lambda q, k, v: half.attention(q, k, v, MASK, return_lse=True), tensors)
     for x, y in zip(mine, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-6, atol=2e-6)
@@ -152,6 +181,8 @@ def test_a_softcap_far_above_the_scores_changes_nothing_beyond_rounding(half):
 def test_the_cuda_kernels_refuse_a_softcap():
     assert cuda.uncapped(0.5) == 0.5
     with pytest.raises(
-        ValueError, match=r'the CUDA kernels have no soft-cap, got softcap=5.0: use backend\("triton"\)'
+        ValueError,
+        match=r"the CUDA kernels have no soft-cap, got softcap=5.0: use "
+        r'backend\("triton"\)',
     ):
         cuda.uncapped(CappedScale(0.5, 5.0))

@@ -31,7 +31,10 @@ def measured_splits():
         times = {(row["shape"], row["schedule"]): row for row in rows if "both_ms" in row}
         for (shape, schedule), split in times.items():
             if schedule.startswith("strided zigzag") and schedule.endswith("small ends"):
-                yield median(times[shape, schedule.split(",")[0]]["both_ms"]), median(split["both_ms"])
+                yield (
+                    median(times[shape, schedule.split(",")[0]]["both_ms"]),
+                    median(split["both_ms"]),
+                )
 
 
 def test_splits_rarely_pay_in_the_records():

@@ -1,4 +1,6 @@
-"""Claims about the source: the two halves are twins, imports stay within limits, docstrings are complete."""
+"""Claims about the source: the two halves are twins, imports stay within limits, docstrings are
+complete.
+"""
 
 import ast
 import importlib
@@ -65,7 +67,9 @@ def modules_of(half):
 def exported_modules(half):
     """Return the modules with names that the half exports."""
     tree = ast.parse((ROOT / half / "__init__.py").read_text())
-    names = (node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module)
+    names = (
+        node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    )
     return {name.split(".")[-1] for name in names if name.startswith(f"canon.{half}.")}
 
 
@@ -73,7 +77,9 @@ ALGORITHMS = sorted(exported_modules("reference") - {"masks", "strides"})
 
 
 def python_files(*folders):
-    """Yield (path, module name) of every Python file in the folders. Links are not followed, so each file comes once."""
+    """Yield (path, module name) of every Python file in the folders. Links are not followed, so
+    each file comes once.
+    """
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
             inside = path.relative_to(ROOT / folder)
@@ -118,7 +124,9 @@ def test_every_algorithm_of_the_reference_has_a_twin_in_fast():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_twins_have_the_same_names_and_signatures(name):
     halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
-    read, quick = ({f: str(inspect.signature(getattr(half, f))) for f in half.__all__} for half in halves)
+    read, quick = (
+        {f: str(inspect.signature(getattr(half, f))) for f in half.__all__} for half in halves
+    )
     assert read == quick
 
 
@@ -145,7 +153,9 @@ def test_exports_hold_every_public_function_and_hide_no_module(half):
         assert set(importlib.import_module(f"canon.{half}.{name}").__all__) <= set(package.__all__)
     for name in modules_of(half):
         importlib.import_module(f"canon.{half}.{name}")
-        assert inspect.ismodule(getattr(package, name)), f"{name} is hidden by something of the same name"
+        assert inspect.ismodule(getattr(package, name)), (
+            f"{name} is hidden by something of the same name"
+        )
 
 
 def test_only_twins_share_a_file_name():
@@ -154,7 +164,13 @@ def test_only_twins_share_a_file_name():
     for path, _ in python_files("reference", "fast", "src/canon"):
         folder = path.parent.relative_to(ROOT)
         in_backend = folder.parent == Path("fast/kernels")
-        twins = Path("halves") if str(folder) in ("reference", "fast") else Path("backends") if in_backend else folder
+        twins = (
+            Path("halves")
+            if str(folder) in ("reference", "fast")
+            else Path("backends")
+            if in_backend
+            else folder
+        )
         if path.stem not in ("__init__", "__main__"):
             paths.setdefault((path.name, in_backend), set()).add(twins / path.name)
     assert not [sorted(map(str, same)) for same in paths.values() if len(same) > 1]
@@ -174,8 +190,14 @@ def lazy_imports(path):
         return set()
     tree = ast.parse(path.read_text())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    checking = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    found = {name for node in (*functions, *checking) for name in imports(node, "canon.masks.layout")}
+    checking = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    found = {
+        name for node in (*functions, *checking) for name in imports(node, "canon.masks.layout")
+    }
     return {name for name in found if room_of(name) in CALLED[path.name]}
 
 
@@ -189,8 +211,13 @@ def forbidden_imports(path, module):
     for name in found:
         top = name.split(".")[0]
         if top == "canon":
-            # "from canon import reference" names the half itself: the twins' docstrings come from there
-            allowed = room_of(name) in ROOMS[room] | {room} or name == "canon.reference" or ".strides" in name
+            # "from canon import reference" names the half itself: the twins' docstrings come from
+            # there
+            allowed = (
+                room_of(name) in ROOMS[room] | {room}
+                or name == "canon.reference"
+                or ".strides" in name
+            )
         else:
             allowed = room not in OUTSIDE or top in OUTSIDE[room] or top in sys.stdlib_module_names
         wrong += [] if allowed else [f"{module} imports {name}"]
@@ -232,22 +259,28 @@ def test_reference_runs_without_triton_and_without_fast_and_does_not_load_dynamo
     program = """
 import importlib.abc, sys
 
+
 class Blocked(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("triton", "cuda") or name.startswith("canon.fast"):
             raise ModuleNotFoundError(f"{name} is blocked", name=name)
 
+
 sys.meta_path.insert(0, Blocked())
 import torch
+
 before = set(sys.modules)
 from canon import Mask, reference as attn
+
 assert not [name for name in set(sys.modules) - before if name.startswith("torch._dynamo")]
 
 q, k, v = (torch.randn(1, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
 attn.attention(q, k, v, Mask.window(5, left=1, right=0)).sum().backward()
 attn.zigzag_attention(q, k, v).sum().backward()
 assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
-assert not any(name == "triton" or name.startswith(("triton.", "canon.fast")) for name in sys.modules)
+assert not any(
+    name == "triton" or name.startswith(("triton.", "canon.fast")) for name in sys.modules
+)
 """
     printed(program)
 
@@ -259,7 +292,13 @@ def documented_elsewhere(node):
 
 
 def test_nothing_imports_tests_or_a_half_by_its_folder_name():
-    forbidden = {"tests", "conftest", "reference", "fast", *(path.stem for path in (ROOT / "tests").glob("test_*.py"))}
+    forbidden = {
+        "tests",
+        "conftest",
+        "reference",
+        "fast",
+        *(path.stem for path in (ROOT / "tests").glob("test_*.py")),
+    }
     found = {path: imports_of_file(path, module) for path, module in python_files(*PACKAGES)}
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         found[path] = set(imports(ast.parse(notebook_code(path)), "notebook"))
@@ -295,7 +334,11 @@ def test_every_module_and_every_public_name_has_a_docstring():
                 for part, inner in public_definitions(node)
                 if part not in ("forward", "backward")
             ]  # of autograd Functions
-        named = [x for x in named if not any(map(documented_elsewhere, getattr(x[1], "decorator_list", ())))]
+        named = [
+            x
+            for x in named
+            if not any(map(documented_elsewhere, getattr(x[1], "decorator_list", ())))
+        ]
         missing += [f"{module}: {name}" for name, node in named if not ast.get_docstring(node)]
     assert not missing
 
@@ -304,13 +347,22 @@ def test_every_module_and_every_public_name_has_a_docstring():
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_algorithms_give_shapes_errors_and_source(half, name):
     module = importlib.import_module(f"canon.{half}.{name}")
-    assert re.search(r"\bSources?:|\b(19|20)\d\d\b", module.__doc__ or ""), "no source: authors, title, year"
+    assert re.search(r"\bSources?:|\b(19|20)\d\d\b", module.__doc__ or ""), (
+        "no source: authors, title, year"
+    )
     for function in map(module.__dict__.get, module.__all__):
         doc = inspect.getdoc(function) or ""
         signature = str(inspect.signature(function))
-        assert "Tensor, '" in signature or "Tensor" not in signature, f"{function.__name__}: no shapes in the signature"
-        assert re.search(r"[Rr]aise|Error", doc), f"{function.__name__}: the docstring names no error"
-        source = r"\bSource|[Aa]lgorithm \d|[Ee]quation|\bet al\b|\b(19|20)\d\d\b|module's docstring"
+        assert "Tensor, '" in signature or "Tensor" not in signature, (
+            f"{function.__name__}: no shapes in the signature"
+        )
+        assert re.search(r"[Rr]aise|Error", doc), (
+            f"{function.__name__}: the docstring names no error"
+        )
+        source = (
+            r"\bSource|[Aa]lgorithm \d|[Ee]quation|\bet al\b|\b(19|20)\d\d\b|module's "
+            r"docstring"
+        )
         assert re.search(source, doc), f"{function.__name__}: no source"
 
 
@@ -323,23 +375,44 @@ def prose_files(folder):
     """Return the Markdown and Typst files of a folder and, in a package, its Python files."""
     if folder not in PACKAGES:
         return [ROOT / "README.md", ROOT / "STYLE.md"]
-    python = [path for path, _ in python_files(folder)] if folder in ("reference", "fast", "src/canon") else []
-    return [*sorted((ROOT / folder).glob("*.md")), *sorted((ROOT / folder).glob("canon.typ")), *python]
+    python = (
+        [path for path, _ in python_files(folder)]
+        if folder in ("reference", "fast", "src/canon")
+        else []
+    )
+    return [
+        *sorted((ROOT / folder).glob("*.md")),
+        *sorted((ROOT / folder).glob("canon.typ")),
+        *python,
+    ]
 
 
 @pytest.mark.parametrize("folder", PROSE)
 def test_sentences_follow_the_mechanical_rules_of_the_style(folder):
     wrong, long, words = findings(prose_files(folder))
-    assert 1000 * len(wrong) <= words, f"{len(wrong)} sentences with wrong words, {words} words:\n" + "\n".join(wrong)
-    assert 1000 * len(long) <= 4 * words, f"{len(long)} long sentences, {words} words:\n" + "\n".join(long)
+    assert 1000 * len(wrong) <= words, (
+        f"{len(wrong)} sentences with wrong words, {words} words:\n"
+    ) + "\n".join(wrong)
+    assert 1000 * len(long) <= 4 * words, (
+        f"{len(long)} long sentences, {words} words:\n"
+    ) + "\n".join(long)
 
 
 def test_wrong_words_and_long_sentences_are_found(tmp_path):
     page, module = tmp_path / "page.md", tmp_path / "module.py"
-    page.write_text("# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n" + "word " * 29)
-    module.write_text('"""Return x.\n\nNobody waits.\n"""\n\nx = 1  # which is one\n# a turn\n# number\n')
+    page.write_text(
+        ("# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n")
+        + "word " * 29
+    )
+    module.write_text(
+        '"""Return x.\n\nNobody waits.\n"""\n\nx = 1  # which is one\n# a turn\n# number\n'
+    )
     wrong, long, words = findings([page, module])
-    assert wrong == ["page.md: What it gives is this.", "module.py: Nobody waits.", "module.py: which is one",
-                     "module.py: a turn number"]  # fmt: skip
+    assert wrong == [
+        "page.md: What it gives is this.",
+        "module.py: Nobody waits.",
+        "module.py: which is one",
+        "module.py: a turn number",
+    ]
     assert [sentence.split()[0] for sentence in long] == ["page.md:"]
     assert words == 5 + 3 + 29 + 2 + 2 + 3 + 3

@@ -1,4 +1,6 @@
-"""4,096 equal parts go through every sum of the guide's table, in bfloat16. A sum in bfloat16 would stop at 256 parts."""
+"""4,096 equal parts go through every sum of the guide's table, in bfloat16. A sum in bfloat16 would
+stop at 256 parts.
+"""
 
 import re
 from pathlib import Path
@@ -24,7 +26,8 @@ from canon.route.sink_weights import weighted
 from canon.training import linear_loss, linear_sequence_loss, sequence_loss
 
 PAGE = Path(__file__).parents[1] / "paper" / "in_your_program.md"
-N, ONE = 4096, 1 + 2**-7  # parts, and one of them: neither it nor 129 times it is a round number in bfloat16
+# parts, and one of them: neither it nor 129 times it is a round number in bfloat16
+N, ONE = 4096, 1 + 2**-7
 HALVES = {"reference": reference, "fast": fast}
 
 
@@ -44,8 +47,14 @@ def losses(half):
     logits = torch.zeros(N, 2, dtype=torch.bfloat16)
     labels = torch.zeros(N, dtype=torch.int64)
     yield sequence_loss(logits, labels, num_items_in_batch=1), N * torch.tensor(2.0).log()
-    hidden, weight = torch.zeros(N, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16)
-    yield linear_sequence_loss(hidden, weight, labels, chunk=1, num_items_in_batch=1), N * torch.tensor(2.0).log()
+    hidden, weight = (
+        torch.zeros(N, 1, dtype=torch.bfloat16),
+        torch.zeros(2, 1, dtype=torch.bfloat16),
+    )
+    yield (
+        linear_sequence_loss(hidden, weight, labels, chunk=1, num_items_in_batch=1),
+        N * torch.tensor(2.0).log(),
+    )
 
 
 def counts(half):
@@ -59,7 +68,9 @@ def head_gradients(half):
     head = (torch.zeros(2, 1), torch.zeros(2))
     weight, bias = (x.bfloat16().requires_grad_() for x in head)
     hidden, labels = torch.full((N, 1), ONE).bfloat16(), torch.zeros(N, dtype=torch.int64)
-    loss = linear_sequence_loss(hidden, weight, labels, linear_bias=bias, chunk=1, num_items_in_batch=1)
+    loss = linear_sequence_loss(
+        hidden, weight, labels, linear_bias=bias, chunk=1, num_items_in_batch=1
+    )
     loss.backward()
     yield weight.grad[1], N * ONE / 2
     yield bias.grad[1], N / 2
@@ -82,7 +93,9 @@ def normalisers(half):
     yield terms.statistics(torch.zeros(1, N), blocks, labels)[0].exp(), N
     terms = linear_loss._Terms(labels, *none, N, None, N)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_gather", lambda parts, mine, group: [part.copy_(mine) for part in parts])
+        patch.setattr(
+            dist, "all_gather", lambda parts, mine, group: [part.copy_(mine) for part in parts]
+        )
         lse, target, mean = terms.statistics(torch.full((1, 1), ONE), blocks[:1], labels)
     yield (lse - ONE).exp(), N
     yield target, N * ONE
@@ -90,16 +103,31 @@ def normalisers(half):
 
 
 def of_tiles(half):
-    """All scores are 0. A query sees N keys, then N queries see a key, with out = 0 and lse = 0: so p = 1, and ds = dout v."""
-    new = lambda tokens, value: torch.full((1, tokens, 1, 16), value, dtype=torch.bfloat16, device=DEVICE)
+    """All scores are 0. A query sees N keys, then N queries see a key, with out = 0 and lse = 0: so
+    p = 1, and ds = dout v.
+    """
+    new = lambda tokens, value: torch.full(
+        (1, tokens, 1, 16), value, dtype=torch.bfloat16, device=DEVICE
+    )
     lse = torch.zeros(1, 1, N, device=DEVICE)
     few, many = (Mask.full(1, N), new(1, 0), lse[..., :1]), (Mask.full(N, 1), new(N, 0), lse)
-    out, total = half.attention_forward(new(1, 0), new(N, 1), new(N, ONE), few[0], out_dtype=torch.float32)
+    out, total = half.attention_forward(
+        new(1, 0), new(N, 1), new(N, ONE), few[0], out_dtype=torch.float32
+    )
     yield out, ONE
     yield total.exp(), N
     for backward in ("split", "fused", "head_parallel"):
         differentiate = lambda dout, q, k, v, case: half.attention_backward(
-            dout, q, k, v, case[1], case[2], case[0], scale=1.0, method=backward, grad_dtype=torch.float32
+            dout,
+            q,
+            k,
+            v,
+            case[1],
+            case[2],
+            case[0],
+            scale=1.0,
+            method=backward,
+            grad_dtype=torch.float32,
         )
         yield differentiate(new(1, ONE), new(1, 0), new(N, 1), new(N, 1), few)[0], 16 * N * ONE
         _, dk, dv = differentiate(new(N, ONE), new(N, 1), new(1, 0), new(1, 1), many)
@@ -148,7 +176,9 @@ def of_rows(half):
         into, received = torch.zeros(1, 16, dtype=dtype, device=DEVICE), ones(N, 16)
         if half is fast:
             first, places = torch.tensor([0, N], device=DEVICE), torch.arange(N, device=DEVICE)
-            add_rows(into[None, :, None], received[None, :, None], first, places, into[None, :, None])
+            add_rows(
+                into[None, :, None], received[None, :, None], first, places, into[None, :, None]
+            )
         else:
             reduction = GroupReduce.__new__(GroupReduce)
             reduction.sizes, reduction.work = SimpleNamespace(sent=[1] * N), Arrived(tensors=None)
@@ -164,7 +194,11 @@ def up_weight(half):
     call = Call.__new__(Call)
     object.__setattr__(call, "shapes", tuple(map(torch.Size, shapes)))
     for steps, tokens in ((N, 1), (1, N)):
-        latent, dk, dv = ones(1, tokens, 1, 16), ones(1, tokens, 1, 32).float(), ones(1, tokens, 1, 16).float()
+        latent, dk, dv = (
+            ones(1, tokens, 1, 16),
+            ones(1, tokens, 1, 32).float(),
+            ones(1, tokens, 1, 16).float(),
+        )
         projection = _Projection(call, weight, True) if half is fast else Projection(call, weight)
         projection.latent = latent.flatten(0, 2) if half is fast else latent
         for _ in range(steps):
@@ -209,32 +243,55 @@ SUMS = {  # the table's first column
     "`unshard(partial_grad=True)`": of_shards,
     "gradient of `Tree.unpack`": of_sequences,
 }
-ONE_FOR_BOTH = [losses, counts, head_gradients, hidden_gradient, normalisers, of_shards, of_sequences]
-CASES = [(name, half) for name, add in SUMS.items() for half in (["reference"] if add in ONE_FOR_BOTH else HALVES)]
+ONE_FOR_BOTH = [
+    losses,
+    counts,
+    head_gradients,
+    hidden_gradient,
+    normalisers,
+    of_shards,
+    of_sequences,
+]
+CASES = [
+    (name, half)
+    for name, add in SUMS.items()
+    for half in (["reference"] if add in ONE_FOR_BOTH else HALVES)
+]
 
 
 @pytest.mark.parametrize(("name", "half"), CASES)
 def test_equal_parts_add_up(name, half):
-    """The result has at most the rounding of its dtype, 2^-9 in bfloat16, and in float32 that of N additions in a row."""
+    """The result has at most the rounding of its dtype, 2^-9 in bfloat16, and in float32 that of N
+    additions in a row.
+    """
     for found, expected in SUMS[name](HALVES[half]):
         error = (found.detach().double() / expected - 1).abs().max()
-        assert error <= (2**-8 if found.dtype == torch.bfloat16 else N * 2**-25), (found.flatten()[0], expected)
+        assert error <= (2**-8 if found.dtype == torch.bfloat16 else N * 2**-25), (
+            found.flatten()[0],
+            expected,
+        )
 
 
 def test_the_table_of_the_guide_has_every_sum():
     table = PAGE.read_text().split("## In which dtype sums are added")[1].split("\n## ")[0]
-    assert [row.strip() for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]] == list(SUMS)
+    assert [row.strip() for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]] == list(
+        SUMS
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
 @pytest.mark.parametrize("tokens_of_chunk", [None, 512, 128])
 def test_the_head_has_the_gradient_of_one_product_at_a_million_tokens(dtype, tokens_of_chunk):
-    """Nearly all labels are one word, so that the parts of the chunks are alike. One word occurs once."""
+    """Nearly all labels are one word, so that the parts of the chunks are alike. One word occurs
+    once.
+    """
     tokens, width, vocabulary = 2**20 if tokens_of_chunk is None else 2**17, 4, 8
     draw = torch.Generator().manual_seed(0)
     hidden = 1 + 0.5 * torch.randn(tokens, width, generator=draw)
     weight = 0.3 * torch.randn(vocabulary, width, generator=draw)
-    labels = torch.where(torch.rand(tokens, generator=draw) < 0.9, 0, torch.randint(vocabulary - 1, (tokens,)))
+    labels = torch.where(
+        torch.rand(tokens, generator=draw) < 0.9, 0, torch.randint(vocabulary - 1, (tokens,))
+    )
     labels[tokens // 2] = vocabulary - 1
     narrow = torch.bfloat16 if dtype == "autocast" else dtype
     if dtype != "autocast":

@@ -1,4 +1,6 @@
-"""The script `notebooks/swap_it_in.py`: on two ranks, every schedule trains as one rank does, and planted faults show."""
+"""The script `notebooks/swap_it_in.py`: on two ranks, every schedule trains as one rank does, and
+planted faults show.
+"""
 
 import dataclasses
 import importlib
@@ -38,13 +40,19 @@ def one_rank(swapping):
 
 
 def distance(found, expected):
-    """Return the largest difference of the losses, and the largest relative difference of the gradient norms."""
-    numbers = [torch.tensor([x["loss"], x["gradient_norm"]], dtype=torch.float64) for x in (found, expected)]
+    """Return the largest difference of the losses, and the largest relative difference of the
+    gradient norms.
+    """
+    numbers = [
+        torch.tensor([x["loss"], x["gradient_norm"]], dtype=torch.float64)
+        for x in (found, expected)
+    ]
     (loss, norm), (loss_1, norm_1) = numbers
     return (loss - loss_1).abs().max().item(), (norm / norm_1 - 1).abs().max().item()
 
 
-ROUNDING = 1e-9  # four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
+# four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
+ROUNDING = 1e-9
 
 
 def test_two_ranks_train_as_one_with_every_schedule(swapping, one_rank):
@@ -65,11 +73,17 @@ def test_planted_faults_show_in_the_loss_or_in_the_norm_of_the_gradient(swapping
 
 
 def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
-    """Without the fixed order, only the forward pass of attention has them: the gradients differ."""
+    """Without the fixed order, only the forward pass of attention has them:
+    the gradients differ.
+    """
     for function in ("strided", "magi"):
-        run = swapping.Run(function, steps=3, tokens=512, width=64, rank_invariant=True, fixed_order=True)
+        run = swapping.Run(
+            function, steps=3, tokens=512, width=64, rank_invariant=True, fixed_order=True
+        )
         usual = dataclasses.replace(run, fixed_order=False)
-        (one, one_usual), (two, two_usual) = (swapping.train([run, usual], ranks) for ranks in (1, 2))
+        (one, one_usual), (two, two_usual) = (
+            swapping.train([run, usual], ranks) for ranks in (1, 2)
+        )
         for name in ("loss", "gradient_norm", "weights"):
             assert two[name] == one[name]
         assert two_usual["weights"] != one_usual["weights"]
@@ -81,7 +95,10 @@ def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
 
 def new_trainer(run):
     """Return a trainer whose weights FSDP2 divides. In fixed order every rank holds all weights."""
-    swap_it_in, mesh = importlib.import_module("swap_it_in"), dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    swap_it_in, mesh = (
+        importlib.import_module("swap_it_in"),
+        dist.init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
     with mock.patch.object(swap_it_in, "DistributedDataParallel", partial(fully_shard, mesh=mesh)):
         trainer = swap_it_in.Trainer(run)
     trainer.optimizer.param_groups[0]["params"] = trainer.parameters = [*trainer.model.parameters()]
@@ -89,14 +106,18 @@ def new_trainer(run):
 
 
 def state_of(trainer):
-    return dict(zip(("model", "optimizer"), get_state_dict(trainer.model, trainer.optimizer), strict=True))
+    return dict(
+        zip(("model", "optimizer"), get_state_dict(trainer.model, trainer.optimizer), strict=True)
+    )
 
 
 def trained(trainer, *steps):
     """Return the losses of the steps and then all weights."""
     losses = [trainer.step(trainer.batch(step))[0].item() for step in steps]
     weights = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
-    return torch.tensor(losses, dtype=torch.float64), torch.cat([x.flatten() for x in weights.values()])
+    return torch.tensor(losses, dtype=torch.float64), torch.cat(
+        [x.flatten() for x in weights.values()]
+    )
 
 
 def save(run, folder):
@@ -108,21 +129,31 @@ def save(run, folder):
 
 
 def resume(run, folder, forgotten=""):
-    """Train for the last two steps on other ranks. ``forgotten``: a part of the checkpoint that is not loaded."""
+    """Train for the last two steps on other ranks. ``forgotten``: a part of the checkpoint that is
+    not loaded.
+    """
     trainer = new_trainer(run)
     state = state_of(trainer)
-    dcp.load({name: part for name, part in state.items() if name != forgotten}, checkpoint_id=folder)
+    dcp.load(
+        {name: part for name, part in state.items() if name != forgotten}, checkpoint_id=folder
+    )
     set_state_dict(
-        trainer.model, trainer.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
     )
     return trained(trainer, 2, 3)
 
 
 def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
     usual = swapping.Run("magi", tokens=256, layers=1, width=64, dtype="float64")
-    fixed = swapping.Run("magi", layers=1, width=64, rank_invariant=True, fixed_order=True)  # float32
+    # float32
+    fixed = swapping.Run("magi", layers=1, width=64, rank_invariant=True, fixed_order=True)
     any_order = dataclasses.replace(fixed, fixed_order=False)
-    saved, saved_fixed = swapping.on_ranks(4, [partial(save, run, tmp_path / run.dtype) for run in (usual, fixed)])
+    saved, saved_fixed = swapping.on_ranks(
+        4, [partial(save, run, tmp_path / run.dtype) for run in (usual, fixed)]
+    )
     again = [partial(resume, run, tmp_path / run.dtype) for run in (usual, fixed, any_order)]
     again += [partial(again[0], forgotten=part) for part in ("model", "optimizer")]
     resumed, resumed_fixed, in_any_order, *faulty = swapping.on_ranks(2, again)
@@ -136,7 +167,9 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
 def test_both_halves_train_alike(swapping, one_rank):
     """Triton's interpreter takes a second for a step, so there are two."""
     small = SMALL | dict(steps=2)
-    for found in swapping.train([swapping.Run(name, half="fast", **small) for name in ("zigzag", "magi")], ranks=2):
+    for found in swapping.train(
+        [swapping.Run(name, half="fast", **small) for name in ("zigzag", "magi")], ranks=2
+    ):
         expected = {name: one_rank[name][:2] for name in ("loss", "gradient_norm")}
         assert max(distance(found, expected)) < 1e-5  # float32 and float64
 
@@ -145,12 +178,27 @@ def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
     options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
     options += ["--record", str(tmp_path / "run.json")]
     output = under_torchrun(FOLDER / "swap_it_in.py", 2, *options, CUDA_VISIBLE_DEVICES="")
-    assert len(re.findall(r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$", output, re.MULTILINE)) == 4
+    assert (
+        len(
+            re.findall(
+                r"^step \d: loss \d\.\d{6}, gradient "
+                r"\d\.\d{4}$",
+                output,
+                re.MULTILINE,
+            )
+        )
+        == 4
+    )
     record = json.loads((tmp_path / "run.json").read_text())
     assert record.keys() >= {"command", "commit", "date", "machine"}
     assert record["command"].startswith("swap_it_in.py --steps 2")
     for entry, function in zip(record["results"], ("zigzag", "magi"), strict=True):
-        assert (entry["function"], entry["ranks"], entry["tokens"], entry["peak_bytes"]) == (function, 2, 128, None)
+        assert (entry["function"], entry["ranks"], entry["tokens"], entry["peak_bytes"]) == (
+            function,
+            2,
+            128,
+            None,
+        )
         assert len(entry["loss"]) == len(entry["seconds"]) == 2
         assert entry["tokens_per_second"] > 0
 
@@ -162,7 +210,10 @@ def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
         (dict(function="torch"), "add --causal"),
         (dict(function="zigzag", rank_invariant=True), "has no rank_invariant"),
         (dict(function="magi", fixed_order=True), "needs rank_invariant"),
-        (dict(function="magi", rank_invariant=True, fixed_order=True, tokens=200), "multiples of 128"),
+        (
+            dict(function="magi", rank_invariant=True, fixed_order=True, tokens=200),
+            "multiples of 128",
+        ),
     ],
 )
 def test_options_that_contradict_each_other_raise(swapping, options, message):

@@ -1,4 +1,6 @@
-"""Owner computes in canon.fast: messages overlap with kernels, casts carry whole tiles, and kept keys are not sent again."""
+"""Owner computes in canon.fast: messages overlap with kernels, casts carry whole tiles, and kept
+keys are not sent again.
+"""
 
 from types import SimpleNamespace
 
@@ -18,7 +20,9 @@ def backward_events(monkeypatch, function, **options):
     events, mask, layout = [], MASKS["causal"], Layout.contiguous(N, 2, 128)
 
     def noted(owner, name, event):
-        """Note ``event``, or the event that it computes from the arguments, at each call of a function on rank 0."""
+        """Note ``event``, or the event that it computes from the arguments, at each call of a
+        function on rank 0.
+        """
         plain = getattr(owner, name)
 
         def call(*arguments):
@@ -30,11 +34,17 @@ def backward_events(monkeypatch, function, **options):
 
     noted(TileGather, "_fetch", "fetch")
     noted(TileCast, "_fetch", "fetch")
-    noted(owner_computes, "backward_into", lambda arguments: "dq" if arguments[-1] is None else "dk, dv")
+    noted(
+        owner_computes,
+        "backward_into",
+        lambda arguments: "dq" if arguments[-1] is None else "dk, dv",
+    )
 
     def program():
         rank = dist.get_rank()
-        q, k, v, dout = (layout.shard(x, rank) for x in inputs(mask, "multi-head", torch.float32)[:4])
+        q, k, v, dout = (
+            layout.shard(x, rank) for x in inputs(mask, "multi-head", torch.float32)[:4]
+        )
         q, k = q.requires_grad_(), k.requires_grad_()
         out = getattr(fast, function)(q, k, v, mask, layout, rank_invariant=True, **options)
         if rank == 0:
@@ -59,21 +69,33 @@ def test_queries_travel_during_dq(monkeypatch):
 def test_kept_keys_are_not_sent_again(keep, exchanged, monkeypatch):
     backward_events(monkeypatch, "magi_attention", keep_kv=keep)
     keys, queries = 2 * [16 + 16], 2 * [16 + 16, 1 + 1]  # widths of the rows, on two ranks
-    assert sorted(x.shape[-1] for _, _, x, *_ in exchanged) == sorted(keys + queries + ([] if keep else keys))
+    assert sorted(x.shape[-1] for _, _, x, *_ in exchanged) == sorted(
+        keys + queries + ([] if keep else keys)
+    )
 
 
 def test_casts_carry_whole_tiles_that_are_needed():
     mask = Mask.documents([0, 200, 700])
     layout = Layout([[range(128), range(512, 700)], [range(128, 512)]], 700)
-    calls = [SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=2, group=None) for rank in (0, 1)]
+    calls = [
+        SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=2, group=None) for rank in (0, 1)
+    ]
     first, second = (TileCast(call).plans[False] for call in calls)
-    assert first.receives == [0, 384], "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
+    assert first.receives == [0, 384], (
+        "the second document sees tokens 200 to 699: tiles 1, 2 and 3 of the other rank"
+    )
     assert second.sends == [384, 0]
     assert first.pieces == ((0, range(128)), (128, range(512, 700)), (384, range(128, 512)))
     assert second.receives == [128, 0], "tokens 128 to 199 see tile 0"
     assert second.pieces == ((0, range(128, 512)), (384, range(128)))
     queries = TileCast(calls[1]).plans[True]
-    assert queries.receives == [256, 0], "tokens 512 to 699 see its keys: a whole tile and a short one"
-    assert queries.pieces == ((0, range(128, 700)),), "own tokens 128 to 511, then the received ones"
+    assert queries.receives == [256, 0], (
+        "tokens 512 to 699 see its keys: a whole tile and a short one"
+    )
+    assert queries.pieces == ((0, range(128, 700)),), (
+        "own tokens 128 to 511, then the received ones"
+    )
     sender = TileCast(calls[0]).plans[True]
-    assert sender.index.tolist() == [*range(128, 316), *[315] * 68], "copies of the last token follow it"
+    assert sender.index.tolist() == [*range(128, 316), *[315] * 68], (
+        "copies of the last token follow it"
+    )

@@ -1,4 +1,6 @@
-"""Tile schedules of the Hopper kernels: every tile is in the schedule once, in the order that the kernels rely on."""
+"""Tile schedules of the Hopper kernels: every tile is in the schedule once, in the order that the
+kernels rely on.
+"""
 
 import heapq
 import itertools
@@ -32,13 +34,21 @@ def fully_masked(schedule, rows):
 def ordered_schedule(mask, heads, each, columns=64):
     """The schedule of the fused kernel with ordered dq, for heads 128 wide."""
     read = 512 * each * mask.queries
-    return tile_schedule(mask, Traversal(128, columns, True, heads, 1, each, read, ordered=True), CPU)
+    return tile_schedule(
+        mask, Traversal(128, columns, True, heads, 1, each, read, ordered=True), CPU
+    )
 
 
-@pytest.mark.parametrize(("transposed", "full_first"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("transposed", "full_first"), [(False, False), (False, True), (True, False)]
+)
 @pytest.mark.parametrize(
     "mask",
-    [Mask.documents([0, 1, 1, 133, 134, 270]), Mask.window(309, 77, 4), Mask.causal(140).shift(6, 3).shift(-1, 0)],
+    [
+        Mask.documents([0, 1, 1, 133, 134, 270]),
+        Mask.window(309, 77, 4),
+        Mask.causal(140).shift(6, 3).shift(-1, 0),
+    ],
     ids=["documents", "window", "queries without keys and keys without queries"],
 )
 def test_every_tile_of_every_head_is_in_the_schedule_once(mask, transposed, full_first):
@@ -107,11 +117,18 @@ def test_untouched_ranges_are_the_tokens_without_a_visible_cell(keys):
 @pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
 @pytest.mark.parametrize(
     "mask",
-    [Mask.causal(900), Mask.window(900, 300, 50), Mask.documents([0, 1, 300, 333, 900]), Mask.prefix(500, 77)],
+    [
+        Mask.causal(900),
+        Mask.window(900, 300, 50),
+        Mask.documents([0, 1, 300, 333, 900]),
+        Mask.prefix(500, 77),
+    ],
     ids=repr,
 )
 def test_each_ticket_waits_for_the_previous_one_of_its_tile_of_dq(mask, heads):
-    work = tile_schedule(mask, Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU).work.tolist()
+    work = tile_schedule(
+        mask, Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU
+    ).work.tolist()
     begin, semaphores = work[7], {}
     assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
     for at in range(8, work[0], 8):
@@ -125,7 +142,9 @@ def test_each_ticket_waits_for_the_previous_one_of_its_tile_of_dq(mask, heads):
             for tile in range(column // 64, column // 64 + tiles):
                 assert semaphores.get((work_tile[6], head, tile), 0) == predecessor
                 semaphores[work_tile[6], head, tile] = own
-    assert len(semaphores) == 3 * heads.batches * heads.number * -(-mask.queries // 64), "every tile of dq is added to"
+    assert len(semaphores) == 3 * heads.batches * heads.number * -(-mask.queries // 64), (
+        "every tile of dq is added to"
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -133,7 +152,9 @@ def test_spans_are_cut_exactly_where_predecessors_change(seed):
     draw = np.random.default_rng(seed)
     tiles, width = int(draw.integers(1, 300)), int(draw.integers(1, 70))
     first = draw.integers(0, width, tiles)
-    spans = np.stack([64 * first, draw.integers(1, width - first + 1), *draw.integers(0, 9, (6, tiles))], 1)
+    spans = np.stack(
+        [64 * first, draw.integers(1, width - first + 1), *draw.integers(0, 9, (6, tiles))], 1
+    )
     begin, order = np.arange(tiles), draw.permutation(tiles)
     cut, new_begin, new_end, tickets = dq_order.cut_by_tickets(spans, begin, begin + 1, order, 64)
     semaphores, expected = np.zeros(width, int), []
@@ -144,10 +165,13 @@ def test_spans_are_cut_exactly_where_predecessors_change(seed):
             expected.append([64 * same[0], len(same), *spans[tile, 2:], predecessor, own])
         semaphores[columns] = own
     assert np.concatenate([cut, tickets], 1).tolist() == expected
-    assert [own for tile in order for own in tickets[new_begin[tile] : new_end[tile], 1]] == [x[-1] for x in expected]
+    assert [own for tile in order for own in tickets[new_begin[tile] : new_end[tile], 1]] == [
+        x[-1] for x in expected
+    ]
 
 
-# ------------------------------------------------------------------ heads in flight, and the order of tiles
+# ------------------------------------------------------------------ heads in flight, and the order
+# of tiles
 def rectangle(queries, keys):
     return Mask([Band(0, queries, 0, keys)], queries, keys)
 
@@ -159,13 +183,16 @@ def rectangle(queries, keys):
         (rectangle(65536, 32768), Heads(1, 8, 1), 4, 4),  # 256 work tiles add to a tile of dq
         (rectangle(2048, 262144), Heads(1, 8, 1), 4, 8),  # 2048 do, but all heads read only 34 MB
         (rectangle(32768, 262144), Heads(1, 8, 1), 4, 2),  # 67 MB each
-        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),  # 268 MB each, but only 16 additions
+        # 268 MB each, but only 16 additions
+        (Mask.documents(range(0, 65537, 4096)), Heads(1, 8, 1), 8, 8),
         (Mask.causal(512), Heads(8, 8, 1), 4, 32),  # enough for all SMs
         (Mask.documents([0, 7]), Heads(1, 2, 1), 1, 2),
     ],
     ids=["all", "some", "small", "few", "documents", "short", "one tile"],
 )
-def test_ordered_heads_are_in_flight_together_unless_their_ctas_drift_apart(mask, heads, each, in_flight):
+def test_ordered_heads_are_in_flight_together_unless_their_ctas_drift_apart(
+    mask, heads, each, in_flight
+):
     schedule = ordered_schedule(mask, heads, each)
     work_tiles = work_tiles_of(schedule)
     share = schedule.work_tiles * in_flight // (heads.batches * heads.number)
@@ -174,7 +201,9 @@ def test_ordered_heads_are_in_flight_together_unless_their_ctas_drift_apart(mask
 
 
 def rows_and_heads_in_flight(mask, heads, each, columns=64):
-    """The first rows of one head's work tiles in the order of the schedule, and how many heads are in flight."""
+    """The first rows of one head's work tiles in the order of the schedule, and how many heads are
+    in flight.
+    """
     work_tiles = work_tiles_of(ordered_schedule(mask, heads, each, columns))
     rows = work_tiles[work_tiles[:, 6] == 0, 0]
     return rows.tolist(), int((work_tiles[:, 0] == work_tiles[0, 0]).cumprod(0).sum())
@@ -201,7 +230,9 @@ def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_fl
     starts = list(range(0, mask.keys, 128))
     assert rows[:together] == starts[::-1][:together], "the shortest, the shortest of all first"
     longest = starts[: min(together, tiles - together)]
-    assert rows[together : together + len(longest)] == longest, "and the longest, the longest of all first"
+    assert rows[together : together + len(longest)] == longest, (
+        "and the longest, the longest of all first"
+    )
     assert sorted(rows) == starts, "each once"
 
 
@@ -213,7 +244,12 @@ def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_fl
         (Mask.documents([*range(0, 16384, 1000), 16384]), 4, 64),
         (Mask.causal(2048), 1, 128),
     ],
-    ids=["equal", "nearly equal", "few additions", "wide columns: a tile is not enough shorter than the one before"],
+    ids=[
+        "equal",
+        "nearly equal",
+        "few additions",
+        "wide columns: a tile is not enough shorter than the one before",
+    ],
 )
 def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
     rows, _ = rows_and_heads_in_flight(mask, Heads(1, 8, 1), each, columns)
@@ -223,7 +259,9 @@ def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
 
 
 def orders_and_times(tokens, heads, each, last_sets, monkeypatch):
-    """The work tiles of a causal mask and when they end: with the shortest tiles of so many sets last, and without."""
+    """The work tiles of a causal mask and when they end: with the shortest tiles of so many sets
+    last, and without.
+    """
     mask, read = Mask.causal(tokens), 512 * each * tokens
     traversal = Traversal(128, 64, True, heads, 1, each, read, even_ends=last_sets)
     costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
@@ -234,12 +272,16 @@ def orders_and_times(tokens, heads, each, last_sets, monkeypatch):
         schedule = tile_schedule.__wrapped__(mask, traversal).work
         work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
         orders.append(work_tiles.tolist())
-        times.append(tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()])))
+        times.append(
+            tile_scheduler._time(np.array([cost_of[first] for first in work_tiles[:, 0].tolist()]))
+        )
     assert sorted(orders[0]) == sorted(orders[1])
     return orders, times
 
 
-@pytest.mark.parametrize("last_sets", [tile_scheduler.ALL_SETS, tile_scheduler.LAST_SETS], ids=["all", "last"])
+@pytest.mark.parametrize(
+    "last_sets", [tile_scheduler.ALL_SETS, tile_scheduler.LAST_SETS], ids=["all", "last"]
+)
 @pytest.mark.parametrize(
     ("tokens", "heads", "each", "gain"),
     [
@@ -249,7 +291,9 @@ def orders_and_times(tokens, heads, each, last_sets, monkeypatch):
         (8192, Heads(4, 16, 1), 1, 0),
     ],
 )
-def test_short_work_tiles_come_last_only_where_that_evens_the_ends(tokens, heads, each, gain, last_sets, monkeypatch):
+def test_short_work_tiles_come_last_only_where_that_evens_the_ends(
+    tokens, heads, each, gain, last_sets, monkeypatch
+):
     orders, times = orders_and_times(tokens, heads, each, last_sets, monkeypatch)
     assert (orders[0] != orders[1]) == (gain > 0)
     assert times[0] <= times[1] * (1 - gain)
@@ -264,7 +308,8 @@ def test_launches_that_add_to_dq_take_short_work_tiles_from_few_sets(monkeypatch
 
 @pytest.mark.parametrize("tiles", [0, 1, 131, 133, 1000])
 @pytest.mark.parametrize(
-    "draw", [np.ones, np.random.default_rng(1).random, np.random.default_rng(2).standard_exponential]
+    "draw",
+    [np.ones, np.random.default_rng(1).random, np.random.default_rng(2).standard_exponential],
 )
 def test_the_first_free_multiprocessor_claims_the_next_tile(tiles, draw):
     cost = draw(tiles)
@@ -277,7 +322,9 @@ def test_the_first_free_multiprocessor_claims_the_next_tile(tiles, draw):
 def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
     sizes = 1, 4 * dq_order.L2_BYTES
-    schedules = [tile_schedule(mask, Traversal(128, 128, False, heads, 1, 1, size), CPU) for size in sizes]
+    schedules = [
+        tile_schedule(mask, Traversal(128, 128, False, heads, 1, 1, size), CPU) for size in sizes
+    ]
     fits, parts = (work_tiles_of(schedule)[::2, 0].tolist() for schedule in schedules)
     assert sorted(fits) == sorted(parts)
     region = [4 * first // 16384 for first in parts]
@@ -291,7 +338,9 @@ def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():
 
 @pytest.mark.parametrize("sms", [2, 20, 132])
 @pytest.mark.parametrize(
-    "mask", [Mask.causal(2048), Mask.causal(300), Mask.documents([0, 100, 3000, 3100]), Mask([], 9, 9)], ids=repr
+    "mask",
+    [Mask.causal(2048), Mask.causal(300), Mask.documents([0, 100, 3000, 3100]), Mask([], 9, 9)],
+    ids=repr,
 )
 def test_bounds_decide_about_owners_as_the_imbalances_do(mask, sms):
     by_key, by_query = (imbalance(mask, 128, 64, owners, 8 // owners, sms) for owners in (2, 8))

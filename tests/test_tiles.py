@@ -15,7 +15,9 @@ SIZES = st.sampled_from([1, 2, 4, 8, 16])
 
 
 def coverage(mask, rows, columns, small, transposed):
-    """Return how often the spans of a table compute each cell, the cells of full spans, the tiles of each row, the work."""
+    """Return how often the spans of a table compute each cell, the cells of full spans, the tiles
+    of each row, the work.
+    """
     table = host_table(mask, rows, columns, small, transposed)
     height, width = (mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)
     times = np.zeros((height, width), int)
@@ -25,7 +27,9 @@ def coverage(mask, rows, columns, small, transposed):
     for first, stop, partial, whole, end in table.tiles.tolist():
         assert 0 < stop - first <= rows
         owners[first:stop] += 1
-        wide, narrow = (sum(table.spans[a:b, 1].tolist()) for a, b in ((whole, end), (partial, whole)))
+        wide, narrow = (
+            sum(table.spans[a:b, 1].tolist()) for a, b in ((whole, end), (partial, whole))
+        )
         work.append(wide + narrow * small / columns)
         for index in range(partial, end):
             start, count, *band = table.spans[index].tolist()
@@ -44,7 +48,14 @@ def coverage(mask, rows, columns, small, transposed):
 def cells_of(band, first, stop, start, end):
     row_start, row_stop, column_start, column_stop, lo, hi = band
     i, j = np.arange(first, stop)[:, None], np.arange(start, end)
-    return (row_start <= i) & (i < row_stop) & (column_start <= j) & (j < column_stop) & (lo <= j - i) & (j - i <= hi)
+    return (
+        (row_start <= i)
+        & (i < row_stop)
+        & (column_start <= j)
+        & (j < column_stop)
+        & (lo <= j - i)
+        & (j - i <= hi)
+    )
 
 
 def assert_exact(mask, rows, columns, transposed, small=None):
@@ -61,16 +72,26 @@ def assert_exact(mask, rows, columns, transposed, small=None):
 def masks(draw):
     """Draw a square mask or a band, shifted and cropped."""
     n = draw(st.integers(0, 40))
-    band = Band(0, n, 0, draw(st.integers(0, 30)), lo := draw(st.integers(-30, 30)), lo + draw(st.integers(0, 40)))
+    band = Band(
+        0,
+        n,
+        0,
+        draw(st.integers(0, 30)),
+        lo := draw(st.integers(-30, 30)),
+        lo + draw(st.integers(0, 40)),
+    )
     mask = draw(
-        square_masks(n) | st.just(Mask([band], n + draw(st.integers(0, 9)), band.k_stop + draw(st.integers(0, 9))))
+        square_masks(n)
+        | st.just(Mask([band], n + draw(st.integers(0, 9)), band.k_stop + draw(st.integers(0, 9))))
     )
     mask = mask.shift(draw(st.integers(0, 5)), draw(st.integers(0, 5)))
     return mask.crop(queries=range(draw(st.integers(0, mask.queries)), mask.queries))
 
 
 @given(masks(), SIZES, SIZES, SIZES, st.booleans())
-def test_every_visible_cell_is_covered_once_and_full_spans_are_full(mask, rows, columns, small, transposed):
+def test_every_visible_cell_is_covered_once_and_full_spans_are_full(
+    mask, rows, columns, small, transposed
+):
     assert_exact(mask, rows, columns, transposed, min(small, columns))
 
 
@@ -95,7 +116,9 @@ def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, tra
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("mask", [Mask([], 0, 0), Mask([], 5, 0), Mask([], 0, 5), Mask([], 5, 7), Mask.causal(1)])
+@pytest.mark.parametrize(
+    "mask", [Mask([], 0, 0), Mask([], 5, 0), Mask([], 0, 5), Mask([], 5, 7), Mask.causal(1)]
+)
 def test_tables_of_nothing_still_own_every_row(mask, transposed):
     assert_exact(mask, 4, 2, transposed)
 
@@ -112,7 +135,10 @@ def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
     mask = Mask.documents(ends)
     begin = time.perf_counter()
     table = host_table(mask, 128, 64, 64)
-    print(f"{ends[-1]} tokens: {len(table.tiles)} tiles, {table.visits} visits in {time.perf_counter() - begin:.3f} s")
+    print(
+        f"{ends[-1]} tokens: {len(table.tiles)} tiles, {table.visits} visits in "
+        f"{time.perf_counter() - begin:.3f} s"
+    )
     assert table.visits < 1.3 * mask.area / (128 * 64)
 
 

@@ -1,4 +1,6 @@
-"""A schedule is declared once: a new one in one file is checked, compared, compiled, prepared and replayed."""
+"""A schedule is declared once: a new one in one file is checked, compared, compiled, prepared and
+replayed.
+"""
 
 import pytest
 import torch
@@ -51,7 +53,16 @@ def test_ranks_that_disagree_about_its_option_are_told_so(half):
 @both
 def test_an_unknown_option_and_a_wrong_shape_raise(half):
     with pytest.raises(TypeError, match="no option casts: expected cuts, scale"):
-        HALVES[half].prepare("toy_attention", MASK, LAYOUT, rank=0, heads=(4, 2), widths=(8, 8), device="cpu", casts=1)
+        HALVES[half].prepare(
+            "toy_attention",
+            MASK,
+            LAYOUT,
+            rank=0,
+            heads=(4, 2),
+            widths=(8, 8),
+            device="cpu",
+            casts=1,
+        )
     q, k, v = tensors()[:3]
     with pytest.raises(ValueError, match="query heads"):
         TOYS[half](q[:, :, :3], k, v, MASK)
@@ -60,7 +71,9 @@ def test_an_unknown_option_and_a_wrong_shape_raise(half):
 @both
 def test_its_operator_takes_its_options_and_compiles(half):
     assert TOY.schema.startswith("int cuts, float? scale")
-    run = torch.compile(lambda *given: TOYS[half](*given, MASK, cuts=2), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        lambda *given: TOYS[half](*given, MASK, cuts=2), backend="aot_eager", fullgraph=True
+    )
     q, k, v = (x.requires_grad_() for x in tensors()[:3])
     expected = TOYS[half](q, k, v, MASK, cuts=2)
     assert torch.equal(run(q, k, v), expected)
@@ -75,9 +88,15 @@ def test_its_plans_are_prepared(half):
     PLANS.clear()
     widths = q.shape[-1], v.shape[-1]
     plans = HALVES[half].prepare(
-        "toy_attention", MASK, Layout.contiguous(24, 1), heads=(q.shape[2], k.shape[2]), widths=widths,
-        dtype=q.dtype, device="cpu", cuts=2,
-    )  # fmt: skip
+        "toy_attention",
+        MASK,
+        Layout.contiguous(24, 1),
+        heads=(q.shape[2], k.shape[2]),
+        widths=widths,
+        dtype=q.dtype,
+        device="cpu",
+        cuts=2,
+    )
     assert {type(key[0]).__name__ for key, _ in plans.plans} == {"function"}
     PLANS.clear()
     plans.load()

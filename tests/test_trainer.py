@@ -1,4 +1,6 @@
-"""Claims about `canon.integrations.trainer`: losses, gradients and evaluation equal those of transformers' Trainer."""
+"""Claims about `canon.integrations.trainer`: losses, gradients and evaluation equal those of
+transformers' Trainer.
+"""
 
 import inspect
 from functools import partial
@@ -15,17 +17,45 @@ from tiny_models import tiny
 from trainer_runs import COLLATOR, assert_same, losses_and_weights, texts
 from transformers import Trainer, TrainingArguments
 
-from canon.integrations.trainer import ContextParallelTrainer, ShardingCollator, _check_successive, mask_of, readers
+from canon.integrations.trainer import (
+    ContextParallelTrainer,
+    ShardingCollator,
+    _check_successive,
+    mask_of,
+    readers,
+)
 
 DATA = dict(train=texts(11), evaluation=texts(5))  # the last batch of an epoch is short
-plain = partial(losses_and_weights, Trainer, TrainingArguments, **DATA, attention="eager", **COLLATOR)
-shared = partial(losses_and_weights, ContextParallelTrainer, TrainingArguments, **DATA, half="reference", **COLLATOR)
+plain = partial(
+    losses_and_weights, Trainer, TrainingArguments, **DATA, attention="eager", **COLLATOR
+)
+shared = partial(
+    losses_and_weights,
+    ContextParallelTrainer,
+    TrainingArguments,
+    **DATA,
+    half="reference",
+    **COLLATOR,
+)
 OVERRIDDEN = {  # the parameters of each method of Trainer that is overridden or called
-    "_get_dataloader": ["dataset", "description", "batch_size", "sampler_fn", "is_training", "dataloader_key"],
+    "_get_dataloader": [
+        "dataset",
+        "description",
+        "batch_size",
+        "sampler_fn",
+        "is_training",
+        "dataloader_key",
+    ],
     "_prepare_inputs": ["inputs"],
     "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
     "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
-    "evaluation_loop": ["dataloader", "description", "prediction_loss_only", "ignore_keys", "metric_key_prefix"],
+    "evaluation_loop": [
+        "dataloader",
+        "description",
+        "prediction_loss_only",
+        "ignore_keys",
+        "metric_key_prefix",
+    ],
     "get_total_train_batch_size": ["args"],
 }
 
@@ -42,7 +72,8 @@ class Endless(torch.utils.data.IterableDataset):
 def runs_of_a_rank():
     """Return runs with two context ranks, and one with two data ranks of one context rank each."""
     contexts = [
-        shared(**steps(accumulation), function=function) for accumulation, function in ((1, "magi"), (2, "ring"))
+        shared(**steps(accumulation), function=function)
+        for accumulation, function in ((1, "magi"), (2, "ring"))
     ]
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match="so ranks would read different batches"):
@@ -62,7 +93,11 @@ def test_ranks_train_as_one_process_of_transformers():
 
 
 def test_the_methods_of_trainer_are_those_that_canon_overrides():
-    names = {name for name in vars(ContextParallelTrainer) if hasattr(Trainer, name) and not name.startswith("__")}
+    names = {
+        name
+        for name in vars(ContextParallelTrainer)
+        if hasattr(Trainer, name) and not name.startswith("__")
+    }
     assert names == OVERRIDDEN.keys() - {"_prepare_inputs"}
     for name, parameters in OVERRIDDEN.items():
         assert list(inspect.signature(getattr(Trainer, name)).parameters)[1:] == parameters
@@ -72,7 +107,11 @@ def test_the_methods_of_trainer_are_those_that_canon_overrides():
     ("changes", "options", "message"),
     [
         ({"label_smoothing_factor": 0.1}, {}, "does not support label_smoothing_factor"),
-        ({"average_tokens_across_devices": False}, {}, "does not support average_tokens_across_devices=False"),
+        (
+            {"average_tokens_across_devices": False},
+            {},
+            "does not support average_tokens_across_devices=False",
+        ),
         ({}, {"compute_metrics": len}, "does not support compute_metrics"),
         ({}, {"half": "slow"}, "half must be one of"),
         ({}, {"attention": "eager"}, "attend to their own tokens alone"),
@@ -86,7 +125,9 @@ def test_what_is_not_supported_raises(changes, options, message):
 def test_layers_that_mix_tokens_outside_of_attention_raise(tmp_path):
     model = tiny("Llama", "canon")
     model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ValueError, match="'linear_attention' would mix the tokens of one rank only"):
+    with pytest.raises(
+        ValueError, match="'linear_attention' would mix the tokens of one rank only"
+    ):
         ContextParallelTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to="none"))
 
 
@@ -98,7 +139,9 @@ def test_a_group_has_successive_ranks():
     def program():
         group = dist.new_group([1, 2])
         if dist.get_rank():
-            with pytest.raises(ValueError, match="expected 2 successive ranks from a multiple of 2"):
+            with pytest.raises(
+                ValueError, match="expected 2 successive ranks from a multiple of 2"
+            ):
                 _check_successive("Trainer", group, 2)
 
     process_groups.threads(program, 3)

@@ -1,4 +1,6 @@
-"""Claims about `canon.integrations.transformers`: models compute as with eager attention, on one process and on several."""
+"""Claims about `canon.integrations.transformers`: models compute as with eager attention, on one
+process and on several.
+"""
 
 import copy
 import functools
@@ -34,31 +36,50 @@ def eager(name):
 
 
 def padded(valid):
-    """Return a batch in which only the valid tokens have a loss. The one before the first of them predicts nothing, too."""
+    """Return a batch in which only the valid tokens have a loss. The one before the first of them
+    predicts nothing, too.
+    """
     batch = batch_of(valid.shape[1], len(valid))
     predicted = valid & torch.nn.functional.pad(valid, (1, -1))
-    return batch | {"labels": batch["labels"].masked_fill(~predicted, -100), "attention_mask": valid.long()}
+    return batch | {
+        "labels": batch["labels"].masked_fill(~predicted, -100),
+        "attention_mask": valid.long(),
+    }
 
 
 # --- one process
 
 
 def test_latent_attention_takes_the_tensors_of_deepseek_v3(half, monkeypatch):
-    """q with its rotary part last, the normalised latent, the rotary part of K, and ``kv_b_proj.weight``."""
+    """q with its rotary part last, the normalised latent, the rotary part of K, and
+    ``kv_b_proj.weight``.
+    """
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-    sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=12)
+    sizes = dict(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+    )
     widths = dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4)
     config = deepseek.DeepseekV3Config(**sizes, **widths, attn_implementation="eager")
     layer, seen = deepseek.DeepseekV3Attention(config, 0).double(), {}
 
     def eager(module, *states, scaling, **options):
-        seen.update(states=states[:2], scaling=scaling, out=attend(module, *states, scaling=scaling, **options))
+        seen.update(
+            states=states[:2],
+            scaling=scaling,
+            out=attend(module, *states, scaling=scaling, **options),
+        )
         return seen["out"]
 
     attend = deepseek.eager_attention_forward
     monkeypatch.setattr(deepseek, "eager_attention_forward", eager)
-    layer.kv_b_proj.register_forward_pre_hook(lambda _, given: seen.update(latent=given[0].squeeze(1)))
+    layer.kv_b_proj.register_forward_pre_hook(
+        lambda _, given: seen.update(latent=given[0].squeeze(1))
+    )
     hidden = torch.randn(2, 9, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rotary = deepseek.DeepseekV3RotaryEmbedding(config)(hidden, torch.arange(9)[None])
     layer(hidden, rotary, torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)[None, None])
@@ -79,31 +100,49 @@ def test_padding_on_any_side_is_honoured(name):
 def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
     batch = {"input_ids": tokens(N), "position_ids": POSITIONS}
     for name, options in (("GptOss", dict(use_cache=False)), ("Llama", dict(use_cache=True))):
-        with pytest.raises(ValueError, match="position_ids restart at a token that sees the one before it"):
+        with pytest.raises(
+            ValueError, match="position_ids restart at a token that sees the one before it"
+        ):
             tiny(name, "canon")(**batch, **options)
-    tiny("GptOss", "canon")(input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False)
+    tiny("GptOss", "canon")(
+        input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False
+    )
     with sharded(Mask.documents(ENDS), Layout.contiguous(N, 1), half="reference"):
         tiny("GptOss", "canon")(**batch, use_cache=False)
 
 
 def warnings_of_restarts():
-    """Return how often this rank warns in three passes: with the mask of the documents, and twice without it."""
+    """Return how often this rank warns in three passes: with the mask of the documents, and twice
+    without it.
+    """
     model, layout, found = tiny("Llama", "canon"), Layout.zigzag(N, 2), []
     part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank(), ENDS)
     for mask in (Mask.documents(ENDS), None, None):
-        with warnings.catch_warnings(record=True) as raised, sharded(mask, layout, half="reference"):
+        with (
+            warnings.catch_warnings(record=True) as raised,
+            sharded(mask, layout, half="reference"),
+        ):
             warnings.simplefilter("always")
             model(**part, use_cache=False)
-        found.append(sum("a document sees those before it: pass Mask.documents" in str(one.message) for one in raised))
+        found.append(
+            sum(
+                ("a document sees those before it: pass Mask.documents") in str(one.message)
+                for one in raised
+            )
+        )
     return found
 
 
 def test_sharded_without_a_mask_warns_once_if_positions_restart():
-    """Rank 0 holds tokens 0 to 12 and 37 to 48 of documents that begin at 0, 19 and 30, rank 1 the others."""
+    """Rank 0 holds tokens 0 to 12 and 37 to 48 of documents that begin at 0, 19 and 30, rank 1 the
+    others.
+    """
     assert process_groups.processes(warnings_of_restarts, 2) == [[0, 0, 0], [0, 1, 0]]
     with sharded(None, Layout.zigzag(N, 1), half="reference"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        tiny("Llama", "canon")(input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False)
+        tiny("Llama", "canon")(
+            input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False
+        )
 
 
 def test_sharded_without_a_mask_names_sizes_that_do_not_fit_the_layout():
@@ -127,7 +166,12 @@ def test_a_model_warns_outside_of_sharded_if_its_positions_are_those_of_a_shard(
             dist.barrier()
         return [str(warning.message) for warning in raised]
 
-    (message,) = {message for found in process_groups.threads(program, 2) for message in found if "canon:" in message}
+    (message,) = {
+        message
+        for found in process_groups.threads(program, 2)
+        for message in found
+        if "canon:" in message
+    }
     assert "this rank attends to its own tokens alone" in message
 
 
@@ -140,8 +184,12 @@ def compiled_steps(name):
     compiled, graphs = torch.compile(copy.deepcopy(model), backend="aot_eager"), []
     for ends in ([5], [3, 9], [1, 2, 20]):
         ends = [0, *ends, N]
-        step = functools.partial(sharded_step, batch=batch_of(), mask=Mask.documents(ends), layout=Layout.zigzag(N, 2))
-        found, expected = (step(x, cu_seqlens=ends, copied=False, half="reference") for x in (compiled, model))
+        step = functools.partial(
+            sharded_step, batch=batch_of(), mask=Mask.documents(ends), layout=Layout.zigzag(N, 2)
+        )
+        found, expected = (
+            step(x, cu_seqlens=ends, copied=False, half="reference") for x in (compiled, model)
+        )
         assert_close(found, expected)
         graphs.append(counters["stats"]["unique_graphs"])
         model.zero_grad()
@@ -160,7 +208,9 @@ def test_a_whole_model_can_be_compiled_inside_sharded(name):
 @pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
 def test_every_function_of_several_ranks_computes_the_same(name, function, options):
     layout, model = Layout([[range(5), range(20, N)], [range(5, 20)]], N), tiny(name, "canon")
-    step = functools.partial(sharded_step, model, batch_of(), Mask.causal(N), layout, half="reference")
+    step = functools.partial(
+        sharded_step, model, batch_of(), Mask.causal(N), layout, half="reference"
+    )
     for found in process_groups.threads(lambda: step(function=function, **options), 2):
         assert_close(found, eager(name))
 
@@ -169,14 +219,18 @@ def test_every_function_of_several_ranks_computes_the_same(name, function, optio
 def test_the_kernels_of_fast_compute_the_same(name):
     layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)
     expected = whole_step(tiny(name), batch)
-    for found in process_groups.threads(lambda: sharded_step(model, batch, None, layout, function="magi"), 2):
+    for found in process_groups.threads(
+        lambda: sharded_step(model, batch, None, layout, function="magi"), 2
+    ):
         assert_close(found, expected)
 
 
 def test_a_checkpointed_layer_is_recomputed_after_the_block():
     model = tiny("Gemma3", "canon")
     model.activation_checkpointing_enable()
-    step = functools.partial(sharded_step, model, batch_of(), None, Layout.zigzag(N, 2), half="reference")
+    step = functools.partial(
+        sharded_step, model, batch_of(), None, Layout.zigzag(N, 2), half="reference"
+    )
     for inside in (True, False):
         for found in process_groups.threads(lambda inside=inside: step(backward_inside=inside), 2):
             assert_close(found, eager("Gemma3"))
@@ -193,7 +247,9 @@ def test_ranks_honour_padding(name, hidden):
         row[padding] = False
     batch = padded(valid)
     expected = whole_step(tiny(name), batch)
-    step = functools.partial(sharded_step, tiny(name, "canon"), batch, None, Layout.zigzag(N, 2), half="reference")
+    step = functools.partial(
+        sharded_step, tiny(name, "canon"), batch, None, Layout.zigzag(N, 2), half="reference"
+    )
     for found in process_groups.threads(step, 2):
         assert_close(found, expected, valid)
 
@@ -205,7 +261,8 @@ def test_padding_that_one_mask_cannot_hold_raises_on_every_rank():
 
     def program():
         with pytest.raises(
-            ValueError, match="in sequence 0 of 2, a token sees padding.*pad on the right|in sequence 1"
+            ValueError,
+            match="in sequence 0 of 2, a token sees padding.*pad on the right|in sequence 1",
         ):
             sharded_step(model, batch, None, Layout.zigzag(N, 2), half="reference")
         return True

@@ -1,4 +1,6 @@
-"""Claims about `canon.integrations.transformers`: unsupported models, masks and arguments raise, and nothing else changes."""
+"""Claims about `canon.integrations.transformers`: unsupported models, masks and arguments raise,
+and nothing else changes.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,8 @@ def cells(function, sizes=(16, 16, 0, 0), b=1, padding=None):
 
 
 def packed(function, documents):
-    positions = torch.cat([torch.arange(n) for n in documents])[None] + 5  # transformers looks at differences only
+    # transformers looks at differences only
+    positions = torch.cat([torch.arange(n) for n in documents])[None] + 5
     indices = masking_utils.find_packed_sequence_indices(positions)
     return masking_utils.packed_sequence_compatibility_function(function, positions, indices)
 
@@ -48,12 +51,23 @@ PATTERNS = [
 
 @pytest.mark.parametrize("function", PATTERNS)
 def test_masks_have_the_cells_of_transformers(function):
-    assert torch.equal(build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0])
+    assert torch.equal(
+        build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0]
+    )
     padding = torch.rand(3, 16, generator=torch.Generator().manual_seed(0)) < 0.7
     padding[2] = False  # every key is padding
-    for sizes in ((16, 16, 0, 0), (1, 16, 15, 0), (1, 7, 15, 9), (3, 9, 13, 7), (5, 20, 4, 0), (5, 16, 0, 0)):
+    for sizes in (
+        (16, 16, 0, 0),
+        (1, 16, 15, 0),
+        (1, 7, 15, 9),
+        (3, 9, 13, 7),
+        (5, 20, 4, 0),
+        (5, 16, 0, 0),
+    ):
         masks = build_mask(3, *sizes, mask_function=function, attention_mask=padding).masks
-        for mask, dense in zip(masks, cells(function, sizes, b=3, padding=padding)[:, 0], strict=True):
+        for mask, dense in zip(
+            masks, cells(function, sizes, b=3, padding=padding)[:, 0], strict=True
+        ):
             assert torch.equal(mask.dense(), dense)
 
 
@@ -67,21 +81,27 @@ def test_a_model_may_keep_some_queries_of_a_mask():
     whole = build_mask(2, 16, 16, attention_mask=padding)
     for mask, kept in zip(whole.masks, whole[:, :, slice(-2, None), :].masks, strict=True):
         assert torch.equal(kept.dense(), mask.dense()[-2:])
-    compiled = torch.compile(lambda x: (x + 1, whole[:, :, slice(-2, None), :].masks), backend="aot_eager")
+    compiled = torch.compile(
+        lambda x: (x + 1, whole[:, :, slice(-2, None), :].masks), backend="aot_eager"
+    )
     assert compiled(torch.ones(1))[1] == whole[:, :, slice(-2, None), :].masks
     with pytest.raises(TypeError, match=r"has only \[:, :, rows, :\]"):
         whole[..., :8]
     with sharded(None, LAYOUT, half="reference"):
         whole = build_mask(1, 16, 16)
         assert whole[:, :, slice(0, None), :] is whole
-        with pytest.raises(ValueError, match="sharded needs all queries of a rank: leave out logits_to_keep"):
+        with pytest.raises(
+            ValueError, match="sharded needs all queries of a rank: leave out logits_to_keep"
+        ):
             whole[:, :, slice(-1, None), :]
 
 
 @pytest.mark.parametrize("function", PATTERNS)
 def test_masks_of_packs_have_the_cells_of_transformers(function):
     function = packed(function, [9, 1, 6])
-    assert torch.equal(build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0])
+    assert torch.equal(
+        build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,13 +151,21 @@ def test_a_layer_without_a_mask_is_full_causal_or_windowed():
 def test_unsupported_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         attend(**options)
-    attend(softcap=None, dropout=0.0, cache=None, output_attentions=False, position_ids=torch.arange(16)[None])
+    attend(
+        softcap=None,
+        dropout=0.0,
+        cache=None,
+        output_attentions=False,
+        position_ids=torch.arange(16)[None],
+    )
 
 
 def test_a_4d_mask_raises():
     ids = tokens(8)
     with pytest.raises(TypeError, match="attention_mask must be a padding mask"):
-        tiny("Llama", "canon")(input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool))
+        tiny("Llama", "canon")(
+            input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)
+        )
 
 
 def test_several_tokens_after_a_cache_compute_as_in_one_pass():
@@ -151,9 +179,18 @@ def test_several_tokens_after_a_cache_compute_as_in_one_pass():
 
 def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded():
     config = transformers.BartConfig(
-        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=64, init_std=0.5, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        max_position_embeddings=64,
+        init_std=0.5,
+        attn_implementation="eager",
+    )
     register()
     model, padding = transformers.BartModel(config).eval(), torch.ones(2, 16, dtype=torch.long)
     padding[1, 11:] = 0
@@ -170,7 +207,10 @@ def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded()
 
 
 def test_a_layer_without_a_mask_raises_inside_sharded():
-    with pytest.raises(ValueError, match="no mask from transformers.masking_utils"), sharded(None, LAYOUT):
+    with (
+        pytest.raises(ValueError, match="no mask from transformers.masking_utils"),
+        sharded(None, LAYOUT),
+    ):
         attend()
 
 
@@ -182,8 +222,14 @@ def test_registering_adds_one_name_and_changes_nothing_else():
     before = [dict(mapping) for mapping in mappings]
     try:
         register("canon-again")
-        assert [set(new) - set(old) for new, old in zip(mappings, before, strict=True)] == [{"canon-again"}] * 2
-        assert all(new[name] is old[name] for new, old in zip(mappings, before, strict=True) for name in old)
+        assert [set(new) - set(old) for new, old in zip(mappings, before, strict=True)] == [
+            {"canon-again"}
+        ] * 2
+        assert all(
+            new[name] is old[name]
+            for new, old in zip(mappings, before, strict=True)
+            for name in old
+        )
     finally:
         for mapping in mappings:
             del mapping["canon-again"]
@@ -196,11 +242,20 @@ def test_registering_adds_one_name_and_changes_nothing_else():
     [
         ((Mask.causal(8), LAYOUT), ValueError, "mask is 8 x 8, layout has 16 tokens"),
         (((Mask.causal(16),), LAYOUT), TypeError, "mask must be one canon.Mask or None"),
-        (([0, 10, 16], LAYOUT), TypeError, r"got \[0, 10, 16\] \(list\): for packed documents pass Mask.documents"),
+        (
+            ([0, 10, 16], LAYOUT),
+            TypeError,
+            r"got \[0, 10, 16\] \(list\): for packed documents "
+            r"pass Mask.documents",
+        ),
         ((None, 16), TypeError, "layout must be a canon.Layout, got 16"),
         ((None, Layout.zigzag(2, 3)), ValueError, "layout gives rank 2 no tokens"),
         ((None, LAYOUT, None, "slow"), ValueError, "half must be one of .*'slow'"),
-        ((None, LAYOUT, None, "reference", "zigzag"), ValueError, "function must be one of .*'zigzag'"),
+        (
+            (None, LAYOUT, None, "reference", "zigzag"),
+            ValueError,
+            "function must be one of .*'zigzag'",
+        ),
     ],
 )
 def test_wrong_arguments_of_sharded_raise(arguments, error, message):
@@ -245,5 +300,7 @@ def test_a_function_with_a_known_name_of_another_module_raises():
         return key < query
 
     causal_mask_function.__qualname__ = "causal_mask_function"
-    with pytest.raises(ValueError, match="test_transformers_arguments.causal_mask_function is not supported"):
+    with pytest.raises(
+        ValueError, match="test_transformers_arguments.causal_mask_function is not supported"
+    ):
         build_mask(1, 16, 16, mask_function=causal_mask_function)

@@ -1,6 +1,8 @@
-"""The table of models in paper/in_your_program.md: each entry works as eager attention in float64, or raises one sentence.
+"""The table of models in paper/in_your_program.md: each entry works as eager attention in float64,
+or raises one sentence.
 
-In float64 only the order of sums differs: 4 layers and 200 terms keep the relative error under 1e-9 by far.
+In float64 only the order of sums differs: 4 layers and 200 terms keep the relative error under 1e-9
+by far.
 """
 
 import functools
@@ -35,7 +37,9 @@ NAMES = {
     "DeepseekV3": "DeepSeek V3",
 }
 USES = "step", "packed", "packed in sharded", "generate"  # the columns of the table
-RAISES = {("GptOss", "packed"): "position_ids restart .*pass use_cache=False, or use canon.integrations"}
+RAISES = {
+    ("GptOss", "packed"): "position_ids restart .*pass use_cache=False, or use canon.integrations"
+}
 TOLERANCE = 1e-9
 FUNCTIONS = {1: "magi", 2: "ring", 4: "strided"}  # of each number of ranks
 
@@ -77,7 +81,9 @@ def test_ranks_compute_as_eager_attention(name, ranks):
 
     def program():
         with as_in_the_table(name, "step"):
-            found = sharded_step(model, batch(), None, layout, half="reference", function=FUNCTIONS[ranks])
+            found = sharded_step(
+                model, batch(), None, layout, half="reference", function=FUNCTIONS[ranks]
+            )
             assert_close(found, expected, tolerance=TOLERANCE)
 
     process_groups.threads(program, ranks)
@@ -88,7 +94,9 @@ def of_documents(name):
     """Return the logits of each document alone, one after the other."""
     model, ids = tiny64(name), tokens(N)
     with Float64(), torch.no_grad():
-        parts = [model(ids[:, a:b], use_cache=False).logits for a, b in zip(ENDS, ENDS[1:], strict=False)]
+        parts = [
+            model(ids[:, a:b], use_cache=False).logits for a, b in zip(ENDS, ENDS[1:], strict=False)
+        ]
     return torch.cat(parts, 1)
 
 
@@ -113,7 +121,10 @@ def test_packed_documents_on_two_ranks_compute_as_documents_alone(name):
     @torch.no_grad()
     def program():
         part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank(), ENDS)
-        with as_in_the_table(name, "packed in sharded"), sharded(Mask.documents(ENDS), layout, half="reference"):
+        with (
+            as_in_the_table(name, "packed in sharded"),
+            sharded(Mask.documents(ENDS), layout, half="reference"),
+        ):
             logits = model(**part, use_cache=False).logits
             assert_near(layout.unshard(logits), expected)
 
@@ -121,11 +132,19 @@ def test_packed_documents_on_two_ranks_compute_as_documents_alone(name):
 
 
 def generated(model, **options):
-    """Return tokens and logits of 6 greedy steps: prompts of 9 and 12 tokens in a batch, padded on the left."""
+    """Return tokens and logits of 6 greedy steps: prompts of 9 and 12 tokens in a batch, padded on
+    the left.
+    """
     ids, valid = tokens(12, 2), torch.ones(2, 12, dtype=torch.long)
     valid[0, :3] = 0
     model.eval().generation_config.eos_token_id = None
-    settings = dict(max_new_tokens=6, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+    settings = dict(
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     result = model.generate(ids, attention_mask=valid, **settings, **options)
     return result.sequences, torch.stack(result.logits)
 
@@ -143,7 +162,10 @@ def test_generate_with_a_cache_chooses_the_tokens_of_eager_attention(name):
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
 def test_generate_with_a_static_cache_raises(name):
-    with pytest.raises(ValueError, match="static cache needs a mask that is a tensor: leave out cache_implementation"):
+    with pytest.raises(
+        ValueError,
+        match="static cache needs a mask that is a tensor: leave out cache_implementation",
+    ):
         generated(tiny64(name, "canon"), cache_implementation="static")
 
 
@@ -156,7 +178,11 @@ def test_generate_raises_on_every_rank_inside_sharded(steps):
         with (
             Float64(),
             sharded(None, layout, half="reference"),
-            pytest.raises(ValueError, match=r"sharded does not support generate.*generate on one process, outside"),
+            pytest.raises(
+                ValueError,
+                match=r"sharded does not support generate.*generate on one "
+                r"process, outside",
+            ),
         ):
             model.generate(ids, max_new_tokens=steps, do_sample=False, pad_token_id=0)
         return True
@@ -165,8 +191,18 @@ def test_generate_raises_on_every_rank_inside_sharded(steps):
 
 
 def test_the_table_of_the_page_states_these_outcomes():
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (.*) \|$", PAGE.read_text().split("## Models of transformers")[1], re.M)
-    found = {name: tuple(cells.split(" | ")) for name, cells in rows if set(cells.split(" | ")) <= {"works", "raises"}}
+    rows = re.findall(
+        r"^\| ([^|]+) \| [^|]+ \| (.*) "
+        r"\|$",
+        PAGE.read_text().split("## Models of transformers")[1],
+        re.M,
+    )
+    found = {
+        name: tuple(cells.split(" | "))
+        for name, cells in rows
+        if set(cells.split(" | ")) <= {"works", "raises"}
+    }
     assert found == {
-        shown: tuple("raises" if (name, use) in RAISES else "works" for use in USES) for name, shown in NAMES.items()
+        shown: tuple("raises" if (name, use) in RAISES else "works" for use in USES)
+        for name, shown in NAMES.items()
     }

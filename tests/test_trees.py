@@ -33,15 +33,21 @@ few = st.lists(st.integers(0, 1), max_size=5)
 def alike(draw):
     """Draw sequences of at most 9 tokens. Many begin with one trunk."""
     trunk = draw(st.lists(st.integers(0, 1), min_size=4, max_size=4))
-    return [trunk[: draw(st.sampled_from([0, 2, 4, 4]))] + draw(few) for _ in range(draw(st.integers(0, 7)))]
+    return [
+        trunk[: draw(st.sampled_from([0, 2, 4, 4]))] + draw(few)
+        for _ in range(draw(st.integers(0, 7)))
+    ]
 
 
 def checked(tree: Tree, sequences, multiple_of):
     """Assert the rules of a tree. Return it."""
     n, m = len(tree.token_ids), multiple_of
     assert (tree.mask, tree.mask.keys) == (Mask.tree(tree.parents, tree.lengths, tree.starts), n)
-    for x, expected in ((tree.token_ids, lambda s: s), (tree.position_ids, lambda s: [*range(len(s))]),
-                        (tree.labels, lambda s: [*s[1:], -100][: len(s)])):  # fmt: skip
+    for x, expected in (
+        (tree.token_ids, lambda s: s),
+        (tree.position_ids, lambda s: [*range(len(s))]),
+        (tree.labels, lambda s: [*s[1:], -100][: len(s)]),
+    ):
         assert [part.tolist() for part in tree.unpack(x)] == [expected(list(s)) for s in sequences]
     filled = torch.zeros(n, dtype=torch.bool)
     for start, size in zip(tree.starts, tree.lengths, strict=True):
@@ -54,23 +60,30 @@ def checked(tree: Tree, sequences, multiple_of):
     leaves = set(range(len(tree.parents))) - set(tree.parents)
     assert {path[-1] for path in tree.paths if path} == leaves
     ends = [start + size for start, size in zip(tree.starts, tree.lengths, strict=True)]
-    assert all(ends[node] == tree.starts[node + 1] for node in range(len(ends) - 1) if node not in leaves), (
-        "gaps follow leaves"
-    )
+    assert all(
+        ends[node] == tree.starts[node + 1] for node in range(len(ends) - 1) if node not in leaves
+    ), "gaps follow leaves"
     return tree
 
 
 def depth_of_fork(one, other, m):
-    """Return the tokens that two sequences share: up to a multiple of m whose next token is still shared."""
+    """Return the tokens that two sequences share: up to a multiple of m whose next token is still
+    shared.
+    """
     shared = next(
-        (i for i, (a, b) in enumerate(zip([*one, "end"], [*other, "end"], strict=False)) if a != b), len(one) + 1
+        (i for i, (a, b) in enumerate(zip([*one, "end"], [*other, "end"], strict=False)) if a != b),
+        len(one) + 1,
     )
     return len(one) if one == other else max((d for d in range(0, shared, m)), default=0)
 
 
 @given(alike(), st.sampled_from([1, 2, 3, 4]))
 def test_sequences_share_a_position_up_to_the_last_fork_with_one_label(sequences, m):
-    tree = checked(pack(map(torch.tensor, map(list, sequences)) if all(sequences) else sequences, m), sequences, m)
+    tree = checked(
+        pack(map(torch.tensor, map(list, sequences)) if all(sequences) else sequences, m),
+        sequences,
+        m,
+    )
     places = tree.unpack(torch.arange(len(tree.token_ids)))
     for one, at in zip(sequences, places, strict=True):
         for other, there in zip(sequences, places, strict=True):
@@ -87,7 +100,9 @@ def test_trees_of_at_most_max_tokens_hold_the_sequences_in_order(sequences, m, m
         assert len(tree.token_ids) <= most
         first += len(some)
         if first < len(sequences):
-            assert len(pack([*some, sequences[first]], m).token_ids) > most, "the next sequence does not fit"
+            assert len(pack([*some, sequences[first]], m).token_ids) > most, (
+                "the next sequence does not fit"
+            )
     assert first == len(sequences)
 
 
@@ -117,7 +132,9 @@ class Model(nn.Module):
         hidden, _ = self(ids, positions, attention)
         if loss is sequence_loss:
             return loss(self.head(hidden), labels, weights=weights)
-        return loss(hidden, self.head.weight, labels, linear_bias=self.head.bias, weights=weights, chunk=3)
+        return loss(
+            hidden, self.head.weight, labels, linear_bias=self.head.bias, weights=weights, chunk=3
+        )
 
 
 def new_model():
@@ -132,9 +149,15 @@ def alone(model, sequence):
 
 
 def mean_of(separate, mean):
-    """Return the mean over all tokens, or over the sequences' means. ``separate``: the losses of each sequence."""
+    """Return the mean over all tokens, or over the sequences' means. ``separate``: the losses of
+    each sequence.
+    """
     long = [losses[:-1] for losses in separate if len(losses) > 1]
-    return torch.cat(long).mean() if mean == "tokens" else torch.stack([each.mean() for each in long]).mean()
+    return (
+        torch.cat(long).mean()
+        if mean == "tokens"
+        else torch.stack([each.mean() for each in long]).mean()
+    )
 
 
 def same_numbers(found, expected):
@@ -144,7 +167,9 @@ def same_numbers(found, expected):
 @pytest.mark.parametrize("mean", ["tokens", "sequences"])
 @pytest.mark.parametrize("multiple_of", [1, 2, 4])
 def test_a_tree_has_the_losses_and_gradients_of_separate_sequences(multiple_of, mean):
-    """Gradients of q, k and v: at a token of one sequence those of the sequence, at a shared token their sum."""
+    """Gradients of q, k and v: at a token of one sequence those of the sequence, at a shared token
+    their sum.
+    """
     model, tree = new_model(), pack(HARD, multiple_of)
     parameters = [*model.parameters()]
     losses, tensors = model.losses(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
@@ -163,20 +188,30 @@ def test_a_tree_has_the_losses_and_gradients_of_separate_sequences(multiple_of, 
     ):
         total = torch.zeros_like(found)
         for at, part in zip(
-            rows, torch.autograd.grad(expected, parts, retain_graph=True, materialize_grads=True), strict=True
+            rows,
+            torch.autograd.grad(expected, parts, retain_graph=True, materialize_grads=True),
+            strict=True,
         ):
             total[at] += part
         same_numbers(found, total)
 
 
 def compare_on_ranks(model, tree, expected):
-    """Each rank computes its part of the tree. ``expected``: loss and gradients for each of the two weights."""
+    """Each rank computes its part of the tree. ``expected``: loss and gradients for each of the two
+    weights.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = reference.dispatch(tree.mask, ranks)
     attention = partial(reference.magi_attention, mask=tree.mask, layout=layout)
     *inputs, of_tokens, of_sequences = (
         layout.shard(x, rank, 0)
-        for x in (tree.token_ids, tree.position_ids, tree.labels, tree.weights, tree.sequence_weights)
+        for x in (
+            tree.token_ids,
+            tree.position_ids,
+            tree.labels,
+            tree.weights,
+            tree.sequence_weights,
+        )
     )
     for weights, (value, right) in zip((of_tokens, of_sequences), expected, strict=True):
         for loss in (sequence_loss, linear_sequence_loss):
@@ -190,12 +225,16 @@ def compare_on_ranks(model, tree, expected):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("multiple_of", [1, 2, 4])
-def test_both_losses_with_the_weights_of_a_tree_are_the_means_of_separate_sequences(multiple_of, ranks):
+def test_both_losses_with_the_weights_of_a_tree_are_the_means_of_separate_sequences(
+    multiple_of, ranks
+):
     model, expected = new_model(), []
     for mean in ("tokens", "sequences"):
         loss = mean_of([alone(model, sequence)[0] for sequence in HARD], mean)
         expected.append((loss.detach(), list(torch.autograd.grad(loss, [*model.parameters()]))))
-    process_groups.threads(partial(compare_on_ranks, model, pack(HARD, multiple_of), expected), ranks)
+    process_groups.threads(
+        partial(compare_on_ranks, model, pack(HARD, multiple_of), expected), ranks
+    )
 
 
 def test_weights_of_a_label_are_those_of_its_sequences():
@@ -215,7 +254,12 @@ def test_weights_of_a_label_are_those_of_its_sequences():
     [
         ([1.0], ValueError, "1 weights for 2 sequences: give one of each"),
         ([1.0, [1.0, 1.0]], TypeError, r"per_sequence\[1\] must be a number or a tensor"),
-        ([torch.ones(2), 1.0], ValueError, r"per_sequence\[0\] must be a number or \(3,\), got \(2,\)"),
+        (
+            [torch.ones(2), 1.0],
+            ValueError,
+            r"per_sequence\[0\] must be a number or \(3,\), got "
+            r"\(2,\)",
+        ),
     ],
 )
 def test_wrong_weights_of_sequences_are_named(weights, error, message):
@@ -235,5 +279,7 @@ def test_gradients_of_unpacked_rows_are_sums():
     parts = tree.unpack(x, 1)
     assert [part.shape for part in parts] == [(3, len(sequence), 2) for sequence in HARD]
     sum(part.sum() for part in parts).backward()
-    uses = torch.cat(tree.unpack(torch.arange(len(tree.token_ids)))).bincount(minlength=len(tree.token_ids))
+    uses = torch.cat(tree.unpack(torch.arange(len(tree.token_ids)))).bincount(
+        minlength=len(tree.token_ids)
+    )
     assert x.grad.equal(uses[None, :, None].expand_as(x).double())

@@ -1,4 +1,6 @@
-"""Claims about `canon.integrations.trl`: packs and windows train as with TRL's SFTTrainer, on one rank and on several."""
+"""Claims about `canon.integrations.trl`: packs and windows train as with TRL's SFTTrainer, on one
+rank and on several.
+"""
 
 from functools import partial
 
@@ -18,13 +20,17 @@ from canon.integrations.trl import ContextParallelSFTTrainer
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 WORDS = Tokenizer(models.WordLevel({str(word): word for word in range(64)}, unk_token="0"))
-TOKENIZER = PreTrainedTokenizerFast(tokenizer_object=WORDS, pad_token="0", eos_token="1", unk_token="0")
+TOKENIZER = PreTrainedTokenizerFast(
+    tokenizer_object=WORDS, pad_token="0", eos_token="1", unk_token="0"
+)
 CHANGES = dict(packing=True, max_length=40, bf16=False, activation_checkpointing=True)
 
 
 def run(kind, accumulation=1, **options):
     """Return a run on packs of at most 40 tokens, three in a batch."""
-    train, evaluation = (Dataset.from_list([{"input_ids": x["input_ids"]} for x in texts(n)]) for n in (20, 5))
+    train, evaluation = (
+        Dataset.from_list([{"input_ids": x["input_ids"]} for x in texts(n)]) for n in (20, 5)
+    )
     changes = CHANGES | {"gradient_accumulation_steps": accumulation} | options.pop("changes", {})
     return losses_and_weights(
         kind, SFTConfig, train, evaluation, processing_class=TOKENIZER, changes=changes, **options

@@ -33,13 +33,19 @@ def test_unshard_puts_shards_together_and_its_gradient_takes_them_apart(kind, n,
         (replicated,) = torch.autograd.grad((full * x).sum(), mine, retain_graph=True)
         full = layout.unshard(mine, dim=2, partial_grad=True)
         (summed,) = torch.autograd.grad((full * x * (rank + 1)).sum(), mine)
-        return full.equal(x) and replicated.equal(mine) and torch.allclose(summed, mine * ranks * (ranks + 1) / 2)
+        return (
+            full.equal(x)
+            and replicated.equal(mine)
+            and torch.allclose(summed, mine * ranks * (ranks + 1) / 2)
+        )
 
     assert all(process_groups.threads(program, ranks))
 
 
 def summed_gradients(layout, summands):
-    """Return each rank's gradient of its shard, if rank r has ``summands[r]`` as the gradient of the full tensor."""
+    """Return each rank's gradient of its shard, if rank r has ``summands[r]`` as the gradient of
+    the full tensor.
+    """
 
     def program():
         rank = dist.get_rank()
@@ -55,13 +61,18 @@ def test_half_precision_gradients_are_summed_in_float32_and_rounded_once(dtype, 
     layout = Layout.zigzag(101, 4)
     draw = torch.Generator().manual_seed(1)
     summands = [torch.randn(1, 101, 8, generator=draw).to(dtype) for _ in range(4)]
-    exact = sum(x.double() for x in summands)  # of four numbers of 8 or 11 bits: float32 and float64 round alike
+    # of four numbers of 8 or 11 bits: float32 and float64 round alike
+    exact = sum(x.double() for x in summands)
     found = summed_gradients(layout, summands)
     for rank, gradient in enumerate(found):
         assert gradient.dtype == dtype
         assert gradient.equal(layout.shard(exact.float().to(dtype), rank))
-    assert {x.dtype for _, _, x, *_ in exchanged} == {dtype}  # each summand was already rounded to it
-    assert all(again.equal(first) for again, first in zip(summed_gradients(layout, summands), found, strict=True))
+    # each summand was already rounded to it
+    assert {x.dtype for _, _, x, *_ in exchanged} == {dtype}
+    assert all(
+        again.equal(first)
+        for again, first in zip(summed_gradients(layout, summands), found, strict=True)
+    )
 
 
 def test_gradients_are_added_in_rank_order():
@@ -76,6 +87,8 @@ def test_gradients_are_added_in_rank_order():
 
 def test_a_second_derivative_raises():
     x = torch.randn(1, 4, 2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(Layout.contiguous(4, 1).unshard(x).pow(2).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(
+        Layout.contiguous(4, 1).unshard(x).pow(2).sum(), x, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()

@@ -1,4 +1,6 @@
-"""A NaN or an infinity reaches exactly the results of the queries that see it, in the oracle and all over the reference."""
+"""A NaN or an infinity reaches exactly the results of the queries that see it, in the oracle and
+all over the reference.
+"""
 
 import functools
 
@@ -14,7 +16,16 @@ from canon.testing.judge import Attended, AttendedWithSink, agreement, dense, or
 
 MASK = Mask.documents([0, 9, 31, 40], window=(12, 3), causal=False)
 LONG = Mask.documents([0, 100, 301, 310])  # tiles of 128 tokens on two ranks
-PLANTED = ["nan in q", "inf in q", "nan in k", "-inf in k", "nan in v", "inf in v", "nan in dout", "inf in dout"]
+PLANTED = [
+    "nan in q",
+    "inf in q",
+    "nan in k",
+    "-inf in k",
+    "nan in v",
+    "inf in v",
+    "nan in dout",
+    "inf in dout",
+]
 
 
 def planted_in(planted, mask):

@@ -12,12 +12,16 @@ from canon.testing.judge import Attended, agreement, oracle, orders
 MASK = Mask.window(150, 90, 3)
 
 
-@pytest.mark.parametrize(("d", "dv", "method"), [(512, 512, "split"), (512, 512, "fused"), (300, 512, "head_parallel")])
+@pytest.mark.parametrize(
+    ("d", "dv", "method"), [(512, 512, "split"), (512, 512, "fused"), (300, 512, "head_parallel")]
+)
 def test_both_passes_agree(half, d, dv, method):
     q, k, v, dout, dlse = whole(MASK, h=2, g=1, d=d, dv=dv, dtype=torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = half.attention(*leaves, MASK, backward=method, return_lse=True)
-    got = Attended(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+    got = Attended(
+        out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
+    )
     given = q, k, v, dout, MASK, None, dlse
     verdict = agreement(got, oracle(*given), orders(*given))
     assert verdict.agrees, str(verdict)
@@ -34,7 +38,10 @@ def test_tiles_for_512_fit_the_device(arch):
 
 def test_wider_heads_raise_and_name_the_limit():
     wide = torch.zeros(1, 4, 1, 520)
-    with pytest.raises(ValueError, match="Triton kernels support heads up to 512 wide, got .* padded to 1024 and 1024"):
+    with pytest.raises(
+        ValueError,
+        match="Triton kernels support heads up to 512 wide, got .* padded to 1024 and 1024",
+    ):
         fast.attention(wide, wide, wide)
 
 
@@ -43,6 +50,8 @@ def test_the_hopper_kernels_leave_them_to_triton():
     from canon.fast.kernels.gluon import launch
 
     with pytest.raises(
-        ValueError, match=r'supports heads up to \(256, 256\) wide, not \(512, 512\): use backend\("tri'
+        ValueError,
+        match=r"supports heads up to \(256, 256\) wide, not \(512, 512\): use "
+        r'backend\("tri',
     ):
         launch.forward(x, x, x, Mask.causal(4), 1.0, x, torch.zeros(1, 1, 4))

@@ -20,7 +20,8 @@ APART = 1 << 27  # elements between tokens: the last ones begin behind 2^31
 
 @pytest.fixture
 def far_apart():
-    """Return a function that copies x (1, t, h, d) so that its tokens are APART elements apart, all in one allocation.
+    """Return a function that copies x (1, t, h, d) so that its tokens are APART elements apart, all
+    in one allocation.
 
     Most of it is never touched, so on a CPU it takes no memory.
     """
@@ -35,7 +36,11 @@ def far_apart():
 
 
 def draw(heads, width=16, dtype=torch.bfloat16):
-    return torch.randn(1, TOKENS, heads, width, generator=torch.Generator().manual_seed(heads)).to(dtype).to(DEVICE)
+    return (
+        torch.randn(1, TOKENS, heads, width, generator=torch.Generator().manual_seed(heads))
+        .to(dtype)
+        .to(DEVICE)
+    )
 
 
 def test_rows_are_taken_copied_and_cleared_however_far_apart(far_apart):
@@ -57,7 +62,9 @@ def test_both_passes_read_and_write_tokens_that_lie_far_apart(far_apart):
         out, lse = local.attention_forward(q, k, v, mask)
         grads = backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask)
         wide_out = far_apart(torch.zeros_like(dout))
-        local.forward_into(*map(far_apart, (q, k, v)), mask, 0.25, wide_out, lse_again := torch.zeros_like(lse))
+        local.forward_into(
+            *map(far_apart, (q, k, v)), mask, 0.25, wide_out, lse_again := torch.zeros_like(lse)
+        )
         given = map(far_apart, (dout, q, k, v, out.to(q.dtype)))
         again = backward.attention_backward(*given, lse, mask)
     assert torch.equal(wide_out, out.to(q.dtype))

@@ -1,4 +1,6 @@
-"""Tiny random models of transformers, with large weights, so that attention matters; and one training step of them."""
+"""Tiny random models of transformers, with large weights, so that attention matters; and one
+training step of them.
+"""
 
 import copy
 import sys
@@ -25,9 +27,15 @@ SIZES = dict(
     max_position_embeddings=128,
 )
 WINDOWED = dict(sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"])
-EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+EXPERTS = dict(
+    num_local_experts=2,
+    num_experts_per_tok=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)
 FOUR_EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-SHARED_KEYS = dict(num_hidden_layers=4, layer_types=WINDOWED["layer_types"] * 2, num_kv_shared_layers=2)
+SHARED_KEYS = dict(
+    num_hidden_layers=4, layer_types=WINDOWED["layer_types"] * 2, num_kv_shared_layers=2
+)
 PER_LAYER_INPUTS = dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
 LATENT = dict(
     head_dim=8,
@@ -60,7 +68,9 @@ EXPERT_MODELS = "GptOss", "Qwen3Moe", "DeepseekV3"
 
 
 class Float64(TorchFunctionMode):
-    """Replace float32 by float64 in the norms, softmax, rotary angles and routers of transformers, and nowhere else."""
+    """Replace float32 by float64 in the norms, softmax, rotary angles and routers of transformers,
+    and nowhere else.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, caller = kwargs or {}, sys._getframe(1)
@@ -76,7 +86,9 @@ class Float64(TorchFunctionMode):
 
 
 def tiny64(name, attention="eager"):
-    """Return `tiny` in float64, to be called inside `Float64`. Grouped products of experts have no float64."""
+    """Return `tiny` in float64, to be called inside `Float64`. Grouped products of experts have no
+    float64.
+    """
     changes = {"experts_implementation": "eager"} if name in EXPERT_MODELS else {}
     with Float64():
         return tiny(name, attention, **changes).double()
@@ -86,11 +98,15 @@ def tiny(name, attention="eager", **changes):
     """Return a model in training mode. Equal arguments give equal weights."""
     kind, options = CONFIGS[name]
     register()
-    model = transformers.AutoModelForCausalLM.from_config(kind(**options | changes), attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(
+        kind(**options | changes), attn_implementation=attention
+    )
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=draw) + (parameter.ndim == 1))
+            parameter.copy_(
+                0.3 * torch.randn(parameter.shape, generator=draw) + (parameter.ndim == 1)
+            )
     return model.train()
 
 
@@ -99,17 +115,25 @@ def tokens(n, batch=1):
 
 
 def whole_step(model, batch, **options):
-    """Return logits, loss and gradients by name of one process. ``batch`` has input_ids and labels."""
+    """Return logits, loss and gradients by name of one process.
+    ``batch`` has input_ids and labels.
+    """
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     everything = Layout.contiguous(batch["labels"].shape[1], 1).shard_batch(batch, 0)
     logits = model(**inputs, use_cache=False, **options).logits
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), everything["shift_labels"].flatten())
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), everything["shift_labels"].flatten()
+    )
     loss.backward()
     return logits.detach(), loss.detach(), {name: x.grad for name, x in model.named_parameters()}
 
 
-def sharded_step(model, batch, mask, layout, cu_seqlens=None, backward_inside=False, copied=True, **options):
-    """Return logits of the whole sequence, loss, and the gradients of all ranks, added. Runs on every rank."""
+def sharded_step(
+    model, batch, mask, layout, cu_seqlens=None, backward_inside=False, copied=True, **options
+):
+    """Return logits of the whole sequence, loss, and the gradients of all ranks, added. Runs on
+    every rank.
+    """
     rank = dist.get_rank()
     model = copy.deepcopy(model) if copied else model
     part = layout.shard_batch(batch, rank, cu_seqlens)
@@ -122,7 +146,8 @@ def sharded_step(model, batch, mask, layout, cu_seqlens=None, backward_inside=Fa
     if not backward_inside:
         loss.backward()
     gradients = {
-        name.removeprefix("_orig_mod."): x.grad / dist.get_world_size() for name, x in model.named_parameters()
+        name.removeprefix("_orig_mod."): x.grad / dist.get_world_size()
+        for name, x in model.named_parameters()
     }
     for gradient in gradients.values():
         dist.all_reduce(gradient)

@@ -1,4 +1,6 @@
-"""A schedule of its own in one file: all keys are gathered, and each rank attends with some of its queries at a time."""
+"""A schedule of its own in one file: all keys are gathered, and each rank attends with some of its
+queries at a time.
+"""
 
 from collections.abc import Sequence
 
@@ -38,7 +40,9 @@ def toy_attention(algorithm: Algorithm):
         return_max_logits: bool = False,
         backward: str = "auto",
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return attention of this rank's queries over the keys of all ranks, in ``cuts`` pieces of queries."""
+        """Return attention of this rank's queries over the keys of all ranks, in ``cuts`` pieces of
+        queries.
+        """
         options = {
             "cuts": cuts,
             "scale": scale,
@@ -54,7 +58,9 @@ def toy_attention(algorithm: Algorithm):
 def gathered(x, call):
     if call.ranks == 1:
         return x
-    parts = [x.new_empty(x.shape[0], call.layout.size(rank), *x.shape[2:]) for rank in range(call.ranks)]
+    parts = [
+        x.new_empty(x.shape[0], call.layout.size(rank), *x.shape[2:]) for rank in range(call.ranks)
+    ]
     dist.all_gather(parts, x.contiguous(), group=call.group)
     return torch.cat(parts, 1)
 
@@ -62,8 +68,13 @@ def gathered(x, call):
 def pieces(call):
     """Return (queries, mask) of each cut."""
     whole = call.layout.local_mask(call.mask, call.rank, range(call.ranks))
-    edges = [place * whole.queries // call.options["cuts"] for place in range(call.options["cuts"] + 1)]
-    return [(slice(a, b), whole.crop(queries=range(a, b))) for a, b in zip(edges, edges[1:], strict=False)]
+    edges = [
+        place * whole.queries // call.options["cuts"] for place in range(call.options["cuts"] + 1)
+    ]
+    return [
+        (slice(a, b), whole.crop(queries=range(a, b)))
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
 
 
 def passes(forward, differentiate):
@@ -79,7 +90,9 @@ def passes(forward, differentiate):
         dqs, sums = [], []
         for rows, mask in pieces(call):
             of_rows = [None if x is None else x[:, :, rows].contiguous() for x in (lse, dlse)]
-            dq, *own = differentiate(dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call)
+            dq, *own = differentiate(
+                dout[:, rows], q[:, rows], *keys, out[:, rows], *of_rows, mask, call
+            )
             dqs.append(dq)
             sums.append(own)
         total = [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
@@ -112,9 +125,14 @@ QUICK = passes(
     ),
 )
 SIDES = {
-    "reference": Algorithm(REFERENCE, TOY, *READ, parts=lambda call, backward: [mask for _, mask in pieces(call)]),
+    "reference": Algorithm(
+        REFERENCE, TOY, *READ, parts=lambda call, backward: [mask for _, mask in pieces(call)]
+    ),
     "fast": Algorithm(
-        FAST, TOY, *QUICK, parts=lambda call, backward: [Part(mask, call.shapes[1][2]) for _, mask in pieces(call)]
+        FAST,
+        TOY,
+        *QUICK,
+        parts=lambda call, backward: [Part(mask, call.shapes[1][2]) for _, mask in pieces(call)],
     ),
 }
 TOYS = {name: toy_attention(algorithm) for name, algorithm in SIDES.items()}

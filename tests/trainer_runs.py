@@ -1,4 +1,6 @@
-"""Four steps of a trainer on packed documents, in float64, with plain gradient descent: a wrong scale of the loss shows."""
+"""Four steps of a trainer on packed documents, in float64, with plain gradient descent: a wrong
+scale of the loss shows.
+"""
 
 import os
 from tempfile import TemporaryDirectory
@@ -32,8 +34,11 @@ def texts(count):
     return [{"input_ids": x, "labels": x} for x in ids]
 
 
-def losses_and_weights(kind, arguments, train, evaluation, attention="canon", changes=(), **options):
-    """Return the losses of all microbatches, the loss of an evaluation, and the weights after training, as one vector.
+def losses_and_weights(
+    kind, arguments, train, evaluation, attention="canon", changes=(), **options
+):
+    """Return the losses of all microbatches, the loss of an evaluation, and the weights after
+    training, as one vector.
 
     ``kind``, ``arguments``: classes of a trainer and its arguments. ``changes``: of the arguments.
     """
@@ -48,10 +53,14 @@ def losses_and_weights(kind, arguments, train, evaluation, attention="canon", ch
     model = tiny("Gemma3", attention).double()  # one layer has a window of 7 tokens
     with TemporaryDirectory() as folder:
         args = arguments(folder, **ARGUMENTS | dict(changes))
-        trainer = Recorded(model=model, args=args, train_dataset=train, eval_dataset=evaluation, **options)
+        trainer = Recorded(
+            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **options
+        )
         trainer.train()
         found.append(trainer.evaluate()["eval_loss"])
-    return torch.tensor(found, dtype=torch.float64), torch.cat([x.detach().flatten() for x in model.parameters()])
+    return torch.tensor(found, dtype=torch.float64), torch.cat(
+        [x.detach().flatten() for x in model.parameters()]
+    )
 
 
 def name_ranks():
@@ -64,7 +73,9 @@ def name_ranks():
 
 
 def assert_same(found, expected, tolerance=1e-7):
-    """Compare two runs. The model's norms round to float32 (6e-8); losses of transformers and TRL are float32: 1e-6."""
+    """Compare two runs. The model's norms round to float32 (6e-8); losses of transformers and TRL
+    are float32: 1e-6.
+    """
     for x, y in zip(found, expected, strict=True):
         assert x.shape == y.shape
         assert ((x - y).norm() / y.norm()).item() < tolerance, (x, y)

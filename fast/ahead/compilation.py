@@ -1,12 +1,14 @@
-"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the CUDA kernels.
+"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the
+CUDA kernels.
 
     parent     `compile_ahead`: starts one process and reports its progress
-    process    calls `collect`; each launch records the compilation that it needs, and launches nothing
+    process    calls `collect`; each launch records the compilation that it needs, and launches
+               nothing
     forks      one per core: each compiles the next recorded job
 
-Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is new: a fork of a process
-with threads may deadlock, and a caller must not keep handles of kernels that were not compiled. Processes of one host take
-turns: the first compiles and leaves stamp files.
+Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is
+new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels
+that were not compiled. Processes of one host take turns: the first compiles and leaves stamp files.
 """
 
 import fcntl
@@ -43,14 +45,17 @@ from canon.fast.replay import recordings as prepared
 from canon.fast.replay.native import native_module
 
 Job = Callable[[], Any]
-Collect = Callable[[Callable[[int], None]], None]  # makes launches; its argument takes the number of steps done
+# makes launches; its argument takes the number of steps done
+Collect = Callable[[Callable[[int], None]], None]
 PROCESS = [sys.executable, "-P", "-m", "canon.fast.ahead.compilation"]
 _jobs: list[Job] = []  # inherited by forks
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is the last line of a failed process."""
+    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is the last line of a
+    failed process.
+    """
 
     compiled: int = 0
     failed: int = 0
@@ -63,12 +68,18 @@ class Outcome:
 
 
 def compile_ahead(
-    collect: Collect, steps: int, identities: Sequence[Any], *, processes: int | None = None, progress: bool = True
+    collect: Collect,
+    steps: int,
+    identities: Sequence[Any],
+    *,
+    processes: int | None = None,
+    progress: bool = True,
 ) -> Outcome:
-    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of ``steps``.
+    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of
+    ``steps``.
 
-    ``identities``: values with a stable repr that decide the work besides the code of Canon, Triton and the GPU. Each one
-    leaves a stamp; if all have one, nothing is done.
+    ``identities``: values with a stable repr that decide the work besides the code of Canon, Triton
+    and the GPU. Each one leaves a stamp; if all have one, nothing is done.
     ``processes``: None is one per core. ``progress``: show a bar.
     """
     folder = Path(knobs.cache.dir)
@@ -90,21 +101,38 @@ def are_stamped(identities: Sequence[Any]) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the new process: it imports what this one can import, and uses the same cache."""
+    """Return the variables of the new process: it imports what this one can import, and uses the
+    same cache.
+    """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": knobs.cache.dir, "CANON_COMPILE_AHEAD": "0"}
+    return os.environ | {
+        "PYTHONPATH": paths,
+        "TRITON_CACHE_DIR": knobs.cache.dir,
+        "CANON_COMPILE_AHEAD": "0",
+    }
 
 
 def _in_process(collect: Collect, steps: int, processes: int, progress: bool) -> Outcome:
     done = {"steps": 0, "compiled": 0, "failed": 0, "of": 0}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     bar = Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress)
     with tempfile.TemporaryFile() as errors:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "env": _environment()}
+        pipes = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": errors,
+            "env": _environment(),
+        }
         with subprocess.Popen(PROCESS, **pipes, start_new_session=True) as child, bar:
             task = bar.add_task("kernels: collecting", total=steps)
             try:
-                with suppress(OSError, ValueError):  # the child has ended, or its output is not JSON
+                # the child has ended, or its output is not JSON
+                with suppress(OSError, ValueError):
                     child.stdin.write(pickle.dumps((collect, processes)))
                     child.stdin.close()
                     for line in child.stdout or ():
@@ -118,14 +146,23 @@ def _in_process(collect: Collect, steps: int, processes: int, progress: bool) ->
                 with suppress(ProcessLookupError):  # end its forks, too
                     os.killpg(child.pid, signal.SIGKILL)
         errors.seek(0)
-        lines = errors.read().decode(errors="replace").strip().splitlines() or [f"exit status {child.returncode}"]
+        lines = errors.read().decode(errors="replace").strip().splitlines() or [
+            f"exit status {child.returncode}"
+        ]
     ended_early = bool(child.returncode) or not done["of"]
-    return Outcome(done["compiled"], done["failed"], done["of"], lines[-1] if ended_early or done["failed"] else "")
+    return Outcome(
+        done["compiled"],
+        done["failed"],
+        done["of"],
+        lines[-1] if ended_early or done["failed"] else "",
+    )
 
 
 def _stamp(identity: Any) -> Path:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    content = repr((_code(), gpu, triton.__version__, torch.__version__, str(cache_folder()), identity))
+    content = repr(
+        (_code(), gpu, triton.__version__, torch.__version__, str(cache_folder()), identity)
+    )
     return Path(knobs.cache.dir) / f"canon-{hashlib.sha256(content.encode()).hexdigest()[:24]}"
 
 
@@ -142,14 +179,17 @@ def _code() -> str:
 # ---------------------------------------------------------------------- in the process
 @contextmanager
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
-    """Within the block, collect distinct compilations in the dict; compile, launch and replay nothing."""
+    """Within the block, collect distinct compilations in the dict; compile, launch and replay
+    nothing.
+    """
     jobs: dict[Any, Job] = {}
     functions: Any = JITFunction
     do_compile, replayed = functions._do_compile, prepared.REPLAYED
 
     def record_job(self, key, *arguments):
         jobs.setdefault(
-            (self.fn.__module__, self.fn.__name__, key), partial(_compile, do_compile, self, key, *arguments)
+            (self.fn.__module__, self.fn.__name__, key),
+            partial(_compile, do_compile, self, key, *arguments),
         )
         # None: Triton launches nothing
 
@@ -170,7 +210,9 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
-    """Run the jobs in forks. Yield None or the error of each job. If a fork dies, the remaining jobs fail."""
+    """Run the jobs in forks. Yield None or the error of each job. If a fork dies, the remaining
+    jobs fail.
+    """
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         futures, refused = [], []
@@ -189,7 +231,9 @@ def _run(index: int) -> None:
 
 
 def main() -> None:
-    """Read a pickled ``collect`` and the number of processes, compile, and print the progress as JSON lines."""
+    """Read a pickled ``collect`` and the number of processes, compile, and print the progress as
+    JSON lines.
+    """
 
     def report(**counts: int) -> None:
         print(json.dumps(counts), flush=True)

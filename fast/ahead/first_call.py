@@ -1,12 +1,15 @@
-"""Compile all kernels of a model in its first call, so that a new mask, size or layout never waits for a compiler.
+"""Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
+for a compiler.
 
-A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options, ranks and backend. The first
-call of a model compiles the same set as `warm_up`, by `compile_ahead`. Scripts need no main guard, and programs may come from
-the standard input or a notebook, because new interpreters compile. The first process of a host compiles for all, and the others
-wait. Rank 0 writes a line. A stamp file in the cache ends this in later processes.
+A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options,
+ranks and backend. The first call of a model compiles the same set as `warm_up`, by `compile_ahead`.
+Scripts need no main guard, and programs may come from the standard input or a notebook, because new
+interpreters compile. The first process of a host compiles for all, and the others wait. Rank 0
+writes a line. A stamp file in the cache ends this in later processes.
 
-If Triton's cache is not writable, kernels go to a folder of this user among the temporary files, with a warning.
-CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is first used.
+If Triton's cache is not writable, kernels go to a folder of this user among the temporary files,
+with a warning. CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is
+first used.
 """
 
 import os
@@ -33,7 +36,9 @@ _compiled: set[tuple] = set()  # `identities`
 
 
 def compile_for(call: Call) -> None:
-    """Compile the kernels of the model of a call on a GPU, unless that was done before. Warn if some do not compile."""
+    """Compile the kernels of the model of a call on a GPU, unless that was done before. Warn if
+    some do not compile.
+    """
     if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
         return
     model = model_of(call)
@@ -50,17 +55,36 @@ def model_of(call: Call) -> Model:
     (_, _, h, d), (_, _, g, _), _, *weights = call.shapes
     g, dv = h if weights else g, call.value_width  # K and V of each query head are projected
     return Model(
-        call.dtype, d, dv, (h, g), (call.function,), call.settings, call.backward, (call.ranks,), call.reduce_dtype,
-        torch.are_deterministic_algorithms_enabled(), precision_of(call.dtype), call.sink is not None,
-        call.options.get("rank_invariant", False), split_scale(call.scale)[1], call.options["return_max_logits"],
-    )  # fmt: skip
+        call.dtype,
+        d,
+        dv,
+        (h, g),
+        (call.function,),
+        call.settings,
+        call.backward,
+        (call.ranks,),
+        call.reduce_dtype,
+        torch.are_deterministic_algorithms_enabled(),
+        precision_of(call.dtype),
+        call.sink is not None,
+        call.options.get("rank_invariant", False),
+        split_scale(call.scale)[1],
+        call.options["return_max_logits"],
+    )
 
 
 def _compile(model: Model, device: torch.device) -> None:
     first_rank, began = not dist.is_initialized() or dist.get_rank() == 0, time.monotonic()
-    what = f"{model.functions[0]} ({model.dtype}, widths {model.d}/{model.dv}, heads {model.heads[0]}/{model.heads[1]})"
+    what = (
+        f"{model.functions[0]} ({model.dtype}, widths {model.d}/{model.dv}, heads "
+        f"{model.heads[0]}/{model.heads[1]})"
+    )
     if first_rank:
-        print(f"canon.fast: compiling the kernels of {what}, once on each host ...", file=sys.stderr, flush=True)
+        print(
+            f"canon.fast: compiling the kernels of {what}, once on each host ...",
+            file=sys.stderr,
+            flush=True,
+        )
     work = partial(collect, model, str(device)), len(steps(model)), identities(model)
     try:
         make_cache_writable()
@@ -69,16 +93,21 @@ def _compile(model: Model, device: torch.device) -> None:
         done = Outcome(error=f"{type(error).__name__}: {error}")
     if not done.complete:
         warnings.warn(
-            f"canon.fast compiled {done.compiled} of {done.of or 'unknown many'} kernels of {what}; the others compile when "
+            f"canon.fast compiled {done.compiled} of {done.of or 'unknown many'} kernels of "
+            f"{what}; the others compile when "
             f"they are first used: {done.error}",
             stacklevel=2,
         )
     elif first_rank:
-        print(f"canon.fast: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        print(
+            f"canon.fast: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
+        )
 
 
 def make_cache_writable() -> None:
-    """Use another folder for Triton's cache, and warn, if its folder cannot be written. Raises OSError if none can be."""
+    """Use another folder for Triton's cache, and warn, if its folder cannot be written. Raises
+    OSError if none can be.
+    """
     folder = Path(knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -90,5 +119,7 @@ def make_cache_writable() -> None:
             raise PermissionError(
                 f"{other} belongs to another user: set TRITON_CACHE_DIR to a writable folder"
             ) from error
-        warnings.warn(f"Triton's cache is not writable ({error}), so kernels go to {other}", stacklevel=2)
+        warnings.warn(
+            f"Triton's cache is not writable ({error}), so kernels go to {other}", stacklevel=2
+        )
         knobs.cache.dir = str(other)

@@ -1,23 +1,34 @@
-"""Enumerate the kernel variants that a model can need: dtype, widths, heads and backend fix the set, whatever the masks.
+"""Enumerate the kernel variants that a model can need: dtype, widths, heads and backend fix the
+set, whatever the masks.
 
-`collect` launches each kernel with every combination of these properties on small tensors, while compilations are recorded.
+`collect` launches each kernel with every combination of these properties on small tensors, while
+compilations are recorded.
 
-    property of a variant           fixed by the model             chosen by a mask, a size or a layout: every value
-    constants of the source         D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the method; INDEXED, HAS_DLSE
-    tiles, stages, warps            the table of the backend       Gluon forward: `TABLE` and each of `LONG_TABLE`
-    OUT_FLOAT (CUDA)                dtype                          results in float32: parts of a sum
-    PACK (Gluon)                    -                              query heads of a tile: divisors of GROUP up to 16
-    RANKS (`sum_ranks`)             ranks                          -
-    dtypes of out, dq, dk and dv    dtype, reduce_dtype            the accumulation dtype for parts of a sum
-    widths of `as_heads`            d + dv, key heads              batches of 1 to 8
-    strides of q, k, v and results  multiples of 16                an axis of length 1 has stride 0: `kernel_strides`
-    TMA (Triton)                    dtype, widths                  not for a shard without queries or without keys, nor for
-                                                                   few queries if no query sees some of the loaded keys
-    addresses                       multiples of 16 bytes          -
+    property of a variant            fixed by the model             chosen by a mask, a size or a
+                                                                    layout: every value
+    constants of the source          D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the
+                                                                    method; INDEXED, HAS_DLSE
+    tiles, stages, warps             the table of the backend       Gluon forward: `TABLE` and each
+                                                                    of `LONG_TABLE`
+    OUT_FLOAT (CUDA)                 dtype                          results in float32: parts of a
+                                                                    sum
+    PACK (Gluon)                     -                              query heads of a tile: divisors
+                                                                    of GROUP up to 16
+    RANKS (`sum_ranks`)              ranks                          -
+    dtypes of out, dq, dk and dv     dtype, reduce_dtype            the accumulation dtype for parts
+                                                                    of a sum
+    widths of `as_heads`             d + dv, key heads              batches of 1 to 8
+    strides of q, k, v and results   multiples of 16                an axis of length 1 has stride
+                                                                    0: `kernel_strides`
+    TMA (Triton)                     dtype, widths                  not for a shard without queries
+                                                                    or without keys, nor for few
+                                                                    queries if no query sees some of
+                                                                    the loaded keys
+    addresses                        multiples of 16 bytes          -
 
-Every scale needs the same variants. Each soft-cap (SOFTCAP) and calls with rank_invariant=True (KEY_ORDER) need others. These
-compile when first used: other strides and addresses, and several sequences of 2^31 elements each.
-"""
+Every scale needs the same variants. Each soft-cap (SOFTCAP) and calls with rank_invariant=True
+(KEY_ORDER) need others. These compile when first used: other strides and addresses, and several
+sequences of 2^31 elements each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -68,7 +79,9 @@ class Model:
     @property
     def method(self) -> str:
         """The backward method, for the masks of `Inputs`."""
-        return backward.rank_invariant_method(self.backward) if self.rank_invariant else self.backward
+        return (
+            backward.rank_invariant_method(self.backward) if self.rank_invariant else self.backward
+        )
 
     @property
     def scale(self) -> Scale:
@@ -87,7 +100,9 @@ class Model:
     @property
     def key_grad_dtypes(self) -> set[torch.dtype]:
         """The dtypes of dk and dv, of results, parts and messages."""
-        return self.result_dtypes | (set() if self.rank_invariant else {self.reduce_dtype or self.accumulate})
+        return self.result_dtypes | (
+            set() if self.rank_invariant else {self.reduce_dtype or self.accumulate}
+        )
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -96,7 +111,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
-    """Launch all variants that the model's functions can need; call ``progress(done)`` after each of `steps`.
+    """Launch all variants that the model's functions can need; call ``progress(done)`` after each
+    of `steps`.
 
     Raises ValueError if no kernel supports the model on this device.
     """
@@ -133,7 +149,9 @@ def identities(model: Model) -> list[tuple]:
     reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
     key = replace(model, functions=(), ranks=(), reduce_dtype=reduced, has_sink=True)
     places = {rank_sums: model.ranks}
-    return [(key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))]
+    return [
+        (key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))
+    ]
 
 
 class Inputs:
@@ -142,7 +160,9 @@ class Inputs:
     def __init__(self, model: Model, device: str, queries: int = TOKENS, keys: int = TOKENS):
         (h, g), d, dv = model.heads, model.d, model.dv
         shapes = (queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)
-        self.q, self.k, self.v, self.out = (torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes)
+        self.q, self.k, self.v, self.out = (
+            torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes
+        )
         self.model = model
         mask = Mask([Band(0, queries, 0, keys)], queries, keys)
         self.mask = in_place(mask) if model.rank_invariant else mask
@@ -153,11 +173,20 @@ class Inputs:
         return torch.zeros(1, h, t, dtype=self.model.accumulate, device=self.q.device)
 
     def max_logits(self) -> Tensor | None:
-        return self.q.new_zeros(self.q.shape[2], dtype=torch.float32) if self.model.max_logits else None
+        return (
+            self.q.new_zeros(self.q.shape[2], dtype=torch.float32)
+            if self.model.max_logits
+            else None
+        )
 
     def of_all_sizes(self) -> list["Inputs"]:
-        """Return these inputs, and inputs without queries or without keys: TMA cannot describe empty tensors."""
-        return [self, *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0)))]
+        """Return these inputs, and inputs without queries or without keys: TMA cannot describe
+        empty tensors.
+        """
+        return [
+            self,
+            *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0))),
+        ]
 
 
 def whole_forward(inputs: Inputs) -> None:
@@ -184,13 +213,17 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
 def few_queries(x: Inputs) -> None:
     """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
     if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
-        for mask, dtype in product((x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes):
+        for mask, dtype in product(
+            (x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes
+        ):
             results = x.out.to(dtype), x.statistic()
             found.forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
 
 
 def few_queries_in_order(x: Inputs) -> None:
-    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward that may repeat the call."""
+    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward that may
+    repeat the call.
+    """
     kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
         return
@@ -214,7 +247,11 @@ def few_queries_on_ranks(x: Inputs) -> None:
         y = Inputs(x.model, x.q.device, min(queries, few.MOST_QUERIES), TOKENS)
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
-        lse, counter, scale = y.statistic(), torch.zeros(2, dtype=torch.int32, device=y.q.device), y.model.scale
+        lse, counter, scale = (
+            y.statistic(),
+            torch.zeros(2, dtype=torch.int32, device=y.q.device),
+            y.model.scale,
+        )
         o, sums, qkv = y.out.float(), lse.new_zeros(2, *lse.shape, 4), (y.q, y.k, y.v)
         weights = kernels.weights_of_rank(*qkv, y.mask)
         with _replaced(few, "slice_width", width):
@@ -231,7 +268,19 @@ def whole_backward(inputs: Inputs) -> None:
         lse = x.statistic()
         for needed in backward_forced(x):
             for dlse in (None, lse):
-                backward.gradients(x.out, x.q, x.k, x.v, x.out, lse, dlse, x.mask, model.scale, model.method, needed)
+                backward.gradients(
+                    x.out,
+                    x.q,
+                    x.k,
+                    x.v,
+                    x.out,
+                    lse,
+                    dlse,
+                    x.mask,
+                    model.scale,
+                    model.method,
+                    needed,
+                )
 
 
 def backward_parts(inputs: Inputs) -> None:
@@ -246,7 +295,8 @@ def backward_parts(inputs: Inputs) -> None:
             for dtype, own in product(model.result_dtypes, model.key_grad_dtypes):
                 dtypes = dtype, own, own  # of dq, and of dk and dv
                 grads = (
-                    y.to(z) if wanted else None for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True)
+                    y.to(z) if wanted else None
+                    for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True)
                 )
                 backward.backward_into(rows, x.k, x.v, x.mask, model.scale, model.method, *grads)
 
@@ -255,7 +305,12 @@ def masked_rows(x: Inputs) -> None:
     """Launch the copies and fills that Gluon kernels need where a mask hides rows."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
-    from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
+    from canon.fast.kernels.triton.rows import (
+        copy_statistic,
+        copy_tokens,
+        mask_statistic,
+        zero_rows,
+    )
 
     lse = x.statistic()
     mask_statistic(lse)
@@ -282,11 +337,15 @@ def whole_merges(x: Inputs) -> None:
 
 
 def active_rows(x: Inputs) -> None:
-    """Launch the kernels that take active queries, add their dq, and add dk and dv to received sums."""
+    """Launch the kernels that take active queries, add their dq, and add dk and dv to received
+    sums.
+    """
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
-    operations.copy_statistics(x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices)
+    operations.copy_statistics(
+        x.statistic(), x.statistic(), (x.statistic(), x.statistic()), x.indices
+    )
     dq = x.q.to(x.model.accumulate)
     operations.add_to_rows(dq, x.indices, dq)
     for y, dtype in product((x.k, x.v), x.model.key_grad_dtypes):
@@ -313,11 +372,15 @@ def cast_rows(x: Inputs) -> None:
     """Launch the kernels of group casts and group reduces."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
-    for batch, dtype in product(range(1, 9), x.model.key_grad_dtypes):  # it can change the widths of `as_heads`
+    # it can change the widths of `as_heads`
+    for batch, dtype in product(range(1, 9), x.model.key_grad_dtypes):
         rows = x.k.new_empty(TOKENS, batch, g, x.model.d + x.model.dv, dtype=dtype)
         total = as_heads(rows.to(accumulate))
-        operations.add_rows(total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total)
-    for batch, tokens in product(range(1, 9), (TOKENS, TOKENS + 1)):  # strides of lse depend on the tokens
+        operations.add_rows(
+            total, as_heads(rows), x.indices.new_zeros(TOKENS + 1), x.indices, total
+        )
+    # strides of lse depend on the tokens
+    for batch, tokens in product(range(1, 9), (TOKENS, TOKENS + 1)):
         statistic = x.q.new_zeros(batch, h, tokens, dtype=accumulate)
         sent = statistic.new_empty(TOKENS, batch, h, 2).transpose(0, 1)
         operations.take_rows(*[statistic.transpose(1, 2)[..., None]] * 2, x.indices, sent)
@@ -329,7 +392,9 @@ def packs_heads(kernels: ModuleType) -> bool:
 
 
 def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
-    """Yield once for each number of query heads in a Gluon tile, and each configuration of the forward, while it is forced."""
+    """Yield once for each number of query heads in a Gluon tile, and each configuration of the
+    forward, while it is forced.
+    """
     kernels, configs = backend_for(x.q, x.v).module, [{}]
     if not packs_heads(kernels):
         yield
@@ -345,7 +410,9 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
 
 
 def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
-    """Yield the needed gradients, while each method that "auto" may choose and each tile of dq is forced."""
+    """Yield the needed gradients, while each method that "auto" may choose and each tile of dq is
+    forced.
+    """
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
     if packs_heads(backend_for(x.q, x.v, "fused").module) and gluon_config.padded_to(
         "fused", x.q.shape[3], x.v.shape[3]
@@ -374,7 +441,13 @@ LOCAL = {  # functions that are no algorithms
     "attention_forward": ("whole_forward", "forward_parts", "masked_rows", "few_queries"),
     "attention_backward": ("whole_forward", "whole_backward", "backward_parts", "masked_rows"),
     "merge": ("whole_merges",),
-    "decode_attention": ("whole_forward", "forward_parts", "masked_rows", "merges", *(x.__name__ for x in FEW_QUERIES)),
+    "decode_attention": (
+        "whole_forward",
+        "forward_parts",
+        "masked_rows",
+        "merges",
+        *(x.__name__ for x in FEW_QUERIES),
+    ),
 }
 
 

@@ -11,7 +11,14 @@ from canon.fast.ahead.kernel_variants import functions as all_functions
 from canon.fast.device import BACKENDS, chosen_backend
 from canon.route.checks import DTYPES, check_method, checked_softcap
 
-DEFAULT = "attention", "ring_attention", "zigzag_attention", "striped_attention", "strided_attention", "magi_attention"
+DEFAULT = (
+    "attention",
+    "ring_attention",
+    "zigzag_attention",
+    "striped_attention",
+    "strided_attention",
+    "magi_attention",
+)
 
 
 def warm_up(
@@ -31,18 +38,21 @@ def warm_up(
     processes: int | None = None,
     progress: bool = True,
 ) -> int:
-    """Compile every kernel variant that a model can need into the disk cache. Return how many this call compiled.
+    """Compile every kernel variant that a model can need into the disk cache. Return how many this
+    call compiled.
 
-    Later calls of ``functions`` compile nothing, whatever their masks, sizes, layouts and scales. The first call of a function
-    does the same for its own model (`canon.fast.ahead.first_call`). It is no collective: the first process of a host
-    compiles for all. Without a CUDA device it only prints a line. Call it after setting
-    `torch.use_deterministic_algorithms` and `torch.backends.cuda.matmul.fp32_precision`.
+    Later calls of ``functions`` compile nothing, whatever their masks, sizes, layouts and scales.
+    The first call of a function does the same for its own model (`canon.fast.ahead.first_call`). It
+    is no collective: the first process of a host compiles for all. Without a CUDA device it only
+    prints a line. Call it after setting `torch.use_deterministic_algorithms` and
+    `torch.backends.cuda.matmul.fp32_precision`.
 
     Args:
         dtype, d, dv: dtype of q, k and v; widths of K and V, multiples of 16. dv None is d.
         heads: numbers of query heads and key heads of one call.
         functions: the functions of `canon.fast` that the model calls.
-        backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the automatic choice.
+        backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the
+            automatic choice.
         backward: the option of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
@@ -53,60 +63,116 @@ def warm_up(
 
     Raises:
         ValueError: an argument is not as described.
-        RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives the cause.
+        RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives
+            the cause.
     """
-    options = {"reduce_dtype": reduce_dtype, "rank_invariant": rank_invariant, "max_logits": return_max_logits}
+    options = {
+        "reduce_dtype": reduce_dtype,
+        "rank_invariant": rank_invariant,
+        "max_logits": return_max_logits,
+    }
     widths = d, d if dv is None else dv
-    model = _checked_model(dtype, *widths, heads, functions, backend, backward, ranks, softcap, **options)
+    model = _checked_model(
+        dtype, *widths, heads, functions, backend, backward, ranks, softcap, **options
+    )
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
         print("canon.fast.warm_up: there is no CUDA device, so there is nothing to compile")
         return 0
-    from canon.fast.ahead.compilation import compile_ahead  # only here: needs progress bars and processes
+    # only here: needs progress bars and processes
+    from canon.fast.ahead.compilation import compile_ahead
 
     device = f"cuda:{torch.cuda.current_device()}"
     outcome = compile_ahead(
-        partial(collect, model, device), len(steps(model)), identities(model), processes=processes, progress=progress
+        partial(collect, model, device),
+        len(steps(model)),
+        identities(model),
+        processes=processes,
+        progress=progress,
     )
     if not outcome.complete:
         raise RuntimeError(
-            f"warm_up compiled {outcome.compiled} of {outcome.of or 'unknown many'} kernel variants: {outcome.error}"
+            f"warm_up compiled {outcome.compiled} of {outcome.of or 'unknown many'} kernel "
+            f"variants: {outcome.error}"
         )
     return outcome.compiled
 
 
 def _checked_model(
-    dtype, d, dv, heads, functions, backend=None, backward="auto", ranks=None, softcap=None, **options
+    dtype,
+    d,
+    dv,
+    heads,
+    functions,
+    backend=None,
+    backward="auto",
+    ranks=None,
+    softcap=None,
+    **options,
 ) -> Model:
     """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     functions = (functions,) if isinstance(functions, str) else tuple(functions)
     sizes: tuple[int, ...] = tuple(heads) if isinstance(heads, Sequence) else ()
-    paired = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes) and sizes[0] % sizes[1] == 0
+    paired = (
+        len(sizes) == 2
+        and all(type(n) is int and n > 0 for n in sizes)
+        and sizes[0] % sizes[1] == 0
+    )
     known = all_functions()
     dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, BACKENDS))
-    width, remedy, reduced = "a positive multiple of 16", ": others compile when used", options.get("reduce_dtype")
+    width, remedy, reduced = (
+        "a positive multiple of 16",
+        ": others compile when used",
+        options.get("reduce_dtype"),
+    )
     for name, value, fits, expected, advice in (
         ("dtype", dtype, dtype in DTYPES, f"one of {dtypes}", ""),
         ("d", d, _is_width(d), width, remedy),
         ("dv", dv, _is_width(dv), width, remedy),
-        ("heads", heads, paired, "(query heads, key heads), the first a multiple of the second", ""),
-        ("functions", functions, functions and {*known} >= {*functions}, f"some of {', '.join(known)}", ""),
+        (
+            "heads",
+            heads,
+            paired,
+            "(query heads, key heads), the first a multiple of the second",
+            "",
+        ),
+        (
+            "functions",
+            functions,
+            functions and {*known} >= {*functions},
+            f"some of {', '.join(known)}",
+            "",
+        ),
         ("backend", backend, backend in (None, *BACKENDS), f"one of {backends} or None", ""),
-        ("ranks", ranks, ranks is None or (type(ranks) is int and ranks > 0), "a positive number of ranks or None", ""),
+        (
+            "ranks",
+            ranks,
+            ranks is None or (type(ranks) is int and ranks > 0),
+            "a positive number of ranks or None",
+            "",
+        ),
         ("reduce_dtype", reduced, reduced in (None, *DTYPES), f"None or one of {dtypes}", ""),
     ):
         if not fits:
             raise ValueError(f"{name} must be {expected}, got {value!r}{advice}")
     if "latent_attention" in functions and len({*sizes}) > 1:
-        raise ValueError(f"latent_attention projects a key head for each query head, so heads must be {sizes[:1] * 2}")
+        raise ValueError(
+            "latent_attention projects a key head for each query head, so heads "
+            f"must be {sizes[:1] * 2}"
+        )
     check_method("backward", backward)
     if ranks is None and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
-    options |= {"deterministic": torch.are_deterministic_algorithms_enabled(), "precision": precision_of(dtype)}
+    options |= {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "precision": precision_of(dtype),
+    }
     ranks = (1, 2, 4, 8) if ranks is None else (ranks,)
     backend, softcap = backend or chosen_backend(), checked_softcap(softcap)
-    return Model(dtype, d, dv, sizes, functions, backend, backward, ranks, softcap=softcap, **options)
+    return Model(
+        dtype, d, dv, sizes, functions, backend, backward, ranks, softcap=softcap, **options
+    )
 
 
 def _is_width(d) -> bool:

@@ -1,12 +1,15 @@
-"""What a kernel backend declares, so that adding one takes a folder and a line in `canon.fast.device`.
+"""What a kernel backend declares, so that adding one takes a folder and a line in
+`canon.fast.device`.
 
     kernels    the attention kernels: forward, dq, dkdv and the row statistics (`Kernels`)
-    rows       merge, delta, sinks, copies and sums of rows (`Rows`); "gluon" and "cuda" use those of "triton"
+    rows       merge, delta, sinks, copies and sums of rows (`Rows`); "gluon" and "cuda" use those
+               of "triton"
     serves     the tensors for which the automatic choice may take it
-    check      raises for tensors that it does not support, when it was chosen by name: it is never replaced
+    check      raises for tensors that it does not support, when it was chosen by name: it is never
+               replaced
 
-Both modules are imported when they are first used. Passes write into given tensors, of any strides; work tables, masks and
-scratch are their own affair.
+Both modules are imported when they are first used. Passes write into given tensors, of any strides;
+work tables, masks and scratch are their own affair.
 """
 
 from collections.abc import Callable
@@ -22,32 +25,69 @@ from torch import Tensor
 from canon.fast.tables.placed_mask import AnyMask
 from canon.route.checks import Scale
 
-FORCED: list[dict[str, Any]] = []  # configurations that are forced, by kernel: a dict for each backend that has some
+# configurations that are forced, by kernel: a dict for each backend that has some
+FORCED: list[dict[str, Any]] = []
 
 
 class Kernels(Protocol):
-    """The attention kernels of a backend. q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv); lse and delta (b, h, t)."""
+    """The attention kernels of a backend. q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv); lse and
+    delta (b, h, t).
+    """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AnyMask,
+        scale: Scale,
+        out: Tensor,
+        lse: Tensor,
+        /,
     ) -> None:
-        """Write out (b, t, h, dv) and lse; raise an eighth argument (h,) to the largest scores if "max_logits" is an extra."""
+        """Write out (b, t, h, dv) and lse; raise an eighth argument (h,) to the largest scores if
+        "max_logits" is an extra.
+        """
         ...
 
     def dq(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Any, mask: AnyMask, scale: Scale, dq: Tensor, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        statistics: Any,
+        mask: AnyMask,
+        scale: Scale,
+        dq: Tensor,
+        /,
     ) -> None:
         """Write dq (b, t, h, d)."""
         ...
 
     def dkdv(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: Any, mask: AnyMask, scale: Scale, dk: Tensor,
-        dv: Tensor, dq: Tensor | None = None, ordered: bool = False, /,
-    ) -> None:  # fmt: skip
-        """Write dk and dv of key heads or query heads. Fused: also add to ``dq``, in a fixed order if ``ordered``."""
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        statistics: Any,
+        mask: AnyMask,
+        scale: Scale,
+        dk: Tensor,
+        dv: Tensor,
+        dq: Tensor | None = None,
+        ordered: bool = False,
+        /,
+    ) -> None:
+        """Write dk and dv of key heads or query heads. Fused: also add to ``dq``, in a fixed order
+        if ``ordered``.
+        """
         ...
 
-    def choose_method(self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int, /) -> str:
+    def choose_method(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int, /
+    ) -> str:
         """Return the backward method for "auto"."""
         ...
 
@@ -59,13 +99,17 @@ class Kernels(Protocol):
         """Return lse and delta as `dq` and `dkdv` read them."""
         ...
 
-    def make_row_statistics(self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, /) -> Any:
+    def make_row_statistics(
+        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, /
+    ) -> Any:
         """Compute delta, and return the same."""
         ...
 
 
 class Rows(Protocol):
-    """The operations on rows (tokens). `canon.fast.kernels.torch.rows` is the shortest description of each."""
+    """The operations on rows (tokens). `canon.fast.kernels.torch.rows` is the shortest description
+    of each.
+    """
 
     merge: Callable[..., None]
     delta: Callable[..., None]
@@ -85,15 +129,15 @@ class Rows(Protocol):
 class Backend:
     """A kernel backend: the modules with its functions, and what they support.
 
-    ``serves(device, dtype, d, dv, method)``: whether the automatic choice may take it; ``method`` is that of the backward
-    pass, "split" for the forward pass. ``check_device(x)`` raises RuntimeError or ValueError if its row operations do not run
-    on the device of x, and ``check(q)`` if its kernels do not support q.
-    ``extras``: "max_logits" if `Kernels.forward` takes them, "parts" if few queries over many keys are summed in parts, by
-    ``parts_module``.
-    ``automatic``: whether it is taken without being asked for. ``compiles``: whether its kernels are compiled, so that
-    `canon.fast.ahead` compiles them before they run.
-    ``replayable``: whether all it does is seen by `launcher.launch` or is an operator of PyTorch. A pass of another backend
-    runs as written in each call: its recording would lack launches.
+    ``serves(device, dtype, d, dv, method)``: whether the automatic choice may take it; ``method``
+    is that of the backward pass, "split" for the forward pass. ``check_device(x)`` raises
+    RuntimeError or ValueError if its row operations do not run on the device of x, and ``check(q)``
+    if its kernels do not support q. ``extras``: "max_logits" if `Kernels.forward` takes them,
+    "parts" if few queries over many keys are summed in parts, by ``parts_module``.
+    ``automatic``: whether it is taken without being asked for. ``compiles``: whether its kernels
+    are compiled, so that `canon.fast.ahead` compiles them before they run.
+    ``replayable``: whether all it does is seen by `launcher.launch` or is an operator of PyTorch. A
+    pass of another backend runs as written in each call: its recording would lack launches.
     """
 
     name: str
@@ -120,7 +164,9 @@ class Backend:
 
     @property
     def forward_in_parts(self) -> Callable[..., None]:
-        """Import the forward pass of few queries over many keys, with the arguments of `Kernels.forward`."""
+        """Import the forward pass of few queries over many keys, with the arguments of
+        `Kernels.forward`.
+        """
         return import_module(self.parts_module).forward_in_parts
 
     @cached_property

@@ -3,7 +3,8 @@
 The first interpreted launch calls `repair`, which changes Triton for the whole process.
 
     fault of the interpreter                     repair
-    bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons, reductions and scans
+    bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons,
+                                                 reductions and scans
     arithmetic treats these as integers          to float32, round the results
     casts to bfloat16 truncate                   round to nearest, ties to even
     bfloat16 constants lack `get_bf16`           define it
@@ -14,7 +15,8 @@ The first interpreted launch calls `repair`, which changes Triton for the whole 
     tl.dot runs on BLAS threads                  one thread of torch's matmul: ranks share the cores
     tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
-    integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the time
+    integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the
+                                                 time
 
 Atomic adds of bfloat16 raise an error. Inline assembly and Gluon cannot be interpreted.
 """
@@ -33,19 +35,23 @@ import torch
 import triton
 import triton.language as tl
 
-parsing = threading.Lock()  # Python 3.11 shares one nesting counter between all threads that parse source
+# Python 3.11 shares one nesting counter between all threads that parse source
+parsing = threading.Lock()
 _launch = threading.RLock()
 _repaired = threading.Event()
 _patched: set[tuple] = set()  # ids of language modules that the current launch has patched
 
 
 def is_requested() -> bool:
-    """Return whether Triton interprets the kernels that are defined from now on: TRITON_INTERPRET is set."""
+    """Return whether Triton interprets the kernels that are defined from now on: TRITON_INTERPRET
+    is set.
+    """
     return triton.knobs.runtime.interpret
 
 
 def repair(kernel: Any = None) -> bool:
-    """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return whether it is.
+    """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return
+    whether it is.
 
     Raises ImportError if the repairs do not fit the installed release of Triton.
     """
@@ -73,7 +79,8 @@ def repair(kernel: Any = None) -> bool:
 
 def _misfit() -> ImportError:
     return ImportError(
-        f"canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9, and the repairs do not fit Triton {triton.__version__}: "
+        "canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9, and the repairs do not fit "
+        f"Triton {triton.__version__}: "
         "install one of those releases, or use canon.reference on the CPU"
     )
 
@@ -86,7 +93,9 @@ def _probe(x, out, N: tl.constexpr):
 
 
 def _computes_bfloat16() -> bool:
-    """Return whether an interpreted kernel has the bits of PyTorch on small integers, where every sum is exact."""
+    """Return whether an interpreted kernel has the bits of PyTorch on small integers, where every
+    sum is exact.
+    """
     from triton.runtime.interpreter import InterpretedFunction
 
     x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()
@@ -118,7 +127,9 @@ def narrow(values: Any) -> np.ndarray:
     """Return the uint16 bfloat16 patterns of numbers, rounded to nearest, ties to even."""
     values = np.asarray(values, np.float32)
     bits = np.ascontiguousarray(values).view(np.uint32).reshape(values.shape)
-    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(
+        np.uint16
+    )
 
 
 def _repair_bfloat16() -> None:
@@ -159,7 +170,10 @@ def _repair_bfloat16() -> None:
         return as_bf16(result) if is_bf16(d) else result
 
     def cast_impl(self, source, target, cast=builder.cast_impl):
-        if tl.bfloat16 not in (source.dtype.scalar, target.scalar) or source.dtype.scalar == target.scalar:
+        if (
+            tl.bfloat16 not in (source.dtype.scalar, target.scalar)
+            or source.dtype.scalar == target.scalar
+        ):
             return cast(self, source, target)
         values = widen(source.data) if is_bf16(source) else source.data
         if target.scalar == tl.bfloat16:
@@ -168,14 +182,26 @@ def _repair_bfloat16() -> None:
 
     def create_fp_to_fp(self, source, target, rounding, convert=builder.create_fp_to_fp):
         kinds = {source.dtype.scalar.name, target.scalar.name}
-        if "bf16" in kinds and not any(kind.startswith("fp8") for kind in kinds) and "RTZ" not in str(rounding):
+        if (
+            "bf16" in kinds
+            and not any(kind.startswith("fp8") for kind in kinds)
+            and "RTZ" not in str(rounding)
+        ):
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
 
     for name in ("binary_op", "ternary_op", "unary_op"):
-        setattr(builder, name, _except_selection(through_float32(getattr(builder, name)), getattr(builder, name)))
+        setattr(
+            builder,
+            name,
+            _except_selection(through_float32(getattr(builder, name)), getattr(builder, name)),
+        )
     builder.create_fma = through_float32(builder.create_fma)
-    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = create_dot, cast_impl, create_fp_to_fp
+    builder.create_dot, builder.cast_impl, builder.create_fp_to_fp = (
+        create_dot,
+        cast_impl,
+        create_fp_to_fp,
+    )
     if not hasattr(builder, "get_bf16"):
         builder.get_bf16 = lambda self, value: handle(narrow([value]), tl.bfloat16)
     for operation in (interpreter.ReduceOps, interpreter.ScanOps):
@@ -200,20 +226,28 @@ def _except_selection(repaired: Callable, method: Callable) -> Callable:
     return chosen
 
 
-def _reduced_wide(method: Callable, wide: Callable, as_bf16: Callable, is_bf16: Callable) -> Callable:
+def _reduced_wide(
+    method: Callable, wide: Callable, as_bf16: Callable, is_bf16: Callable
+) -> Callable:
     @wraps(method)
     def apply_impl(self, tensors):
         if not any(is_bf16(x.handle) for x in tensors):
             return method(self, tensors)
 
         def retyped(x, scalar, handle):
-            return tl.core.tensor(handle, tl.block_type(scalar, list(x.shape)) if x.type.is_block() else scalar)
+            return tl.core.tensor(
+                handle, tl.block_type(scalar, list(x.shape)) if x.type.is_block() else scalar
+            )
 
-        widened = tuple(retyped(x, tl.float32, wide(x.handle)) if is_bf16(x.handle) else x for x in tensors)
+        widened = tuple(
+            retyped(x, tl.float32, wide(x.handle)) if is_bf16(x.handle) else x for x in tensors
+        )
         results = method(self, widened)
         several = results if isinstance(results, (list, tuple)) else [results]
         rounded = [
-            retyped(y, tl.bfloat16, as_bf16(y.handle)) if is_bf16(x.handle) and y.dtype == tl.float32 else y
+            retyped(y, tl.bfloat16, as_bf16(y.handle))
+            if is_bf16(x.handle) and y.dtype == tl.float32
+            else y
             for x, y in zip(tensors, several, strict=False)
         ]
         return rounded if isinstance(results, (list, tuple)) else rounded[0]
@@ -277,13 +311,18 @@ def _repair_launches() -> None:
     def patch_builtin(package, builder, scope):
         if package not in builtins:
             members = inspect.getmembers(package)
-            builtins[package] = [(name, member) for name, member in members if tl.core.is_builtin(member)]
+            builtins[package] = [
+                (name, member) for name, member in members if tl.core.is_builtin(member)
+            ]
         for name, member in builtins[package]:
             interpreter._patch_attr(package, name, member, builder, scope)
 
-    known: dict[int, tuple[dict, tuple]] = {}  # holds the globals, so that no other object gets their id
+    # holds the globals, so that no other object gets their id
+    known: dict[int, tuple[dict, tuple]] = {}
     builtins: dict[Any, list] = {}
-    interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    interpreter.interpreter_builder.options = replace(
+        interpreter.interpreter_builder.options, sanitize_overflow=False
+    )
     interpreter._get_np_dtype = _looked_up_once(interpreter._get_np_dtype)
     interpreter.GridExecutor.__call__ = one_at_a_time
     interpreter.InterpretedFunction.rewrite = one_rewrite_at_a_time
@@ -306,6 +345,8 @@ def _looked_up_once(look_up: Callable) -> Callable:
 
 
 def _languages(names: dict) -> tuple:
-    """Return the ids of the language modules among the globals of a kernel. A launch patches these modules."""
+    """Return the ids of the language modules among the globals of a kernel. A launch patches these
+    modules.
+    """
     core = (tl, tl.core)
     return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

@@ -1,8 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so once for each key
-(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device stand for those of a `Gpu` or
-a CPU; their launches do nothing.
+Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so
+once for each key (`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on
+the meta device stand for those of a `Gpu` or a CPU; their launches do nothing.
 """
 
 import threading
@@ -27,18 +27,24 @@ _compiling = threading.Lock()
 _recorders = threading.local()
 
 
-def launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any) -> None:
-    """Launch ``ctas`` CTAs, with constants and options by name. Raises ValueError if shared memory does not suffice."""
+def launch(
+    kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any
+) -> None:
+    """Launch ``ctas`` CTAs, with constants and options by name. Raises ValueError if shared memory
+    does not suffice.
+    """
     recorder = getattr(_recorders, "current", None)
     try:
         if recorder is None:
             _launch(kernel, ctas, device, arguments, constants)
             return
-        with _disable_current_modes():  # record the launch, not the operators inside Triton's launcher
+        # record the launch, not the operators inside Triton's launcher
+        with _disable_current_modes():
             compiled = _launch(kernel, ctas, device, arguments, constants)
     except _out_of_resources() as error:
         raise ValueError(
-            f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this device has {error.limit}: "
+            f"{kernel.__name__} with {constants} needs {error.required} of {error.name}, but this "
+            f"device has {error.limit}: "
             'use backend("triton"), a narrower dtype or canon.reference'
         ) from error
     recorder.launched(kernel, compiled, ctas, arguments, constants)
@@ -57,7 +63,9 @@ def _repair(kernel: Any) -> None:
     repair(kernel)
 
 
-def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict) -> "CompiledKernel | None":
+def _launch(
+    kernel: Any, ctas: int, device: torch.device, arguments: tuple, constants: dict
+) -> "CompiledKernel | None":
     """Launch a kernel. Return the compiled kernel, or None on a CPU."""
     if device.type == "meta":
         return None
@@ -68,7 +76,9 @@ def _launch(kernel: Any, ctas: int, device: torch.device, arguments: tuple, cons
     key = kernel, device.index, *map(specialization, arguments), *constants.items()
     with torch.cuda.device(device.index):
         if (compiled := _compiled.get(key)) is not None:
-            compiled[ctas, 1, 1](*arguments, *map(constants.get, kernel.arg_names[len(arguments) :]))
+            compiled[ctas, 1, 1](
+                *arguments, *map(constants.get, kernel.arg_names[len(arguments) :])
+            )
             return compiled
         with _compiling:  # another thread may compile the same variant
             _repair(kernel)
@@ -86,13 +96,23 @@ def copy_back(x: Tensor, written: Tensor) -> None:
 
 
 def tma_loadable(x: Tensor, every_axis: bool = False) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: strides of axes of length 1 matter, too."""
-    return x.data_ptr() % 16 == 0 and _tma_strides(x.shape, x.stride(), x.element_size(), every_axis)
+    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: strides of axes of
+    length 1 matter, too.
+    """
+    return x.data_ptr() % 16 == 0 and _tma_strides(
+        x.shape, x.stride(), x.element_size(), every_axis
+    )
 
 
 @lru_cache(maxsize=4096)
-def _tma_strides(shape: torch.Size, strides: tuple[int, ...], itemsize: int, every_axis: bool) -> bool:
-    steps = [stride * itemsize for n, stride in zip(shape[:3], strides[:3], strict=True) if n > 1 or every_axis]
+def _tma_strides(
+    shape: torch.Size, strides: tuple[int, ...], itemsize: int, every_axis: bool
+) -> bool:
+    steps = [
+        stride * itemsize
+        for n, stride in zip(shape[:3], strides[:3], strict=True)
+        if n > 1 or every_axis
+    ]
     return strides[3] == 1 and all(step % 16 == 0 and 0 < step < 2**40 for step in steps)
 
 
@@ -163,7 +183,8 @@ def is_cpu(device: torch.device) -> bool:
 def gpu_of(device: torch.device) -> Gpu:
     """Return the properties of a CUDA device, or of the one that the meta device stands for.
 
-    Raises RuntimeError in a data loader's worker, which should not start CUDA, unless they are known there.
+    Raises RuntimeError in a data loader's worker, which should not start CUDA, unless they are
+    known there.
     """
     if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
         return gpu
@@ -173,13 +194,16 @@ def gpu_of(device: torch.device) -> Gpu:
         if device.index is None and len(found := set(_gpus.values())) == 1:
             return found.pop()
         raise RuntimeError(
-            f"the properties of {device} are unknown in this worker: call canon.fast.device.gpu_of in the training process "
+            f"the properties of {device} are unknown in this worker: call "
+            "canon.fast.device.gpu_of in the training process "
             "and pass its result as device"
         )
     properties = torch.cuda.get_device_properties(device)
     # ROCm numbers its architectures alike: gfx90a has 9.0
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    gpu = Gpu(capability, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    gpu = Gpu(
+        capability, properties.multi_processor_count, properties.shared_memory_per_block_optin
+    )
     return _gpus.setdefault(device, gpu)
 
 

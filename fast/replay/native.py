@@ -9,27 +9,43 @@ from typing import Any
 
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
-_NUMBERS = {"i1": "<b", "u1": "<B", "i8": "<b", "u8": "<B", "i32": "<i", "u32": "<I", "i64": "<q", "u64": "<Q"}
+_NUMBERS = {
+    "i1": "<b",
+    "u1": "<B",
+    "i8": "<b",
+    "u8": "<B",
+    "i32": "<i",
+    "u32": "<I",
+    "i64": "<q",
+    "u64": "<Q",
+}
 _NUMBERS |= {"fp32": "<f", "fp64": "<d"}
-_HOST_TYPE = {8: 10, 9: 8, 10: 9}  # Triton's number of an element type -> CUtensorMapDataType's, if different
+# Triton's number of an element type -> CUtensorMapDataType's, if different
+_HOST_TYPE = {8: 10, 9: 8, 10: 9}
 
 
 @lru_cache(maxsize=1)
 def native_module() -> ModuleType:
-    """Compile and load `replay.c` with Triton's compiler and cache. Raises NotReplayable without a C compiler."""
+    """Compile and load `replay.c` with Triton's compiler and cache. Raises NotReplayable without a
+    C compiler.
+    """
     import triton
     from triton.runtime.build import compile_module_from_src
 
     source = Path(__file__).with_name("replay.c").read_text()
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     try:
-        return compile_module_from_src(source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"])
+        return compile_module_from_src(
+            source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"]
+        )
     except Exception as error:
         raise NotReplayable(f"replay.c does not compile: {error}") from error
 
 
 def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
-    """Return an operation as `replay.c` expects it. Raises NotReplayable if it cannot launch the kernel."""
+    """Return an operation as `replay.c` expects it. Raises NotReplayable if it cannot launch the
+    kernel.
+    """
     if isinstance(operation, Zero):
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes
@@ -39,9 +55,16 @@ def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
     if isinstance(compiled, LoadedKernel):
         tensors = operation.arguments[: compiled.kernel.pointers]
         places = [place(operation.places[id(x)]) for x in tensors]
-        return compiled.packed(operation.blocks, operation.arguments, [(p.slot, p.offset) for p in places])
+        return compiled.packed(
+            operation.blocks, operation.arguments, [(p.slot, p.offset) for p in places]
+        )
     metadata = compiled.metadata
-    for name in ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"):
+    for name in (
+        "global_scratch_size",
+        "profile_scratch_size",
+        "launch_cooperative_grid",
+        "launch_pdl",
+    ):
         if getattr(metadata, name, 0):
             raise NotReplayable(f"a kernel needs {name}")
     if getattr(metadata, "num_ctas", 1) != 1:
@@ -76,7 +99,9 @@ def _parameters(
         raise NotReplayable(f"a kernel has a parameter of type {kind}")
 
 
-def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callable[[Place], Place]) -> Iterator[tuple]:
+def _tensor_map(
+    value: Any, metadata: dict | None, launch: Launch, place: Callable[[Place], Place]
+) -> Iterator[tuple]:
     p = place(launch.places[id(value.base)])
     if (
         metadata is None
@@ -90,6 +115,15 @@ def _tensor_map(value: Any, metadata: dict | None, launch: Launch, place: Callab
     size, element = metadata["elem_size"], metadata["elem_type"]
     strides = tuple(stride * size for stride in value.strides[:-1])
     box, shape = tuple(metadata["block_size"]), tuple(value.shape)
-    yield "m", p.slot, p.offset, _HOST_TYPE.get(element, element), metadata["swizzle"], box, shape, strides
+    yield (
+        "m",
+        p.slot,
+        p.offset,
+        _HOST_TYPE.get(element, element),
+        metadata["swizzle"],
+        box,
+        shape,
+        strides,
+    )
     yield from (("b", struct.pack("<i", n)) for n in value.shape)
     yield from (("b", struct.pack("<q", n)) for n in value.strides)

@@ -1,4 +1,6 @@
-"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as (buffer, offset)."""
+"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as
+(buffer, offset).
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from canon.fast.tables.device_plans import Upload
 
-# Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run as written and free each
-# one early; the GPU hides their host time.
+# Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run
+# as written and free each one early; the GPU hides their host time.
 MOST_BYTES = 1 << 28
 
 
@@ -20,7 +22,8 @@ def _operators(names: str) -> frozenset[str]:
 
 # Views, and operators that change no memory.
 _HARMLESS = _operators(
-    "alias as_strided detach expand lift_fresh narrow permute reshape select slice split split_with_sizes squeeze t "
+    "alias as_strided detach expand lift_fresh narrow permute reshape select slice split "
+    "split_with_sizes squeeze t "
     "transpose unbind unflatten unsqueeze view _reshape_alias _unsafe_view record_stream"
 )
 _MAKES = _operators("empty empty_like empty_strided new_empty new_empty_strided")
@@ -33,7 +36,9 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into tensor ``slot`` of the pass, or temporary n if ``slot`` is -2 - n; absolute for -1."""
+    """An address: ``offset`` bytes into tensor ``slot`` of the pass, or temporary n if ``slot`` is
+    -2 - n; absolute for -1.
+    """
 
     slot: int
     offset: int
@@ -71,7 +76,8 @@ class Recorder(TorchDispatchMode):
     plans: list[Tensor] = field(default_factory=list)
     uploads: list[Upload] = field(default_factory=list)
     reason: str = ""
-    places: dict[int, Place] = field(default_factory=dict)  # by address; the recorder keeps all tensors alive
+    # by address; the recorder keeps all tensors alive
+    places: dict[int, Place] = field(default_factory=dict)
 
     def __post_init__(self):
         super().__init__()
@@ -88,7 +94,9 @@ class Recorder(TorchDispatchMode):
                     self.give_up(f"the pass allocates more than {MOST_BYTES >> 20} MB")
         elif name == "aten::zero_" or (name == "aten::fill_" and args[1] == 0):
             self._zero(args[0])
-        elif name not in _HARMLESS and any(isinstance(x, Tensor) and x.device == device for x in args):
+        elif name not in _HARMLESS and any(
+            isinstance(x, Tensor) and x.device == device for x in args
+        ):
             self.give_up(f"the pass calls {name}")
         return result
 
@@ -97,7 +105,9 @@ class Recorder(TorchDispatchMode):
         self.reason = self.reason or reason
         self.temporaries.clear()
 
-    def launched(self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]) -> None:
+    def launched(
+        self, kernel: Any, compiled: Any, blocks: int, arguments: tuple, constants: dict[str, Any]
+    ) -> None:
         if self.reason:
             return
         try:
@@ -126,7 +136,11 @@ class Recorder(TorchDispatchMode):
             self.give_up("the pass sets a tensor with gaps to zero")
         elif place.slot >= 0:
             self.operations.append(Zero(place, x.numel() * x.element_size()))
-        elif place.offset or x.numel() != self.temporaries[-2 - place.slot].numel() or -2 - place.slot in self.used:
+        elif (
+            place.offset
+            or x.numel() != self.temporaries[-2 - place.slot].numel()
+            or -2 - place.slot in self.used
+        ):
             self.give_up("the pass sets a temporary to zero late, or a part of it")
         else:
             self.zeroed.add(-2 - place.slot)

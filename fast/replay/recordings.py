@@ -1,18 +1,21 @@
-"""Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call into C afterwards.
+"""Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call
+into C afterwards.
 
-A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the tensors (shapes, strides,
-dtypes, alignment, device) and on the other arguments. The first call of a kind runs as written while a `Recorder` notes
+A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the
+tensors (shapes, strides, dtypes, alignment, device) and on the other arguments. The first call of a
+kind runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset among the launches
+    zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
+                   among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
-A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass runs as written in each
-call (`PreparedPass.reason`) if it does anything else with tensors, uses one of unknown origin, launches no kernel, or takes a
-kernel backend that is not ``replayable``. So a replay never reads memory that it was not given, nor leaves out a kernel that
-was launched past the launcher.
-"""
+A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
+runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
+of unknown origin, launches no kernel, or takes a kernel backend that is not ``replayable``. So a
+replay never reads memory that it was not given, nor leaves out a kernel that was launched past the
+launcher."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -34,7 +37,9 @@ UNSEEN = "the pass launches no kernel that was seen"
 
 
 class PreparedPass:
-    """The launches of one pass, for tensors of one kind. ``held``: the plans' tensors that they read."""
+    """The launches of one pass, for tensors of one kind. ``held``: the plans' tensors that they
+    read.
+    """
 
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
@@ -56,7 +61,9 @@ class PreparedPass:
 
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
         """Enqueue the launches on the current stream. ``addresses`` are those of the tensors."""
-        room = torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
+        room = (
+            torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
+        )
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         # Stream 0 is never captured.
         if stream not in self._streams or (stream and torch._C._cuda_isCurrentStreamCapturing()):
@@ -84,13 +91,18 @@ class PreparedPass:
         launches = [x for x in operations if isinstance(x, Launch)]
         self.held = tuple(
             {
-                x.data_ptr(): x for one in launches for x in tensors_of(one.arguments) if one.places[id(x)].slot == -1
+                x.data_ptr(): x
+                for one in launches
+                for x in tensors_of(one.arguments)
+                if one.places[id(x)].slot == -1
             }.values()
         )
         self._run = self._bound(operations, place)
 
     @staticmethod
-    def _bound(operations: list[Launch | Zero], place: Callable[[Place], Place]) -> Callable[..., None]:
+    def _bound(
+        operations: list[Launch | Zero], place: Callable[[Place], Place]
+    ) -> Callable[..., None]:
         native = native_module()
         try:
             return partial(native.run, native.make(tuple(packed(x, place) for x in operations)))
@@ -99,9 +111,13 @@ class PreparedPass:
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
-    """Return each temporary's offset in the workspace, zeroed ones first, and the bytes of these and of all."""
+    """Return each temporary's offset in the workspace, zeroed ones first, and the bytes of these
+    and of all.
+    """
     offsets, zeros, end = {}, 0, 0
-    for number in sorted(range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed):
+    for number in sorted(
+        range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed
+    ):
         offsets[number] = end
         end += -(-recorder.temporaries[number].untyped_storage().nbytes() // ALIGNMENT) * ALIGNMENT
         if number in recorder.zeroed:
@@ -123,15 +139,17 @@ def replayed(
     *options: Hashable,
     kind: Hashable = None,
 ) -> None:
-    """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such tensors and options.
+    """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such
+    tensors and options.
 
-    ``body`` writes into given tensors and returns None. The first tensor is not None; all are on its device. All else that
-    the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for all of this; None makes one.
-    """
+    ``body`` writes into given tensors and returns None. The first tensor is not None; all are on
+    its device. All else that the launches depend on is in ``options`` or `_settings`. ``kind``: the
+    caller's key for all of this; None makes one."""
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (
-        prepared is None or any(FORCED) or launcher.is_recording()  # they belong to the pass that is being recorded
+        # they belong to the pass that is being recorded
+        prepared is None or any(FORCED) or launcher.is_recording()
     ):
         body(*tensors, *options)
         return
@@ -163,7 +181,10 @@ def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
 
 
 def _recorded(
-    body: Callable[..., None], tensors: tuple[Tensor | None, ...], given: tuple[Tensor, ...], options: tuple
+    body: Callable[..., None],
+    tensors: tuple[Tensor | None, ...],
+    given: tuple[Tensor, ...],
+    options: tuple,
 ) -> Recorder:
     """Run the pass as written, and record it. ``given``: the ``tensors`` that are not None."""
     recorder = Recorder(given)

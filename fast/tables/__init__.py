@@ -1,1 +1,3 @@
-"""What the kernels read beside tensors, built on the host: which tiles to visit, in which order, and where."""
+"""What the kernels read beside tensors, built on the host: which tiles to visit, in which order,
+and where.
+"""

@@ -5,9 +5,9 @@
     another stream       `Tensor.record_stream`: the allocator waits for that stream
     a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
-A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses it. Another process can
-make the host's part ahead (`canon.fast.preparation`), with tensors on the meta device.
-"""
+A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses
+it. Another process can make the host's part ahead (`canon.fast.preparation`), with tensors on the
+meta device."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ from canon.masks import plan_cache
 from canon.masks.plan_cache import are_noted, keep_for_stream
 
 NEW_WHILE_CAPTURING = (
-    "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once before the capture"
+    "a CUDA graph is being captured, and this mask, layout or shape is new: make the call once "
+    "before the capture"
 )
 
 META = torch.device("meta")
@@ -32,11 +33,12 @@ _observers = threading.local()
 
 
 def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a pure function of positional arguments that makes a plan on the host. A call has one more, the device.
+    """Decorate a pure function of positional arguments that makes a plan on the host. A call has
+    one more, the device.
 
-    The call returns the plan with its arrays as tensors on the device, valid for later kernels of the current stream. A plan
-    is an array, or a tuple with arrays. Plans on the host are cached only if they are made ahead.
-    """
+    The call returns the plan with its arrays as tensors on the device, valid for later kernels of
+    the current stream. A plan is an array, or a tuple with arrays. Plans on the host are cached
+    only if they are made ahead."""
 
     def on_host(args: tuple) -> Any:
         if are_noted():
@@ -72,7 +74,9 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[None]:
-    """Within the block, call ``note`` with tensors and upload of each plan that this thread looks up."""
+    """Within the block, call ``note`` with tensors and upload of each plan that this thread looks
+    up.
+    """
     _observers.current = note
     try:
         yield
@@ -83,8 +87,8 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
 def uploaded(plan: Any, device: torch.device | str) -> Any:
     """Return the plan with its arrays on the device. The host does not wait.
 
-    A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source until the copy is complete.
-    """
+    A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source
+    until the copy is complete."""
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)
         pinned = torch.device(device).type == "cuda"
@@ -104,9 +108,11 @@ class Upload:
         self.event.record(self.stream)
 
     def wait(self) -> bool:
-        """Make the current stream wait for the uploads. Return False once they are known to be complete.
+        """Make the current stream wait for the uploads. Return False once they are known to be
+        complete.
 
-        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before it.
+        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before
+        it.
         """
         event = self.event
         if event is None or torch.cuda.is_current_stream_capturing():

@@ -4,20 +4,23 @@
     1 query         |   part 0    |   part 1    |   part 2    |  part 3  |
                         out, lse      out, lse      out, lse    out, lse      merged in this order
 
-**Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and at least 4,096 keys is
-computed in parts, unless it has ``rank_invariant=True`` or a backend other than "triton" is forced. Different masks of several
-sequences count as one mask over all of them. With ``rank_invariant=True`` there are no parts: on Hopper
-`canon.fast.kernels.gluon.few_queries` shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
+**Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and
+at least 4,096 keys is computed in parts, unless it has ``rank_invariant=True`` or a backend other
+than "triton" is forced. Different masks of several sequences count as one mask over all of them.
+With ``rank_invariant=True`` there are no parts: on Hopper `canon.fast.kernels.gluon.few_queries`
+shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
 
-**Bits.** A part begins at a multiple of 2,048 keys. Its tiles begin at multiples of their size, are visited in order, and
-run the same instructions whether a query sees all of a tile or a part of it. A tile that a query does not see leaves the
-state of the query as it is. So the bits of a query depend on the positions of its keys, and not on other queries, sequences
-or heads of the call, nor on the number of SMs.
+**Bits.** A part begins at a multiple of 2,048 keys. Its tiles begin at multiples of their size, are
+visited in order, and run the same instructions whether a query sees all of a tile or a part of it.
+A tile that a query does not see leaves the state of the query as it is. So the bits of a query
+depend on the positions of its keys, and not on other queries, sequences or heads of the call, nor
+on the number of SMs.
 
-**Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts with a visible cell, or 1.
+**Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts
+with a visible cell, or 1.
 
-**Table.** A word of 64 bits holds which of 64 keys a query sees: t s / 8 bytes on the device for t queries x s keys.
-"""
+**Table.** A word of 64 bits holds which of 64 keys a query sees: t s / 8 bytes on the device for t
+queries x s keys."""
 
 from typing import Any, NamedTuple
 
@@ -37,17 +40,23 @@ ALL = np.uint64(2**64 - 1)
 
 
 def has_parts(mask: AnyMask) -> bool:
-    """Return whether a call with this mask is computed in parts, if its function and options allow it."""
+    """Return whether a call with this mask is computed in parts, if its function and options allow
+    it.
+    """
     return isinstance(mask, Mask) and 0 < mask.queries <= MOST_QUERIES and mask.keys >= FEWEST_KEYS
 
 
 class PartTable(NamedTuple):
-    """The table that the kernel of the parts reads. A tile has ``rows`` pairs of a query and a head of its group.
+    """The table that the kernel of the parts reads. A tile has ``rows`` pairs of a query and a head
+    of its group.
 
-    work: (parts * row tiles, 4), int32: first row, first key, end of the keys, and the number of the part among ``parts``.
+    work: (parts * row tiles, 4), int32: first row, first key, end of the keys, and the number of
+    the part among ``parts``.
         Keys are multiples of 64, or both 0 if the rows see no key of the part.
-    words: (words, queries + row tiles), int64: bit j of row i, column q: query q sees key 64 i + j. A further column of each
-        row tile has the keys that it loads: those that any query sees, if a row of the tile sees one of the word.
+    words: (words, queries + row tiles), int64: bit j of row i, column q: query q sees key 64 i + j.
+    A further column of each
+        row tile has the keys that it loads: those that any query sees, if a row of the tile sees
+        one of the word.
     parts: number of parts with a visible cell, or 1.
     loads_all: the work visits only keys that are loaded.
     """
@@ -60,7 +69,8 @@ class PartTable(NamedTuple):
 
 @device_plan
 def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
-    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of ``part`` keys.
+    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of
+    ``part`` keys.
 
     Raises ValueError unless ``part`` is a multiple of 64.
     """
@@ -73,25 +83,40 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
     for first in range(0, mask.queries * share, rows):
         own = words[:, first // share : -(-min(first + rows, mask.queries * share) // share)].any(1)
         visited = np.flatnonzero(own)
-        begin, end = (np.searchsorted(visited * WORD // part, parts, side) for side in ("left", "right"))
+        begin, end = (
+            np.searchsorted(visited * WORD // part, parts, side) for side in ("left", "right")
+        )
         some, padded = end > begin, np.append(visited, 0)
         begin, end = padded[begin] * some, (padded[end - 1] + 1) * some
-        work.append(np.stack([np.full_like(parts, first), begin * WORD, end * WORD, np.arange(len(parts))], 1))
+        work.append(
+            np.stack(
+                [np.full_like(parts, first), begin * WORD, end * WORD, np.arange(len(parts))], 1
+            )
+        )
         loaded.append(np.where(own, seen, 0))
     table = np.ascontiguousarray(np.concatenate([words, np.stack(loaded, 1)], 1)).view(np.int64)
-    ordered = np.stack(work, 1).reshape(-1, 4).astype(np.int32)  # row tiles of one part are neighbours: they share keys
+    # row tiles of one part are neighbours: they share keys
+    ordered = np.stack(work, 1).reshape(-1, 4).astype(np.int32)
     return PartTable(ordered, table, len(parts), _loads_all(work, loaded, mask.keys))
 
 
 def visible_words(mask: Mask) -> np.ndarray:
-    """Return uint64 words (keys / 64, queries): bit j of word i, query q, is set if q sees key 64 i + j."""
+    """Return uint64 words (keys / 64, queries): bit j of word i, query q, is set if q sees key 64 i
+    + j.
+    """
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     band, place = counted(q_stop - q_start)
     query = q_start[band] + place
-    left, last = np.maximum(k_start[band], query + lo[band]), np.minimum(k_stop[band], query + hi[band] + 1) - 1
+    left, last = (
+        np.maximum(k_start[band], query + lo[band]),
+        np.minimum(k_stop[band], query + hi[band] + 1) - 1,
+    )
     query, left, last = (x[last >= left] for x in (query, left, last))
     first, end = left // WORD, last // WORD
-    head, tail = ALL << (left % WORD).astype(np.uint64), ALL >> (WORD - 1 - last % WORD).astype(np.uint64)
+    head, tail = (
+        ALL << (left % WORD).astype(np.uint64),
+        ALL >> (WORD - 1 - last % WORD).astype(np.uint64),
+    )
     head, several = np.where(first == end, head & tail, head), first < end
     # Between ``first`` and ``end``, a query sees whole words: their sum over the words before is 1.
     inner = np.zeros((mask.queries, -(-mask.keys // WORD) + 1), np.int8)
@@ -108,4 +133,6 @@ def _loads_all(work: list[np.ndarray], loaded: list[np.ndarray], keys: int) -> b
     if keys % WORD:
         whole[-1] >>= np.uint64(WORD - keys % WORD)
     missing = (np.append(0, np.cumsum(x != whole)) for x in loaded)
-    return all((m[w[:, 2] // WORD] == m[w[:, 1] // WORD]).all() for w, m in zip(work, missing, strict=True))
+    return all(
+        (m[w[:, 2] // WORD] == m[w[:, 1] // WORD]).all() for w, m in zip(work, missing, strict=True)
+    )

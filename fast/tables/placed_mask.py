@@ -1,14 +1,17 @@
-"""A mask between two buffers, with the work tiles of the whole sequence: for ``rank_invariant=True``.
+"""A mask between two buffers, with the work tiles of the whole sequence: for
+``rank_invariant=True``.
 
-The work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own pieces and moves their
-coordinates to its buffers:
+The work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own
+pieces and moves their coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
-    buffer of keys    rows 0:256 hold tokens 128:384, rows 256:384 of the next rank hold tokens 0:128
-    moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in sequence order
+    buffer of keys    rows 0:256 hold tokens 128:384, rows 256:384 of the next rank hold tokens
+                      0:128
+    moved table       visits rows 256:384, 0:128 (full), then rows 128:256 (partial): still in
+                      sequence order
 
-Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides divide 128: no tile holds two pieces.
-"""
+Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides divide 128: no tile
+holds two pieces."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,7 +32,8 @@ from canon.route.rank_invariance import TILE, Piece
 
 
 class Placement(NamedTuple):
-    """The pieces of a buffer in sequence order: tokens ``start:stop`` are in the rows from ``start + shift`` on.
+    """The pieces of a buffer in sequence order: tokens ``start:stop`` are in the rows from ``start
+    + shift`` on.
 
     ``end``: ``stop`` rounded up to whole tiles.
     """
@@ -42,10 +46,11 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class PlacedMask:
-    """The mask between a buffer of ``queries`` rows and one of ``keys`` rows, which hold pieces of the sequence of ``whole``.
+    """The mask between a buffer of ``queries`` rows and one of ``keys`` rows, which hold pieces of
+    the sequence of ``whole``.
 
-    ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one does not begin at a
-    multiple of 128, in the sequence and in the buffer.
+    ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one
+    does not begin at a multiple of 128, in the sequence and in the buffer.
     """
 
     whole: Mask
@@ -57,7 +62,9 @@ class PlacedMask:
     def __post_init__(self):
         for row, tokens in (*self.query_pieces, *self.key_pieces):
             if row % TILE or tokens.start % TILE or tokens.step != 1:
-                raise ValueError(f"tokens {tokens} at row {row} do not begin at a multiple of {TILE}")
+                raise ValueError(
+                    f"tokens {tokens} at row {row} do not begin at a multiple of {TILE}"
+                )
 
     @cached_property
     def _hash(self) -> int:
@@ -77,12 +84,18 @@ class PlacedMask:
         return 500 + self.whole.nbytes + 200 * (len(self.query_pieces) + len(self.key_pieces))
 
     def placement(self, keys: bool) -> Placement:
-        pieces = sorted(self.key_pieces if keys else self.query_pieces, key=lambda piece: piece[1].start)
-        row, start, stop = np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
+        pieces = sorted(
+            self.key_pieces if keys else self.query_pieces, key=lambda piece: piece[1].start
+        )
+        row, start, stop = (
+            np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
+        )
         return Placement(start, stop, -(-stop // TILE) * TILE, row - start)
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "PlacedMask":
-        """Return the mask over these rows of the buffers, which begin and end at multiples of 128 or at a buffer's end."""
+        """Return the mask over these rows of the buffers, which begin and end at multiples of 128
+        or at a buffer's end.
+        """
         queries, keys = queries or range(self.queries), keys or range(self.keys)
         pieces = _kept(self.query_pieces, queries), _kept(self.key_pieces, keys)
         return PlacedMask(self.whole, *pieces, len(queries), len(keys))
@@ -98,7 +111,8 @@ class PlacedMask:
     def moved(
         self, tiles: np.ndarray, spans: np.ndarray, columns: int, transposed: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the own tiles and their spans of an `ordered_table` of ``whole``, in rows of the buffers.
+        """Return the own tiles and their spans of an `ordered_table` of ``whole``, in rows of the
+        buffers.
 
         Raises RuntimeError if a buffer lacks visited tokens.
         """
@@ -109,22 +123,32 @@ class PlacedMask:
         first = spans[span, 0].astype(np.int64)
         last = first + spans[span, 1] * columns
         part, piece = expanded(
-            np.searchsorted(visited.end, first, "right"), np.searchsorted(visited.start, last, "left")
+            np.searchsorted(visited.end, first, "right"),
+            np.searchsorted(visited.start, last, "left"),
         )
-        begin, end = np.maximum(first[part], visited.start[piece]), np.minimum(last[part], visited.end[piece])
+        begin, end = (
+            np.maximum(first[part], visited.start[piece]),
+            np.minimum(last[part], visited.end[piece]),
+        )
         if (end - begin).sum() != (last - first).sum():
             raise RuntimeError("a buffer lacks tokens that its tiles visit")
         tile, right = tile[part], visited.shift[piece]
         made = spans[span[part]].astype(np.int64)
         made[:, 0], made[:, 1] = begin + right, (end - begin) // columns
-        moves = np.stack([down[tile], down[tile], right, right, right - down[tile], right - down[tile]], 1)
+        moves = np.stack(
+            [down[tile], down[tile], right, right, right - down[tile], right - down[tile]], 1
+        )
         made[:, 2:] += np.where(made[:, 3:4] > 0, moves, 0)
         chains = moved_chains(made, spans, moves)
         stops = np.cumsum(np.bincount(tile, minlength=len(tiles)))
         rows = tiles[:, :2] + down[:, None]
-        return np.stack([*rows.T, np.append(0, stops)[: len(tiles)], stops, stops], 1), np.concatenate([made, chains])
+        return np.stack(
+            [*rows.T, np.append(0, stops)[: len(tiles)], stops, stops], 1
+        ), np.concatenate([made, chains])
 
-    def untouched(self, keys: bool, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def untouched(
+        self, keys: bool, starts: np.ndarray, stops: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return the ranges of rows of a buffer without a token that the whole mask touches.
 
         ``starts:stops`` are the untouched tokens, in ranges that do not meet.
@@ -152,16 +176,22 @@ def whole_of(mask: AnyMask) -> Mask:
 def in_place(mask: Mask) -> PlacedMask:
     """Return the placed mask of one rank: both buffers are the sequence itself."""
     queries, keys = ((0, range(mask.queries)),), ((0, range(mask.keys)),)
-    return PlacedMask(mask, queries if mask.queries else (), keys if mask.keys else (), mask.queries, mask.keys)
+    return PlacedMask(
+        mask, queries if mask.queries else (), keys if mask.keys else (), mask.queries, mask.keys
+    )
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d) or a contiguous copy: tensors that TMA cannot load would get another configuration."""
+    """Return x (b, t, h, d) or a contiguous copy: tensors that TMA cannot load would get another
+    configuration.
+    """
     return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x or a contiguous copy, aligned and strided as a new tensor: delta is added in an order that this decides."""
+    """Return x or a contiguous copy, aligned and strided as a new tensor: delta is added in an
+    order that this decides.
+    """
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
     return x.reshape(-1).view(x.shape)  # an axis of length 1 may have any stride
@@ -170,7 +200,8 @@ def canonical(x: Tensor) -> Tensor:
 def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
     """Return the parts of the pieces in these rows, counted from the first row."""
     parts = [
-        (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)]) for row, tokens in pieces
+        (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)])
+        for row, tokens in pieces
     ]
     return tuple((row - rows.start, tokens) for row, tokens in parts if tokens)
 

@@ -1,7 +1,7 @@
 """Costs of work tiles, and the imbalance of the SMs that share them.
 
-The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells are compared with a band), and a work tile
-`FIXED` more: its start, and the write of its result.
+The unit is the time for a full tile. A partial tile costs `PARTIAL` (its cells are compared with a
+band), and a work tile `FIXED` more: its start, and the write of its result.
 """
 
 from functools import lru_cache
@@ -34,22 +34,35 @@ class TileCosts(NamedTuple):
 
 
 @cached_part
-def tile_costs(mask: AnyMask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int) -> TileCosts:
-    """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat`` times."""
+def tile_costs(
+    mask: AnyMask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
+) -> TileCosts:
+    """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat``
+    times.
+    """
     tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
-    before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])  # visited tiles before each span
+    # visited tiles before each span
+    before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])
     _, _, begin, full, end = tiles.T
-    cost = repeat * ((before[full] - before[begin]) * PARTIAL + (before[end] - before[full])) + FIXED
+    cost = (
+        repeat * ((before[full] - before[begin]) * PARTIAL + (before[end] - before[full])) + FIXED
+    )
     return TileCosts(tiles, spans, cost)
 
 
 @cached_plan
-def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int) -> bool:
-    """Return whether dk and dv need an owner for each query head, because owners per key head leave SMs too unequal.
+def needs_more_owners(
+    mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int
+) -> bool:
+    """Return whether dk and dv need an owner for each query head, because owners per key head leave
+    SMs too unequal.
 
     The bounds 1 <= imbalance <= `_imbalance_bound` decide most masks; margins cover rounding.
     """
-    by_key, by_query = (mask, rows, columns, key_heads, query_heads // key_heads), (mask, rows, columns, query_heads, 1)
+    by_key, by_query = (
+        (mask, rows, columns, key_heads, query_heads // key_heads),
+        (mask, rows, columns, query_heads, 1),
+    )
     margin = 1e-6
     if _imbalance_bound(*by_key, sms) <= MORE_OWNERS - margin:
         return False
@@ -63,7 +76,8 @@ def needs_more_owners(mask: Mask, rows: int, columns: int, key_heads: int, query
 
 @cached_plan
 def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
-    """Return the work of the busiest SM over the mean, if the longest work tile always goes to the SM with the least work.
+    """Return the work of the busiest SM over the mean, if the longest work tile always goes to the
+    SM with the least work.
 
     Each of the ``owners`` sums ``each`` query heads.
     """
@@ -75,7 +89,9 @@ def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: 
     return float(load.max() / load.mean()) if len(cost) else 1.0
 
 
-def _imbalance_bound(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
+def _imbalance_bound(
+    mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int
+) -> float:
     """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile."""
     cost = _active_costs(mask, rows, columns, each)
     return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0

@@ -1,19 +1,20 @@
 """Turn a mask into a work table: the tiles of keys that each tile of queries visits.
 
-    mask                 query tiles    spans of key tiles, of BN = 2 keys
-    x . . . . .          rows 0:2       partial: keys 0:2
+    mask          query tiles   spans of key tiles, of BN = 2 keys
+    x . . . . .   rows 0:2      partial: keys 0:2
     x x . . . .
-    x x x . . .          rows 2:4       partial: keys 2:4     full: keys 0:2
+    x x x . . .   rows 2:4      partial: keys 2:4     full: keys 0:2
     x x x x . .
-    . . . . x .          rows 4:6       partial: keys 4:6     (another document: tiles start where it does)
+    . . . . x .   rows 4:6      partial: keys 4:6     (another document: tiles start where it does)
     . . . . x x
 
-All rows of a tile see all of a *full* span; a *partial* span holds its band. Tiles are cut at the ends of bands where that
-saves visits, and the longest come first. The transposed table, for dk and dv, swaps queries and keys.
+All rows of a tile see all of a *full* span; a *partial* span holds its band. Tiles are cut at the
+ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
+dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span. Source: FlexAttention
-(Dong et al., 2024) introduced block masks with full and partial tiles; bands replace its callbacks.
-"""
+Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span.
+Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands
+replace its callbacks."""
 
 from itertools import chain
 from typing import Any, NamedTuple
@@ -33,12 +34,15 @@ TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end
 class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
-    tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans spans[partial:full],
+    tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans
+    spans[partial:full],
         full spans spans[full:end]. Each row is in one tile, fully masked rows included.
-    spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the band in the table's
-        orientation: row start, stop, column start, stop, lo, hi; zeros if full. `key_order` has those of a `PlacedMask`.
-    visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a `PlacedMask`: of all ranks.
-    """
+    spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the
+    band in the table's
+        orientation: row start, stop, column start, stop, lo, hi; zeros if full. `key_order` has
+        those of a `PlacedMask`.
+    visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a
+    `PlacedMask`: of all ranks."""
 
     tiles: Any  # an array, or a tensor on a device
     spans: Any
@@ -46,7 +50,9 @@ class WorkTable(NamedTuple):
 
 
 @device_plan
-def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, chained: bool) -> WorkTable:
+def work_table(
+    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, chained: bool
+) -> WorkTable:
     """Return `host_table` without boxes, as int32. All spans of a `PlacedMask` have a band."""
     tiles, spans, visited = host_table(mask, rows, columns, small, transposed, chained=chained)
     spans = everywhere_banded(spans) if isinstance(mask, PlacedMask) else spans
@@ -54,16 +60,25 @@ def work_table(mask: AnyMask, rows: int, columns: int, small: int, transposed: b
 
 
 def host_table(
-    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool = False, boxes: int = 0, chained: bool = True
+    mask: AnyMask,
+    rows: int,
+    columns: int,
+    small: int,
+    transposed: bool = False,
+    boxes: int = 0,
+    chained: bool = True,
 ) -> WorkTable:
-    """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x queries if ``transposed``.
+    """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x
+    queries if ``transposed``.
 
-    A `PlacedMask` has the own tiles of the whole mask's `ordered_table`. Its tiles and spans begin at multiples of their sizes.
+    A `PlacedMask` has the own tiles of the whole mask's `ordered_table`. Its tiles and spans begin
+    at multiples of their sizes.
 
     Args:
         small: columns of partial tiles, a divisor of ``columns``; of a `PlacedMask`, ``columns``.
-        boxes: spans begin at multiples of it, for kernels that load boxes of this many columns; else 0. A tile with
-            fewer than ``rows`` rows then has partial spans only, which mask the rows behind its end.
+        boxes: spans begin at multiples of it, for kernels that load boxes of this many columns;
+            else 0. A tile with fewer than ``rows`` rows then has partial spans only, which mask the
+            rows behind its end.
         chained: as in `ordered_table`, for a `PlacedMask`.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
@@ -78,8 +93,12 @@ def host_table(
 
 
 @cached_plan
-def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0) -> tuple[float, int]:
-    """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask` counts as a whole."""
+def visits(
+    mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0
+) -> tuple[float, int]:
+    """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask`
+    counts as a whole.
+    """
     if isinstance(mask, PlacedMask):
         cut = _even_cut(mask.whole, rows, columns, transposed)
     else:
@@ -89,7 +108,9 @@ def visits(mask: AnyMask, rows: int, columns: int, transposed: bool = False, box
 
 @cached_plan
 def band_array(mask: AnyMask) -> np.ndarray:
-    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi. Columns are contiguous."""
+    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi. Columns are
+    contiguous.
+    """
     numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
     return np.asfortranarray(numbers.reshape(-1, 6))
 
@@ -99,8 +120,11 @@ def area(mask: AnyMask) -> int:
     """Return ``mask.area``, the number of visible cells, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
-    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi  # diagonals outside the band
-    return int((queries * keys - _corners(queries, keys, below) - _corners(queries, keys, above)).sum())
+    # diagonals outside the band
+    below, above = lo - (k_start - q_stop + 1), (k_stop - 1 - q_start) - hi
+    return int(
+        (queries * keys - _corners(queries, keys, below) - _corners(queries, keys, above)).sum()
+    )
 
 
 def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
@@ -110,8 +134,12 @@ def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np
 
 
 @cached_part  # `visits` and the table share a cut
-def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> Cut:
-    """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs about a visit."""
+def _best_cut(
+    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int
+) -> Cut:
+    """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs
+    about a visit.
+    """
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
@@ -120,22 +148,33 @@ def _best_cut(mask: AnyMask, rows: int, columns: int, small: int, transposed: bo
 
 
 def _even_cut(mask: AnyMask, rows: int, columns: int, transposed: bool) -> Cut:
-    """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError unless both divide 128."""
+    """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError
+    unless both divide 128.
+    """
     if TILE % rows or TILE % columns:
-        raise ValueError(f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}")
+        raise ValueError(
+            f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}"
+        )
     bands, size = _bands_and_size(mask, rows, columns, transposed)
     return _cut(bands, size, np.arange(0, size, rows), 1, columns, boxes=columns)
 
 
 def _own_part(mask: PlacedMask, cut: Cut, transposed: bool) -> Cut:
     own = mask.owned(cut.starts, transposed)[cut.tile]
-    kept = {name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")}
+    kept = {
+        name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")
+    }
     return cut._replace(**kept)
 
 
-def _bands_and_size(mask: AnyMask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+def _bands_and_size(
+    mask: AnyMask, rows: int, columns: int, transposed: bool
+) -> tuple[np.ndarray, int]:
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
-        raise ValueError(f"the kernels count tokens in 32 bits: {mask.queries} queries x {mask.keys} keys are too many")
+        raise ValueError(
+            f"the kernels count tokens in 32 bits: {mask.queries} queries x "
+            f"{mask.keys} keys are too many"
+        )
     q_start, q_stop, k_start, k_stop, lo, hi = bands = band_array(mask).T
     if transposed:
         return np.stack([k_start, k_stop, q_start, q_stop, -hi, -lo]), mask.keys
@@ -145,7 +184,8 @@ def _bands_and_size(mask: AnyMask, rows: int, columns: int, transposed: bool) ->
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     """First rows of tiles that restart where bands begin or end, if a whole tile fits before."""
     ends = np.sort(np.append(bands[:2], [0, size]))
-    following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()  # from a cut, the next one
+    # from a cut, the next one
+    following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()
     last, cuts = following[0], [0]
     while last != cuts[-1]:  # 50 ns for each cut
         cuts.append(last)
@@ -155,8 +195,12 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
     return cuts[owner] + rows * place
 
 
-def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int) -> Cut:
-    """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times ``small`` columns."""
+def _cut(
+    bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int
+) -> Cut:
+    """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times
+    ``small`` columns.
+    """
     stops = np.append(starts[1:], size)[: len(starts)]
     first_tile = np.searchsorted(starts, bands[0], "right") - 1
     band, place = counted(np.searchsorted(starts, bands[1], "left") - first_tile)
@@ -170,8 +214,12 @@ def _cut(bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: in
     return Cut(bands, starts, stops, band, tile, first, last, begin, end, number)
 
 
-def _table(cut: Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full, partial."""
+def _table(
+    cut: Cut, rows: int, columns: int, small: int, boxes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full,
+    partial.
+    """
     bands, starts, stops, band, tile, first, last, begin, end, _ = cut
     _, _, start, stop, lo, hi = bands.take(band, 1)
     all_begin, all_end = (
@@ -187,14 +235,19 @@ def _table(cut: Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[n
     full_from = np.where(full > 0, full_from, count)
     full_to = full_from + full * ratio
 
-    number = np.concatenate([full_from, full, count - full_to])  # of tiles: all first spans, all second, all third
+    # of tiles: all first spans, all second, all third
+    number = np.concatenate([full_from, full, count - full_to])
     kept = np.flatnonzero(number)
     kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
-    is_full, column = kind == 1, begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
+    is_full, column = (
+        kind == 1,
+        begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept],
+    )
     # By tile, partial before full, then by column (below 2**31).
     order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
     is_full, piece = is_full[order], piece[order]
-    own = np.zeros((bands.shape[1] + 1, SPAN_FIELDS), np.int32)  # the last row is of full spans, without a band
+    # the last row is of full spans, without a band
+    own = np.zeros((bands.shape[1] + 1, SPAN_FIELDS), np.int32)
     own[:-1, 2:] = bands.T
     spans = own.take(np.where(is_full, -1, band[piece]), 0)
     spans[:, 0], spans[:, 1] = column[order], number[kept[order]]
@@ -204,6 +257,8 @@ def _table(cut: Cut, rows: int, columns: int, small: int, boxes: int) -> tuple[n
     n, owner = len(starts), tile[piece]
     ends = np.cumsum(np.bincount(owner, minlength=n))
     begins = np.append(0, ends[:-1])[:n]
-    tiles = np.stack([starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1)
+    tiles = np.stack(
+        [starts, stops, begins, begins + np.bincount(owner[~is_full], minlength=n), ends], 1
+    )
     work = np.bincount(tile, count, minlength=n)
     return tiles[np.argsort(-work, kind="stable")], spans

@@ -1,21 +1,27 @@
-"""Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators that carry them.
+"""Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators
+that carry them.
 
-    schedule    fetch                                         reduce
-    ring        `BlockRing`: one block from rank to rank      `BlockRing`: its gradient, one step behind
-    strided     `AllGather`: K and V of some heads            `ReduceScatter`: dk and dv of these heads
-    magi        `begin_cast`: K and V of the needed tokens    `GroupReduce`: their dk and dv
+    schedule   fetch                                       reduce
+    ring       `BlockRing`: one block from rank to rank    `BlockRing`: its gradient, one step
+                                                           behind
+    strided    `AllGather`: K and V of some heads          `ReduceScatter`: dk and dv of these heads
+    magi       `begin_cast`: K and V of the needed         `GroupReduce`: their dk and dv
+               tokens
 
-`begin_cast` and `GroupReduce` are in `group_collectives.py`. Group casts differ in size, so each one allocates its own memory.
-The classes here have two buffers: kernels read one while the other one receives.
+`begin_cast` and `GroupReduce` are in `group_collectives.py`. Group casts differ in size, so each
+one allocates its own memory. The classes here have two buffers: kernels read one while the other
+one receives.
 
-A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute stream and not the host; gloo
-blocks the host. Two buffers are enough. A message into a buffer starts after the launch of all kernels that read its old
-content, and after the end of the message that sent it on. The stream of the messages waits for these kernels.
+A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute
+stream and not the host; gloo blocks the host. Two buffers are enough. A message into a buffer
+starts after the launch of all kernels that read its old content, and after the end of the message
+that sent it on. The stream of the messages waits for these kernels.
 
-On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a reduction. Gathers and hops use
-the group's own one, in turn with other messages of the group, such as those of DDP. On the communication stream of a
-`Transport`, kernels copy and sum the data of messages while attention kernels run.
-paper/records.md has the reason why no message uses copy engines.
+On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a
+reduction. Gathers and hops use the group's own one, in turn with other messages of the group, such
+as those of DDP. On the communication stream of a `Transport`, kernels copy and sum the data of
+messages while attention kernels run. paper/records.md has the reason why no message uses copy
+engines.
 """
 
 from collections.abc import Sequence
@@ -39,17 +45,22 @@ from canon.ranks.agreement import group_state
 from canon.ranks.group import backend_of, companion_of
 from canon.route.call import Call
 
-Place = tuple[tuple[int, ...], tuple[int, ...], int]  # the shape, the strides and the first element of a view
+# the shape, the strides and the first element of a view
+Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Pending:
-    """Messages in flight. ``received``: the tensors that they bring. ``sent`` is kept until they have ended."""
+    """Messages in flight. ``received``: the tensors that they bring. ``sent`` is kept until they
+    have ended.
+    """
 
     def __init__(self, works: Sequence[Any], received: Sequence[Any], sent: Sequence[Tensor] = ()):
         self.works, self.received, self.sent = works, received, sent
 
     def wait(self) -> Sequence[Any]:
-        """Make later kernels wait for the messages, and return ``received``. Sent tensors need no memory any more."""
+        """Make later kernels wait for the messages, and return ``received``. Sent tensors need no
+        memory any more.
+        """
         for work in self.works:
             work.wait()
         self.works = self.sent = ()  # the works hold the sent tensors, too
@@ -59,8 +70,8 @@ class Pending:
 class Blocks:
     """The places of the ranks' blocks in a flat buffer.
 
-    The block of a rank has one contiguous tensor (b, tokens, *shape) for each of ``shapes``, one after another, with the
-    tokens that the layout gives to that rank.
+    The block of a rank has one contiguous tensor (b, tokens, *shape) for each of ``shapes``, one
+    after another, with the tokens that the layout gives to that rank.
     """
 
     def __init__(self, layout: Layout, batch: int, shapes: Sequence[torch.Size]):
@@ -69,7 +80,9 @@ class Blocks:
         for rank in range(layout.ranks):
             sizes = [torch.Size((batch, layout.size(rank), *shape)) for shape in shapes]
             ends = list(accumulate((size.numel() for size in sizes), initial=0))
-            self.places.append([(size, _strides(size), start) for size, start in zip(sizes, ends, strict=False)])
+            self.places.append(
+                [(size, _strides(size), start) for size, start in zip(sizes, ends, strict=False)]
+            )
             self.elements.append(ends[-1])
         self.most = max(self.elements)
 
@@ -78,7 +91,9 @@ class Blocks:
         return [buffer.as_strided(*place) for place in self.places[owner]]
 
     def zero_outside(self, buffer: Tensor, owner: int, keys: slice) -> list[Tensor]:
-        """Return the tensors of ``owner``'s block at these keys, to be written; set those of other keys to 0."""
+        """Return the tensors of ``owner``'s block at these keys, to be written; set those of other
+        keys to 0.
+        """
         views = self.views(buffer, owner)
         for x in views:
             for sequence in x:  # one at a time: `replayed` records zeros of contiguous memory only
@@ -108,10 +123,11 @@ class BlockRing:
         self.coalesced = _coalesces(self.group, device)
 
     def hop(self, buffer: int, sent: int, received: int) -> Pending:
-        """Start to send the block of rank ``sent`` to the next rank, and to receive that of ``received``.
+        """Start to send the block of rank ``sent`` to the next rank, and to receive that of
+        ``received``.
 
-        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, in less time.
-        """
+        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, in
+        less time."""
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
         if self.coalesced and (outgoing or incoming):
@@ -125,9 +141,13 @@ class BlockRing:
         return Pending(works, [self.buffers[1 - buffer]])
 
     def _message(self, buffer: int, owner: int) -> list[Tensor]:
-        """Return the block of a rank in a buffer as a list of one flat tensor, or of none if it is empty."""
+        """Return the block of a rank in a buffer as a list of one flat tensor, or of none if it is
+        empty.
+        """
         elements, whole = self.blocks.elements[owner], self.buffers[buffer]
-        return [] if not elements else [whole] if elements == self.blocks.most else [whole[:elements]]
+        return (
+            [] if not elements else [whole] if elements == self.blocks.most else [whole[:elements]]
+        )
 
 
 def _coalesces(group: Any, device: torch.device) -> bool:
@@ -136,13 +156,16 @@ def _coalesces(group: Any, device: torch.device) -> bool:
 
 
 class HeadGroup:
-    """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of a step.
+    """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of
+    a step.
 
-    A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each rank has room for T tokens,
-    the most that a rank holds, unless ``room`` is given. The room behind a smaller shard is not written.
-    """
+    A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each
+    rank has room for T tokens, the most that a rank holds, unless ``room`` is given. The room
+    behind a smaller shard is not written."""
 
-    def __init__(self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None):
+    def __init__(
+        self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None
+    ):
         self.heads, self.batch, self.widths = heads, batch, widths
         self.room = padded_tokens(call.layout) if room is None else room
         self.rank, self.ranks, self.token = call.rank, call.ranks, batch * len(heads) * sum(widths)
@@ -157,12 +180,19 @@ class HeadGroup:
         return self._views(buffer, self.rank * self.room, tokens)
 
     def by_rank(self, buffer: Tensor, tokens: int) -> list[Tensor]:
-        """Return both tensors (b, W, tokens, heads, width): the same number of first tokens of all ranks."""
+        """Return both tensors (b, W, tokens, heads, width): the same number of first tokens of all
+        ranks.
+        """
         return [x.unflatten(1, (self.ranks, self.room))[:, :, :tokens] for x in self.views(buffer)]
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
-        """Return both tensors of these gathered ``keys``, to be written; set those of other keys to 0."""
-        for rest in (buffer[: keys.start * self.token], buffer[keys.stop * self.token : self.elements]):
+        """Return both tensors of these gathered ``keys``, to be written; set those of other keys to
+        0.
+        """
+        for rest in (
+            buffer[: keys.start * self.token],
+            buffer[keys.stop * self.token : self.elements],
+        ):
             if rest.numel():
                 rest.zero_()
         return [x[:, keys] for x in self.views(buffer)]
@@ -174,7 +204,10 @@ class HeadGroup:
 
     def _views(self, buffer: Tensor, first: int, tokens: int) -> list[Tensor]:
         heads, stride = len(self.heads), sum(self.widths)
-        strides, start = (heads * stride, self.token, stride, 1), int(buffer.storage_offset()) + first * self.token
+        strides, start = (
+            (heads * stride, self.token, stride, 1),
+            int(buffer.storage_offset()) + first * self.token,
+        )
         starts = accumulate(self.widths[:-1], initial=start)
         return [
             buffer.as_strided((self.batch, tokens, heads, width), strides, start)
@@ -183,10 +216,11 @@ class HeadGroup:
 
 
 class AllGather:
-    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two buffers that alternate.
+    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two buffers that
+    alternate.
 
-    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) elements of the inputs' dtype.
-    Traffic: in each step a rank receives (W - 1) T b (heads) (d + dv) elements.
+    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) elements of the inputs'
+    dtype. Traffic: in each step a rank receives (W - 1) T b (heads) (d + dv) elements.
     """
 
     def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[HeadGroup]):
@@ -200,7 +234,9 @@ class AllGather:
         group, buffer = self.steps[step], self.buffers[step % 2]
         first, stop = group.heads.start, group.heads.stop
         with self.transport.on_communication_stream():
-            for target, source in zip(group.own(buffer, self.k.shape[1]), (self.k, self.v), strict=True):
+            for target, source in zip(
+                group.own(buffer, self.k.shape[1]), (self.k, self.v), strict=True
+            ):
                 target.copy_(source[:, :, first:stop])
             works = [self.transport.all_gather(buffer[: group.elements])]
         if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
@@ -211,14 +247,15 @@ class AllGather:
 class ReduceScatter:
     """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i.
 
-    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype. `start` exchanges them all to
-    all. `PendingReduction.wait` sums the received parts in rank order and writes dk and dv of the own keys. Kernels write one
-    buffer while the other one is sent. At most one exchange is in flight, so one buffer receives: the next exchange starts
-    after the sum, because later work of the compute stream waits for it.
+    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype.
+    `start` exchanges them all to all. `PendingReduction.wait` sums the received parts in rank order
+    and writes dk and dv of the own keys. Kernels write one buffer while the other one is sent. At
+    most one exchange is in flight, so one buffer receives: the next exchange starts after the sum,
+    because later work of the compute stream waits for it.
 
-    Memory: 2 (1 for a single step) buffers to send and 1 to receive, in reduce_dtype. A buffer has W T b (most heads of a step)
-    (d + dv) elements. Traffic: one message a step; a rank receives (W - 1) T b (heads) (d + dv) elements.
-    """
+    Memory: 2 (1 for a single step) buffers to send and 1 to receive, in reduce_dtype. A buffer has
+    W T b (most heads of a step) (d + dv) elements. Traffic: one message a step; a rank receives (W
+    - 1) T b (heads) (d + dv) elements."""
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):
         self.grads, self.steps = (dk, dv), steps
@@ -257,24 +294,34 @@ def _sum_parts(received: Tensor, dk: Tensor, dv: Tensor, group: HeadGroup) -> No
 
 @cached_plan
 def padded_tokens(layout: Layout) -> int:
-    """Return T, the most tokens that a rank holds: each rank has room for T tokens in a gathered buffer."""
+    """Return T, the most tokens that a rank holds: each rank has room for T tokens in a gathered
+    buffer.
+    """
     return max(map(layout.size, range(layout.ranks)))
 
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """Return the mask between the queries of ``rank`` and a gathered buffer. Room behind small shards is masked."""
+    """Return the mask between the queries of ``rank`` and a gathered buffer. Room behind small
+    shards is masked.
+    """
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
         return layout.local_mask(mask, rank, range(layout.ranks))
-    bands = [band.shift(0, r * room) for r in range(layout.ranks) for band in layout.local_mask(mask, rank, r).bands]
+    bands = [
+        band.shift(0, r * room)
+        for r in range(layout.ranks)
+        for band in layout.local_mask(mask, rank, r).bands
+    ]
     return Mask.of_disjoint(joined(bands), layout.size(rank), layout.ranks * room)
 
 
 class Transport:
-    """The communicators and the communication stream of one group. Its methods that send are collective.
+    """The communicators and the communication stream of one group. Its methods that send are
+    collective.
 
-    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group, too.
+    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group,
+    too.
     """
 
     def __init__(self, group, device: torch.device):
@@ -285,7 +332,8 @@ class Transport:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._event = torch.cuda.Event() if device.type == "cuda" else None
-        self._delay = torch.zeros(1, dtype=torch.float32, device=device)  # `wait_until_started` fills it to pass time
+        # `wait_until_started` fills it to pass time
+        self._delay = torch.zeros(1, dtype=torch.float32, device=device)
 
     @property
     def gathers(self):
@@ -298,18 +346,25 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own part."""
+        """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own
+        part.
+        """
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.12
+        # the name before torch 2.12
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(buffer, own, group=self.gathers, async_op=True)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start to send the r-th equal part of ``sent`` to rank r, and to receive its part for this rank."""
+        """Start to send the r-th equal part of ``sent`` to rank r, and to receive its part for this
+        rank.
+        """
         return dist.all_to_all_single(received, sent, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
-        """Launch the block's work on the communication stream, with ``after_compute`` after the compute stream's work."""
+        """Launch the block's work on the communication stream, with ``after_compute`` after the
+        compute stream's work.
+        """
         if self.stream is None:
             return nullcontext()
         if after_compute:
@@ -317,10 +372,13 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and usually start after the messages launched from it."""
+        """Make later kernels wait for the communication stream, and usually start after the
+        messages launched from it.
+        """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
-                self._delay.zero_()  # takes 2 us; meanwhile messages start on their streams, if these are free
+                # takes 2 us; meanwhile messages start on their streams, if these are free
+                self._delay.zero_()
             self.join()
 
     def join(self) -> None:
@@ -329,13 +387,17 @@ class Transport:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
     def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """Make a stream wait for the work of another one so far, as `Stream.wait_stream` does with a new event each time."""
+        """Make a stream wait for the work of another one so far, as `Stream.wait_stream` does with
+        a new event each time.
+        """
         self._event.record(other)
         waiting.wait_event(self._event)
 
 
 def transport_for(group, device: torch.device) -> Transport:
-    """Return the transport of this group on this device. ``group=None``: all ranks. A collective in the first call."""
+    """Return the transport of this group on this device. ``group=None``: all ranks. A collective in
+    the first call.
+    """
     transports = group_state(group).transports
     if device not in transports:  # no lock: only this rank's thread uses its group
         with torch.inference_mode(False):  # `_delay` is permanent, and training writes to it later
@@ -346,6 +408,8 @@ def transport_for(group, device: torch.device) -> Transport:
 def _communicator(group, device: torch.device, name: str):
     """Return a communicator of the same ranks, which ends with the group. A collective."""
     state = group_state(group)
-    communicator = companion_of(group, state.liveness.store, f"{name} {device.type}", backend_of(group, device))
+    communicator = companion_of(
+        group, state.liveness.store, f"{name} {device.type}", backend_of(group, device)
+    )
     state.aborted.append(communicator)
     return communicator

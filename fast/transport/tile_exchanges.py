@@ -1,16 +1,18 @@
-"""Exchanges of whole tiles between ranks, for `owner_computes.py`: all-gathers, or group casts of the needed tokens.
+"""Exchanges of whole tiles between ranks, for `owner_computes.py`: all-gathers, or group casts of
+the needed tokens.
 
-    exchange         a buffer holds, in rows                                       used by
-    `OwnTokens`      the own tokens; nothing is sent                               one rank
-    `TileGather`     of each rank the room of the largest shard                    `strided_attention`
-    `TileCast`       own tokens, then needed tiles by source and by row            `magi_attention`
+    exchange       a buffer holds, in rows                              used by
+    `OwnTokens`    the own tokens; nothing is sent                      one rank
+    `TileGather`   of each rank the room of the largest shard           `strided_attention`
+    `TileCast`     own tokens, then needed tiles by source and by row   `magi_attention`
 
-Every piece begins at a multiple of 128 rows, so rooms are rounded up to whole tiles, and a cast sends whole tiles. A rank whose
-last tile is short sends copies of its last token behind it. These rows are masked.
+Every piece begins at a multiple of 128 rows, so rooms are rounded up to whole tiles, and a cast
+sends whole tiles. A rank whose last tile is short sends copies of its last token behind it. These
+rows are masked.
 
-`TileGather` has two buffers, which alternate from leg to leg: kernels read one while the other one receives. A `TileCast`
-allocates a buffer for each leg. On GPUs, copies into buffers run on the communication stream.
-"""
+`TileGather` has two buffers, which alternate from leg to leg: kernels read one while the other one
+receives. A `TileCast` allocates a buffer for each leg. On GPUs, copies into buffers run on the
+communication stream."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -43,7 +45,9 @@ class OwnTokens:
 
     def __init__(self, call: Call):
         own = pieces_of(call.layout, 0)
-        self.key_mask = self.query_mask = _placed(call.mask, own, own, call.layout.tokens, call.layout.tokens)
+        self.key_mask = self.query_mask = _placed(
+            call.mask, own, own, call.layout.tokens, call.layout.tokens
+        )
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return a function whose result holds the own tensors of a leg."""
@@ -58,12 +62,17 @@ class TileGather:
         self.key_mask, self.query_mask = _gathered_masks(call.layout, call.mask, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Allocate the buffers, and return the function that starts to gather the tensors of a leg."""
+        """Allocate the buffers, and return the function that starts to gather the tensors of a
+        leg.
+        """
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
         sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
         slots = range(min(2, len(legs)))
-        buffers = [torch.empty(max(sizes[slot::2]), dtype=torch.uint8, device=first.device) for slot in slots]
+        buffers = [
+            torch.empty(max(sizes[slot::2]), dtype=torch.uint8, device=first.device)
+            for slot in slots
+        ]
         return partial(self._fetch, legs, transport, buffers)
 
     def _bytes(self, message: Sequence[Tensor]) -> int:
@@ -73,7 +82,9 @@ class TileGather:
         b, _, heads, _ = message[0].shape
         return HeadGroup(self.call, b, range(heads), [x.shape[-1] for x in message], self.room)
 
-    def _fetch(self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int) -> Pending:
+    def _fetch(
+        self, legs: Sequence[Leg], transport, buffers: Sequence[Tensor], number: int
+    ) -> Pending:
         start, flat, tensors = 0, [], []
         size = self.call.layout.size(self.call.rank)
         with transport.on_communication_stream():
@@ -86,7 +97,8 @@ class TileGather:
                     target.copy_(source)
                 tensors += group.views(flat[-1])
             works = [transport.all_gather(x) for x in flat]
-        if number:  # the next kernel fills all SMs: a gather that starts later would wait for its end
+        # the next kernel fills all SMs: a gather that starts later would wait for its end
+        if number:
             transport.wait_until_started()
         return Pending(works, tensors)
 
@@ -94,13 +106,14 @@ class TileGather:
 class TileCast:
     """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
 
-    ``kept``: rows of keys that an earlier cast has brought, or an empty tuple. With ``keep``, `rows` holds those of this one.
-    """
+    ``kept``: rows of keys that an earlier cast has brought, or an empty tuple. With ``keep``,
+    `rows` holds those of this one."""
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
         self.call, self.kept, self.keep, self.rows = call, kept, keep, ()
         self.plans = {
-            of_queries: _cast_of(call.layout, call.mask, call.rank, of_queries) for of_queries in (False, True)
+            of_queries: _cast_of(call.layout, call.mask, call.rank, of_queries)
+            for of_queries in (False, True)
         }
         own, size = pieces_of(call.layout, call.rank), call.layout.size(call.rank)
         keys, queries = self.plans[False], self.plans[True]
@@ -115,9 +128,14 @@ class TileCast:
         plan, pairs = self.plans[leg.of_queries], self._pairs(leg)
         if self.kept and not leg.of_queries:
             return Pending([], _columns(self.kept[0], pairs[0][0].shape[-1]))
-        brought = [x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3]) for x, y in pairs]
+        brought = [
+            x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3])
+            for x, y in pairs
+        ]
         messages = zip(pairs, brought, strict=True) if plan.travels else ()
-        casts = [begin_cast(*pair, plan, rows[plan.own :], self.call.group) for pair, rows in messages]
+        casts = [
+            begin_cast(*pair, plan, rows[plan.own :], self.call.group) for pair, rows in messages
+        ]
         if number:  # the next kernel fills all SMs: a cast that starts later would wait for its end
             transport_for(self.call.group, brought[0].device).wait_until_started()
         for pair, rows in zip(pairs, brought, strict=True):  # copied while the others are in flight
@@ -126,7 +144,11 @@ class TileCast:
             rows[pair[0].shape[1] : plan.own].zero_()
         if self.keep and not leg.of_queries:
             self.rows = (brought[0],)
-        columns = [x for pair, rows in zip(pairs, brought, strict=True) for x in _columns(rows, pair[0].shape[-1])]
+        columns = [
+            x
+            for pair, rows in zip(pairs, brought, strict=True)
+            for x in _columns(rows, pair[0].shape[-1])
+        ]
         return Pending([work for work, _ in casts], columns, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
@@ -141,10 +163,11 @@ def _columns(rows: Tensor, width: int) -> list[Tensor]:
 
 
 class CastOfTiles(Transfer):
-    """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own ones first.
+    """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own
+    ones first.
 
-    ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank receives a tile. The receivers of a
-    token are the ranks with queries that see it in ``mask``.
+    ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank receives a
+    tile. The receivers of a token are the ranks with queries that see it in ``mask``.
     """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
@@ -152,7 +175,9 @@ class CastOfTiles(Transfer):
         self.travels, nothing = plan.casts > 0, [0] * layout.ranks
         tokens = plan.send_sizes(0, rank) if self.travels else nothing
         self.sends = list(map(whole_tiles, tokens))
-        self.receives = [whole_tiles(n) for n in (plan.receive_sizes(0, rank) if self.travels else nothing)]
+        self.receives = [
+            whole_tiles(n) for n in (plan.receive_sizes(0, rank) if self.travels else nothing)
+        ]
         self.received, self.sent = sum(self.receives), sum(self.sends)
         self.own = self.rows = whole_tiles(layout.size(rank))
         pieces = list(pieces_of(layout, rank))
@@ -186,23 +211,33 @@ def _cast_of(layout: Layout, mask: Mask, rank: int, of_queries: bool) -> CastOfT
 
 @cached_plan
 def _room(layout: Layout) -> int:
-    """Return the room of each rank in a gathered buffer: the most tokens of a rank, in whole tiles."""
+    """Return the room of each rank in a gathered buffer: the most tokens of a rank,
+    in whole tiles.
+    """
     return whole_tiles(max(map(layout.size, range(layout.ranks))))
 
 
 @cached_plan
 def _gathered_masks(layout: Layout, mask: Mask, rank: int) -> tuple[PlacedMask, PlacedMask]:
     room, own = _room(layout), pieces_of(layout, rank)
-    everyone = [piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)]
+    everyone = [
+        piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)
+    ]
     everyone, rows, size = _joined(everyone), layout.ranks * room, layout.size(rank)
     return _placed(mask, own, everyone, size, rows), _placed(mask, everyone, own, rows, size)
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the pieces; those that continue each other in the sequence and in the buffer are one."""
+    """Return the pieces; those that continue each other in the sequence and in the buffer are
+    one.
+    """
     joined: list[Piece] = []
     for row, tokens in pieces:
-        if joined and joined[-1][1].stop == tokens.start and joined[-1][0] + len(joined[-1][1]) == row:
+        if (
+            joined
+            and joined[-1][1].stop == tokens.start
+            and joined[-1][0] + len(joined[-1][1]) == row
+        ):
             first, before = joined.pop()
             row, tokens = first, range(before.start, tokens.stop)
         joined.append((row, tokens))

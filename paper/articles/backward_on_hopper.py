@@ -1,4 +1,6 @@
-"""Compute the tables and numbers of `backward_on_hopper.md` from the records, and draw its first figure."""
+"""Compute the tables and numbers of `backward_on_hopper.md` from the records, and draw its first
+figure.
+"""
 
 from collections import Counter
 
@@ -27,15 +29,24 @@ CHANGES = (  # text on the page; kernel, width, variants before and after, and m
         "128 queries per tile, not 64: the left operand is read half as often",
         ("dkdv", 64, "64 queries a tile", "128 queries a tile", 1),
     ),
-    ("compute dq transposed: its stores have no bank conflicts", ("fused", 128, EARLY, TRANSPOSED, 4)),
+    (
+        "compute dq transposed: its stores have no bank conflicts",
+        ("fused", 128, EARLY, TRANSPOSED, 4),
+    ),
     (
         "the same, and each warpgroup computes all of every second dq tile",
         ("fused", 64, "128 queries a tile", ALTERNATING, 4),
     ),
     ("issue the next S before this tile ends", ("dkdv", 128, EARLY, NEXT, 1)),
     ("issue the next S before this tile ends", ("fused", 128, EARLY, NEXT, 1)),
-    ("add dq from registers with `red.global`", ("fused", 128, EARLY, "added from registers, red.global", 3)),
-    ("leave out the addition to dq (wrong result)", ("fused", 128, EARLY, "TMA addition left out (wrong)", 2)),
+    (
+        "add dq from registers with `red.global`",
+        ("fused", 128, EARLY, "added from registers, red.global", 3),
+    ),
+    (
+        "leave out the addition to dq (wrong result)",
+        ("fused", 128, EARLY, "TMA addition left out (wrong)", 2),
+    ),
     (
         "leave out the stores of dq too (wrong result)",
         ("fused", 128, EARLY, "stores of dq and addition left out (wrong)", 2),
@@ -44,10 +55,11 @@ CHANGES = (  # text on the page; kernel, width, variants before and after, and m
 
 
 def clocks(kernel: str) -> dict[str, float]:
-    """Return the clocks that one tile takes: of shared memory by part, of the tensor cores ("MMA"), and measured.
+    """Return the clocks that one tile takes: of shared memory by part, of the tensor cores ("MMA"),
+    and measured.
 
-    The profile counts the clocks ("wavefronts") of shared memory for each instruction of the loop. This count excludes the
-    TMA unit, so its part follows from the bytes that it moves.
+    The profile counts the clocks ("wavefronts") of shared memory for each instruction of the loop.
+    This count excludes the TMA unit, so its part follows from the bytes that it moves.
     """
     record, owned, visited, mmas = PROFILED[kernel]
     heads, n, d = 32, 16384, 128
@@ -58,7 +70,9 @@ def clocks(kernel: str) -> dict[str, float]:
     found = dict.fromkeys(PARTS, 0.0)
     for row in rows:
         opcode = row["source"].split()[1 if row["source"].startswith("@") else 0]
-        part = {"HGMMA": PARTS[0], "STS": PARTS[2], "LDS": PARTS[3], "STSM": PARTS[4]}.get(opcode.split(".")[0])
+        part = {"HGMMA": PARTS[0], "STS": PARTS[2], "LDS": PARTS[3], "STSM": PARTS[4]}.get(
+            opcode.split(".")[0]
+        )
         if part:
             found[part] += int(row["shared_wavefronts"]) / executed
     leaving = 4 * visited * d if kernel == "fused" else 0  # bytes of dq in float32
@@ -76,7 +90,10 @@ LATER = (  # text on the page; run, method, variants before and after in `varian
     ("release Q and dO by named barriers", (1, "split", "as it was", RELEASED)),
     ("scale dq in the kernel that casts it", (2, "fused", "as it was", SCALED)),
     ("the same, and release Q and dO by named barriers", (2, "fused", "as it was", RELEASED)),
-    ("exchange dS and dQ by named barriers, with one buffer of dQ", (1, "fused", "as it was", EXCHANGED)),
+    (
+        "exchange dS and dQ by named barriers, with one buffer of dQ",
+        (1, "fused", "as it was", EXCHANGED),
+    ),
     ("the same, in a fixed order", (1, "ordered", "as it was", EXCHANGED)),
     ("add dq from registers, two elements an instruction", (3, "fused", "as it was", REGISTERS)),
 )
@@ -88,11 +105,20 @@ def values() -> dict[str, str]:
     for kernel in PROFILED:
         found = clocks(kernel)
         parts = [f"{found[part]:.0f}" if found[part] else "" for part in PARTS]
-        rows.append([kernel, *parts, *(f"{value:.0f}" for value in (shared(found), found["MMA"], found["measured"]))])
+        rows.append(
+            [
+                kernel,
+                *parts,
+                *(f"{value:.0f}" for value in (shared(found), found["MMA"], found["measured"])),
+            ]
+        )
     fused, dq = clocks("fused"), clocks("dq")
-    today = shared(fused) - fused["dq stores"] + later_stores()  # dq is transposed since this profile
+    # dq is transposed since this profile
+    today = shared(fused) - fused["dq stores"] + later_stores()
     return {
-        "clocks": table(("clocks per tile", *PARTS, "shared memory, all", "tensor cores", "measured"), rows),
+        "clocks": table(
+            ("clocks per tile", *PARTS, "shared memory, all", "tensor cores", "measured"), rows
+        ),
         "changes": changes(),
         "later": later(),
         "fused_shared": f"{shared(fused) / fused['measured']:.0%}",
@@ -116,7 +142,10 @@ def later_stores() -> float:
     """Return the clocks per tile of the stores of dq in the later kernel."""
     rows = samples("ncu_third_u128_ordered_samples")
     executed = Counter(int(row["executed"]) for row in rows).most_common(1)[0][0] / WARPS
-    return sum(int(row["shared_wavefronts"]) for row in rows if row["source"].startswith("STS ")) / executed
+    return (
+        sum(int(row["shared_wavefronts"]) for row in rows if row["source"].startswith("STS "))
+        / executed
+    )
 
 
 def changes() -> str:
@@ -129,11 +158,15 @@ def changes() -> str:
 
 
 def later() -> str:
-    """Return the table of later changes: the speed after each over that before it, on all shapes of its run."""
+    """Return the table of later changes: the speed after each over that before it, on all shapes of
+    its run.
+    """
     rows = []
     for text, (run, method, before, after) in LATER:
         found = [
-            row for row in load("variants_barriers_h100")["results"] if (row["run"], row["method"]) == (run, method)
+            row
+            for row in load("variants_barriers_h100")["results"]
+            if (row["run"], row["method"]) == (run, method)
         ]
         ratios = [
             median(only(found, shape=shape, variant=before)["backward_ms"])
@@ -160,7 +193,14 @@ def figure():
     for i, kernel in enumerate(PROFILED):
         found, base = clocks(kernel), 0.0
         for part, colour in colours.items():
-            axes.bar(i - 0.27, found[part], 0.25, bottom=base, color=colour, label=part if kernel == "fused" else None)
+            axes.bar(
+                i - 0.27,
+                found[part],
+                0.25,
+                bottom=base,
+                color=colour,
+                label=part if kernel == "fused" else None,
+            )
             base += found[part]
         axes.bar(
             i,
@@ -171,7 +211,13 @@ def figure():
             linewidth=0.5,
             label="tensor cores" if kernel == "fused" else None,
         )
-        axes.bar(i + 0.27, found["measured"], 0.25, color="#cccccc", label="measured" if kernel == "fused" else None)
+        axes.bar(
+            i + 0.27,
+            found["measured"],
+            0.25,
+            color="#cccccc",
+            label="measured" if kernel == "fused" else None,
+        )
         for x, value in ((i - 0.27, base), (i, found["MMA"]), (i + 0.27, found["measured"])):
             axes.text(x, value + 40, f"{value:,.0f}", ha="center", fontsize=8)
         owned, visited = PROFILED[kernel][1:3]
@@ -179,9 +225,19 @@ def figure():
     axes.set_xticks(range(len(labels)), labels)
     axes.set_ylim(0, 4600)
     axes.set_xlim(-0.5, 5.1)
-    axes.legend(fontsize=8, loc="center right", frameon=False, title="clocks of an SM", title_fontsize=8)
-    finish(axes, f"Clocks that one tile takes, D 128, 16,384 tokens, causal: {ONE}", "", "clocks per tile", grid="y")
+    axes.legend(
+        fontsize=8, loc="center right", frameon=False, title="clocks of an SM", title_fontsize=8
+    )
+    finish(
+        axes,
+        f"Clocks that one tile takes, D 128, 16,384 tokens, causal: {ONE}",
+        "",
+        "clocks per tile",
+        grid="y",
+    )
     return figure
 
 
-FIGURE = Drawing(figure, tuple(f"ncu_first_{k}128{end}" for k in "fkqu" for end in ("_samples.csv", ".txt")))
+FIGURE = Drawing(
+    figure, tuple(f"ncu_first_{k}128{end}" for k in "fkqu" for end in ("_samples.csv", ".txt"))
+)

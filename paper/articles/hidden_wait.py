@@ -19,27 +19,45 @@ def waited(shape: str, how: str, variant: str) -> list[float]:
 
 def values() -> dict[str, str]:
     """Return the tables and numbers of the page, by name."""
-    names = {"order": "dk, dv, ordered dq", "fused": "dk, dv, dq in any order", "split": "dk, dv alone"}
+    names = {
+        "order": "dk, dv, ordered dq",
+        "fused": "dk, dv, dq in any order",
+        "split": "dk, dv alone",
+    }
     rows, gains = [], {}
     for shape, how in WAITED:
         before, after = (median(waited(shape, how, variant)) for variant in ("base", "n5"))
         gains[shape, how] = before / after
-        rows.append([case(shape), names[how], f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}"])
+        rows.append(
+            [case(shape), names[how], f"{before:.2f}", f"{after:.2f}", f"{before / after:.2f}"]
+        )
     record = load("variants_dkdv_h200")["compiled"]
     order = load("variants_optimistic_h200")["runs"][8]["shapes"]["(1, 16384, 32, 8, 128, 'c')"]
     config = ":128,128,3,turns,optimistic"
-    shifted = [median(order[f"tree{config}"]) / median(order[f"tree_{p}{config}"]) for p in ("p0", "p1", "p3", "p5")]
+    shifted = [
+        median(order[f"tree{config}"]) / median(order[f"tree_{p}{config}"])
+        for p in ("p0", "p1", "p3", "p5")
+    ]
     waits = Counter(
         (row["case"]["backend"], row["case"]["kernel"], row["waits_added"])
         for row in load("compile_triton_3.6.0")["results"]
         if row["case"]["backend"] == "gluon"
     )
     late = lambda variant: only(
-        load("variants_h200")["results"], kernel="forward", shape="1,16384,32,8,128,causal", variant=variant
+        load("variants_h200")["results"],
+        kernel="forward",
+        shape="1,16384,32,8,128,causal",
+        variant=variant,
     )["tflops"]
     return {
         "waits": table(
-            ("batch x tokens, query/key heads, width, mask", "kernel", "with the wait, ms", "without, ms", "speed-up"),
+            (
+                "batch x tokens, query/key heads, width, mask",
+                "kernel",
+                "with the wait, ms",
+                "without, ms",
+                "speed-up",
+            ),
             rows,
             left=2,
         ),
@@ -54,9 +72,15 @@ def values() -> dict[str, str]:
         "shifted": span(shifted),
         "late": f"{late('turns, P rounded late'):.0f}",
         "early": f"{late('turns'):.0f}",
-        "backward_waits": str(sum(n for (_, kernel, added), n in waits.items() if added and kernel != "forward")),
-        "backward_kernels": str(sum(n for (_, kernel, _), n in waits.items() if kernel != "forward")),
-        "forward_waits": str(sum(n for (_, kernel, added), n in waits.items() if added and kernel == "forward")),
+        "backward_waits": str(
+            sum(n for (_, kernel, added), n in waits.items() if added and kernel != "forward")
+        ),
+        "backward_kernels": str(
+            sum(n for (_, kernel, _), n in waits.items() if kernel != "forward")
+        ),
+        "forward_waits": str(
+            sum(n for (_, kernel, added), n in waits.items() if added and kernel == "forward")
+        ),
     }
 
 
@@ -69,11 +93,19 @@ def figure():
     wait = ("", 2.0, 0.12, VERMILION)
     late = (
         ("tensor cores", 1, [("S", 0, 2, BLUE), ("dP", 2.9, 2, ORANGE)]),
-        ("warpgroup", 0.5, [wait, ("-delta", 2.12, 0.78, SKY), ("P", 2.9, 1.2, GREY), ("dS", 4.9, 1, GREY)]),
+        (
+            "warpgroup",
+            0.5,
+            [wait, ("-delta", 2.12, 0.78, SKY), ("P", 2.9, 1.2, GREY), ("dS", 4.9, 1, GREY)],
+        ),
     )
     early = (
         ("tensor cores", 1, [("S", 0, 2, BLUE), ("dP", 2, 2, ORANGE)]),
-        ("warpgroup", 0.5, [("-delta", -0.78, 0.78, SKY), ("P", 2.0, 1.2, GREY), ("dS", 4.0, 1, GREY)]),
+        (
+            "warpgroup",
+            0.5,
+            [("-delta", -0.78, 0.78, SKY), ("P", 2.0, 1.2, GREY), ("dS", 4.0, 1, GREY)],
+        ),
     )
     for shift, title, lanes in (
         (1.5, "as assembled: dP is issued after S is complete", late),
@@ -85,7 +117,12 @@ def figure():
             for name, begin, length, colour in parts:
                 left.add_patch(
                     Rectangle(
-                        (begin, shift + y - 0.18), length, 0.36, facecolor=colour, edgecolor="black", linewidth=0.5
+                        (begin, shift + y - 0.18),
+                        length,
+                        0.36,
+                        facecolor=colour,
+                        edgecolor="black",
+                        linewidth=0.5,
                     )
                 )
                 left.text(

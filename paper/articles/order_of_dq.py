@@ -1,4 +1,6 @@
-"""Compute what `backward_on_hopper.md` says about the order of additions to dq, and draw its second figure."""
+"""Compute what `backward_on_hopper.md` says about the order of additions to dq, and draw its second
+figure.
+"""
 
 from kernel_tables import semaphore, speed
 from plots import ONE, SKY, VERMILION, Drawing, finish, new
@@ -35,13 +37,18 @@ def ordered() -> dict[str, str]:
         times = ordered_times(text)
         for name in ORDERS:
             costs[name].append(100 * (times[name] / times["any order"] - 1))
-    return {"longest_cost": span(costs["longest first"], 0), "alternating_cost": span(costs["by turns"], 0)}
+    return {
+        "longest_cost": span(costs["longest first"], 0),
+        "alternating_cost": span(costs["by turns"], 0),
+    }
 
 
 def peers() -> dict[str, str]:
     """Return the speeds of both fused backward passes of Canon and of flash-attn-4."""
     rows, ours, theirs, costs, splits = [], [], [], [], []
-    for shape in dict.fromkeys(row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128):
+    for shape in dict.fromkeys(
+        row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128
+    ):
         get = lambda contender, shape=shape: speed("kernels_h200", shape, contender, "backward")
         any_order, in_order = get("canon gluon fused"), get("canon gluon fused in order")
         fa, fa_in_order = get("flash-attn-4"), get("flash-attn-4 deterministic")
@@ -52,7 +59,13 @@ def peers() -> dict[str, str]:
             splits.append(get("canon gluon split") / in_order)
         speeds = [f"{value:.0f}" for value in (any_order, in_order, fa, fa_in_order)]
         rows.append([named(shape), *speeds, f"{in_order / fa_in_order:.2f}"])
-    header = ("TFLOP/s", "Canon, any order", "Canon, ordered", "flash-attn-4, any order", "flash-attn-4, deterministic")
+    header = (
+        "TFLOP/s",
+        "Canon, any order",
+        "Canon, ordered",
+        "flash-attn-4, any order",
+        "flash-attn-4, deterministic",
+    )
     header += ("Canon over flash-attn-4, both deterministic",)
     return {"peers": table(header, rows), "ours_kept": span(ours), "theirs_kept": span(theirs)} | {
         "today_cost": span(costs, 0),
@@ -73,7 +86,8 @@ def figure():
         for offset, colour, name in ((0.2, SKY, "longest first"), (-0.2, VERMILION, "by turns")):
             cost = 100 * (times[name] / times["any order"] - 1)
             axes.barh(-i + offset, cost, color=colour, height=0.36)
-            right = split if cost < split < cost + 3 else cost  # the label does not cross the mark of "split"
+            # the label does not cross the mark of "split"
+            right = split if cost < split < cost + 3 else cost
             axes.text(right + 0.4, -i + offset, f"{cost:.0f} %", va="center", fontsize=8)
         axes.plot([split, split], [-i - 0.42, -i + 0.42], color="black", linewidth=1.6)
     axes.barh([0], [0], color=SKY, label="ordered, longest tiles first")

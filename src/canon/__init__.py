@@ -1,11 +1,12 @@
-"""Compute exact attention over a sequence that several GPUs hold together. Every algorithm is written twice.
+"""Compute exact attention over a sequence that several GPUs hold together. Every algorithm is
+written twice.
 
     from canon import reference as attn      # plain PyTorch: read it, step through it
     from canon import fast as attn           # the same functions as Triton and Gluon kernels
 
-Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank). `canon.training` has the loss, and
-`canon.trees` packs sequences that begin alike. Importing `canon` needs torch only. The first use of
-`canon.fast` imports Triton.
+Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank).
+`canon.training` has the loss, and `canon.trees` packs sequences that begin alike. Importing `canon`
+needs torch only. The first use of `canon.fast` imports Triton.
 """
 
 from importlib import import_module

@@ -1,9 +1,11 @@
-"""`canon show`: draw a mask, a layout, a plan or the timeline of a recorded run into a file. It needs matplotlib.
+"""`canon show`: draw a mask, a layout, a plan or the timeline of a recorded run into a file. It
+needs matplotlib.
 
 canon show mask --window 4096,512 --out mask.svg
 canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
 canon show plan --documents 4096,1024,300 --ranks 8 --out plan.svg
-canon show timeline paper/data/schedules_timeline_four_h200.json --schedule "ring zigzag" --out timeline.svg
+canon show timeline paper/data/schedules_timeline_four_h200.json --schedule "ring zigzag" --out
+timeline.svg
 """
 
 import argparse
@@ -20,7 +22,8 @@ from canon.show import spans
 
 MISUSED = 2
 LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
-MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {  # option: metavar, help, mask of its numbers
+# option: metavar, help, mask of its numbers
+MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
     "causal": ("TOKENS", "each token sees itself and all earlier ones", lambda n: Mask.causal(n)),
     "full": ("TOKENS", "each token sees all tokens", lambda n: Mask.full(n)),
     "window": (
@@ -28,7 +31,11 @@ MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {  # option: metavar, h
         "each token sees LEFT tokens before it and RIGHT after it (default: 0)",
         lambda n, left, right=0: Mask.window(n, left, right),
     ),
-    "prefix": ("TOKENS,PREFIX", "causal; the first PREFIX tokens see each other", lambda n, p: Mask.prefix(n, p)),
+    "prefix": (
+        "TOKENS,PREFIX",
+        "causal; the first PREFIX tokens see each other",
+        lambda n, p: Mask.prefix(n, p),
+    ),
     "documents": (
         "LENGTH[,LENGTH...]",
         "packed documents of these lengths, causal inside each",
@@ -48,21 +55,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         command = whats.add_parser(what, help=purpose, description=purpose)
         command.add_argument(
-            "--out", type=Path, required=True, metavar="FILE", help="a name that ends in .svg, .png or .pdf"
+            "--out",
+            type=Path,
+            required=True,
+            metavar="FILE",
+            help="a name that ends in .svg, .png or .pdf",
         )
         if what == "timeline":
             command.add_argument("record", type=Path, metavar="RECORD", help="a JSON file")
             command.add_argument(
-                "--schedule", action="append", default=[], metavar="NAME", help="only this one (repeatable)"
+                "--schedule",
+                action="append",
+                default=[],
+                metavar="NAME",
+                help="only this one (repeatable)",
             )
             continue
         masks = command.add_mutually_exclusive_group(required=True)
         for name, (metavar, text, _) in MASKS.items():
             masks.add_argument(f"--{name}", type=numbers, metavar=metavar, help=text)
         if what != "mask":
-            command.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that hold the tokens")
             command.add_argument(
-                "--layout", choices=LAYOUTS, default="dispatch", help="default: dispatch, which fits the mask"
+                "--ranks", type=int, required=True, metavar="N", help="ranks that hold the tokens"
+            )
+            command.add_argument(
+                "--layout",
+                choices=LAYOUTS,
+                default="dispatch",
+                help="default: dispatch, which fits the mask",
             )
 
 
@@ -72,7 +92,9 @@ def numbers(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, print the file's name and return the exit status: 0, or 2 for invalid arguments or without matplotlib."""
+    """Draw, print the file's name and return the exit status: 0, or 2 for invalid arguments or
+    without matplotlib.
+    """
     try:
         drawn(arguments).savefig(arguments.out, bbox_inches="tight")
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
@@ -83,7 +105,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def drawn(arguments: argparse.Namespace) -> Any:
-    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for invalid arguments."""
+    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for
+    invalid arguments.
+    """
     from canon.show.style import plt
 
     plt.switch_backend("agg")  # a file needs no display
@@ -116,12 +140,16 @@ def recorded(path: Path, schedules: list[str]) -> dict[str, dict[str, list[spans
         if isinstance(results, list)
         else []
     )
-    lines = [number for number, line in enumerate(text.splitlines(), 1) if f'"{spans.KERNELS}"' in line] or [1]
+    lines = [
+        number for number, line in enumerate(text.splitlines(), 1) if f'"{spans.KERNELS}"' in line
+    ] or [1]
     for row, line in zip(rows, lines, strict=False):
         try:
             spans.recorded({"results": [row]})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, line {line}: no timeline of a schedule: {error!r}") from error
+            raise ValueError(
+                f"{path}, line {line}: no timeline of a schedule: {error!r}"
+            ) from error
     try:
         return spans.recorded({"results": rows}, schedules)
     except ValueError as error:
@@ -130,7 +158,9 @@ def recorded(path: Path, schedules: list[str]) -> dict[str, dict[str, list[spans
 
 def mask_of(arguments: argparse.Namespace) -> Mask:
     """Return the mask of the one option that is given."""
-    name, given = next((name, getattr(arguments, name)) for name in MASKS if getattr(arguments, name) is not None)
+    name, given = next(
+        (name, getattr(arguments, name)) for name in MASKS if getattr(arguments, name) is not None
+    )
     metavar, _, make = MASKS[name]
     try:
         return make(*given)

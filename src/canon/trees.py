@@ -1,24 +1,29 @@
 """Pack sequences that begin alike into one tree: the tokens that they share are computed once.
 
-    0 1 2 3 4 5       trunk     branches           A node is a run of tokens. `Tree.mask` lets a token see its ancestors.
-    0 1 2 3 6 7       0 1 2     3 4 5 | 3 6 7      Token 3 repeats: its next token differs, and a position has one label.
+    0 1 2 3 4 5   trunk   branches
+    0 1 2 3 6 7   0 1 2   3 4 5 | 3 6 7
+
+A node is a run of tokens. `Tree.mask` lets a token see its ancestors. Token 3 repeats: its next
+token differs, and a position has one label.
 
 tree = canon.trees.pack(sequences)
 logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
 loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
-This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over the sequences' means. For a
-policy gradient, `Tree.weights_of` adds advantages, and the loss needs a count: ``num_items_in_batch``. `linear_sequence_loss`
-takes the same weights. `Layout.shard` gives a rank its part of each tensor.
+This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
+the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
+count: ``num_items_in_batch``. `linear_sequence_loss` takes the same weights. `Layout.shard` gives a
+rank its part of each tensor.
 
-Attention gives each token the output that it has in its sequence alone, up to rounding; with ``multiple_of=128`` and
-``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The gradient of a token of one
-sequence equals that of the sequence alone. The gradient of a shared token is the sum over the sequences that share it, in an
-order that mask and layout fix. So a weighted loss has the gradients of the separate sequences.
+Attention gives each token the output that it has in its sequence alone, up to rounding; with
+``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
+gradient of a token of one sequence equals that of the sequence alone. The gradient of a shared
+token is the sum over the sequences that share it, in an order that mask and layout fix. So a
+weighted loss has the gradients of the separate sequences.
 
-Operations that mix tokens in another way see the packed order: convolutions, state-space layers, the capacity of experts.
-Dropout draws one number for a shared token, and one for each copy in separate sequences.
-"""
+Operations that mix tokens in another way see the packed order: convolutions, state-space layers,
+the capacity of experts. Dropout draws one number for a shared token, and one for each copy in
+separate sequences."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -43,14 +48,18 @@ NO_LABEL = -100
 class Tree:
     """Sequences packed into t positions. Tensors are (t,) and on the CPU.
 
-    A leaf may have a gap behind it. Positions in gaps have token 0, position 0, no label and weight 0.
+    A leaf may have a gap behind it. Positions in gaps have token 0, position 0, no label and weight
+    0.
     """
 
     token_ids: Tensor  # int64
     position_ids: Tensor  # int64, the place of each token in its sequences
     labels: Tensor  # int64, the next token; -100 after the last token of a sequence
-    weights: Tensor  # float64, the number of sequences with this label: for the mean over all tokens of all sequences
-    sequence_weights: Tensor  # float64, the sum of 1 / (labels of the sequence): for the mean of the sequences' means
+    # float64, the number of sequences with this label: for the mean over all tokens of all
+    # sequences
+    weights: Tensor
+    # float64, the sum of 1 / (labels of the sequence): for the mean of the sequences' means
+    sequence_weights: Tensor
     mask: Mask
     parents: tuple[int, ...]  # of each node; -1 for a root
     lengths: tuple[int, ...]  # tokens of each node, without gaps
@@ -58,41 +67,63 @@ class Tree:
     paths: tuple[tuple[int, ...], ...]  # the nodes of each sequence, from its root to its leaf
 
     def unpack(self, x: Tensor, dim: int = 0) -> list[Tensor]:
-        """Return the entries of each sequence, in order, from a tensor with the tree's t positions on ``dim``. Differentiable.
+        """Return the entries of each sequence, in order, from a tensor with the tree's t positions
+        on ``dim``. Differentiable.
 
         Raises ValueError if ``x`` does not have t entries there.
         """
         dim = plain_tensor("unpack", x, dim) % x.ndim
         if x.shape[dim] != len(self.token_ids):
-            raise ValueError(f"unpack: x has {x.shape[dim]} entries along dim {dim}, the tree {len(self.token_ids)}")
-        nodes = torch.tensor([node for path in self.paths for node in path], dtype=torch.int64, device="cpu")
-        lengths, starts = (torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self.lengths, self.starts))
+            raise ValueError(
+                f"unpack: x has {x.shape[dim]} entries along dim {dim}, the tree "
+                f"{len(self.token_ids)}"
+            )
+        nodes = torch.tensor(
+            [node for path in self.paths for node in path], dtype=torch.int64, device="cpu"
+        )
+        lengths, starts = (
+            torch.tensor(x, dtype=torch.int64, device="cpu") for x in (self.lengths, self.starts)
+        )
         size = lengths[nodes]
         rows = (starts[nodes] - size.cumsum(0) + size).repeat_interleave(size)
         rows += torch.arange(len(rows), device="cpu")
-        # Indexing adds gradients of equal rows in a fixed order. On a GPU, `index_select` does not. Half precision would lose
-        # the later ones of many sequences, so the sum is float32.
+        # Indexing adds gradients of equal rows in a fixed order. On a GPU, `index_select` does not.
+        # Half precision would lose the later ones of many sequences, so the sum is float32.
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.requires_grad else x
         taken = wide[(slice(None),) * dim + (rows.to(x.device),)].to(x.dtype)
-        return list(taken.split([sum(self.lengths[node] for node in path) for path in self.paths], dim))
+        return list(
+            taken.split([sum(self.lengths[node] for node in path) for path in self.paths], dim)
+        )
 
     def weights_of(self, per_sequence: Iterable[float | Tensor]) -> Tensor:
-        """Return the weight of each label: the sum over the sequences that share it, float64 (t,). For advantages.
+        """Return the weight of each label: the sum over the sequences that share it, float64 (t,).
+        For advantages.
 
-        ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with a weight for each of its
-        tokens; the last token has no label, so its weight is not used. Sums of advantages may be 0 or below: pass the number of
-        labels to the loss, as ``num_items_in_batch``. Raises TypeError or ValueError for other types or numbers of weights.
-        """
-        rows, given = self.unpack(torch.arange(len(self.token_ids), device="cpu")), list(per_sequence)
+        ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with
+        a weight for each of its tokens; the last token has no label, so its weight is not used.
+        Sums of advantages may be 0 or below: pass the number of labels to the loss, as
+        ``num_items_in_batch``. Raises TypeError or ValueError for other types or numbers of
+        weights."""
+        rows, given = (
+            self.unpack(torch.arange(len(self.token_ids), device="cpu")),
+            list(per_sequence),
+        )
         if len(given) != len(rows):
-            raise ValueError(f"weights_of: {len(given)} weights for {len(rows)} sequences: give one of each")
+            raise ValueError(
+                f"weights_of: {len(given)} weights for {len(rows)} sequences: give one of each"
+            )
         total = torch.zeros(len(self.token_ids), dtype=torch.float64, device="cpu")
         for place, (row, weight) in enumerate(zip(rows, given, strict=True)):
             if not isinstance(weight, Real | Tensor):
-                raise TypeError(f"per_sequence[{place}] must be a number or a tensor, got {shown(weight)}")
+                raise TypeError(
+                    f"per_sequence[{place}] must be a number or a tensor, got {shown(weight)}"
+                )
             weight = torch.as_tensor(weight, dtype=torch.float64, device="cpu").detach()
             if weight.shape not in ((), row.shape):
-                raise ValueError(f"per_sequence[{place}] must be a number or ({len(row)},), got {tuple(weight.shape)}")
+                raise ValueError(
+                    f"per_sequence[{place}] must be a number or ({len(row)},), got "
+                    f"{tuple(weight.shape)}"
+                )
             total[row] += weight
         return total.masked_fill(self.labels == NO_LABEL, 0)
 
@@ -101,33 +132,48 @@ class Tree:
 def pack(sequences: Iterable[Ints], multiple_of: int = 1, max_tokens: None = None) -> Tree: ...
 @overload
 def pack(sequences: Iterable[Ints], multiple_of: int = 1, *, max_tokens: int) -> list[Tree]: ...
-def pack(sequences: Iterable[Ints], multiple_of: int = 1, max_tokens: int | None = None) -> Tree | list[Tree]:
-    """Return the tree of token ids, or with ``max_tokens`` a list of trees of at most so many positions.
+def pack(
+    sequences: Iterable[Ints], multiple_of: int = 1, max_tokens: int | None = None
+) -> Tree | list[Tree]:
+    """Return the tree of token ids, or with ``max_tokens`` a list of trees of at most so many
+    positions.
 
     Args:
         sequences: lists or tensors of one axis.
-        multiple_of: branches begin at depths and positions that are multiples of this number. It costs positions: up to
-            ``multiple_of`` shared tokens repeat in each branch, and a gap follows it. 8 answers of 5 tokens to a prompt of 130
+        multiple_of: branches begin at depths and positions that are multiples of this number. It
+            costs positions: up to ``multiple_of`` shared tokens repeat in each branch, and a gap
+                follows it. 8 answers of 5 tokens to a prompt of 130
             take 177 positions with 1, and 1,031 with 128. Separately they have 1,080 tokens.
-        max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree after tree keeps the order.
+        max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
+            after tree keeps the order.
 
-    Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so that its label is unique. The
-    end of a sequence counts as a label: a sequence that is the beginning of another has a leaf, and its last token has label
-    -100. Equal sequences have one path, and weight 2.
+    Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so
+    that its label is unique. The end of a sequence counts as a label: a sequence that is the
+    beginning of another has a leaf, and its last token has label -100. Equal sequences have one
+    path, and weight 2.
 
-    Gaps follow leaves only, so a position equals its depth modulo ``multiple_of``. Branches are sorted by their tokens.
-    Sequences without a label, of 0 or 1 tokens, count in no mean. Cost: O(s log n) for n sequences of s tokens together.
+    Gaps follow leaves only, so a position equals its depth modulo ``multiple_of``. Branches are
+    sorted by their tokens. Sequences without a label, of 0 or 1 tokens, count in no mean. Cost: O(s
+    log n) for n sequences of s tokens together.
 
-    Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is longer than ``max_tokens``.
-    """
+    Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is
+    longer than ``max_tokens``."""
     multiple_of = whole("multiple_of", multiple_of, 1)
     if not isinstance(sequences, Iterable):
-        raise TypeError(f"sequences must be a list with the token ids of each sequence, got {shown(sequences)}")
-    tokens = (number_tensor(f"sequences[{place}]", ids).numpy() for place, ids in enumerate(sequences))
-    keys = [ids.astype(">i8").tobytes() for ids in tokens]  # the order of bytes is that of token ids >= 0
+        raise TypeError(
+            f"sequences must be a list with the token ids of each sequence, got {shown(sequences)}"
+        )
+    tokens = (
+        number_tensor(f"sequences[{place}]", ids).numpy() for place, ids in enumerate(sequences)
+    )
+    # the order of bytes is that of token ids >= 0
+    keys = [ids.astype(">i8").tobytes() for ids in tokens]
     if max_tokens is None:
         return _tree(keys, multiple_of)
-    return [_tree(keys[some], multiple_of) for some in _fitting(keys, multiple_of, whole("max_tokens", max_tokens, 1))]
+    return [
+        _tree(keys[some], multiple_of)
+        for some in _fitting(keys, multiple_of, whole("max_tokens", max_tokens, 1))
+    ]
 
 
 def _tokens(key: bytes) -> np.ndarray:
@@ -148,12 +194,16 @@ def _fitting(keys: list[bytes], multiple_of: int, most: int) -> Iterator[slice]:
     held: list[bytes] = []  # sorted
     for place, key in enumerate(keys):
         if len(key) // 8 > most:
-            raise ValueError(f"sequences[{place}] has {len(key) // 8} tokens, more than max_tokens={most}")
+            raise ValueError(
+                f"sequences[{place}] has {len(key) // 8} tokens, more than max_tokens={most}"
+            )
         at = bisect_left(held, key)
         if key in held[at : at + 1]:
             continue
         own = -(-len(key) // 8 // multiple_of) * multiple_of
-        shared = max((_fork(key, other, multiple_of) for other in held[max(0, at - 1) : at + 1]), default=0)
+        shared = max(
+            (_fork(key, other, multiple_of) for other in held[max(0, at - 1) : at + 1]), default=0
+        )
         gap = -len(max([key, *held[-1:]])) // 8 % multiple_of
         if padded + own - shared - gap > most:
             yield slice(first, place)
@@ -175,9 +225,12 @@ class _Nodes:
 
 
 def _nodes(leaves: list[bytes], multiple_of: int) -> _Nodes:
-    """Return the nodes of different sequences in sorted order. Neighbours share most, so their forks are all forks."""
+    """Return the nodes of different sequences in sorted order. Neighbours share most, so their
+    forks are all forks.
+    """
     forks = [0, *(_fork(*both, multiple_of) for both in pairwise(leaves))][: len(leaves)]
-    cuts: list[list[int]] = []  # of each leaf, the last leaf first: its fork, and where the nodes behind it stop
+    # of each leaf, the last leaf first: its fork, and where the nodes behind it stop
+    cuts: list[list[int]] = []
     later: list[int] = []  # ascending: the forks at which later leaves part from this one
     for leaf, fork in zip(reversed(leaves), reversed(forks), strict=True):
         stops = [len(leaf) // 8]
@@ -228,7 +281,9 @@ def _tree(keys: list[bytes], multiple_of: int) -> Tree:
 
 
 def _weights(nodes: _Nodes, leaves: list[bytes], counts: Counter[bytes]) -> np.ndarray:
-    """Return the two weights of the labels of each node: sums over the sequences through the node."""
+    """Return the two weights of the labels of each node:
+    sums over the sequences through the node.
+    """
     weights = np.zeros((len(nodes.parents), 2))
     for leaf, path in zip(leaves, nodes.paths, strict=True):
         weights[path[-1]] = counts[leaf], counts[leaf] / max(1, len(leaf) // 8 - 1)

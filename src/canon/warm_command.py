@@ -1,10 +1,12 @@
-"""`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the disk cache.
+"""`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the
+disk cache.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
-    canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions attention strided_attention --ranks 8
+    canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions attention
+    strided_attention --ranks 8
 
-Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program. It needs a GPU.
-"""
+Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program.
+It needs a GPU."""
 
 import argparse
 import sys
@@ -24,13 +26,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon warm``."""
     add = parser.add_argument
     add(
-        "--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32", "float64"], help="dtype of q, k and v"
+        "--dtype",
+        default="bfloat16",
+        choices=["bfloat16", "float16", "float32", "float64"],
+        help="dtype of q, k and v",
     )
-    add("--widths", type=_pair, default=(128, 128), metavar="D[/DV]", help="head widths of K and V (default: 128)")
-    add("--heads", type=_pair, default=(32, 8), metavar="H[/G]", help="query heads and key heads (default: 32/8)")
-    add("--functions", nargs="+", default=DEFAULT, choices=functions(), metavar="NAME", help=", ".join(functions()))
+    add(
+        "--widths",
+        type=_pair,
+        default=(128, 128),
+        metavar="D[/DV]",
+        help="head widths of K and V (default: 128)",
+    )
+    add(
+        "--heads",
+        type=_pair,
+        default=(32, 8),
+        metavar="H[/G]",
+        help="query heads and key heads (default: 32/8)",
+    )
+    add(
+        "--functions",
+        nargs="+",
+        default=DEFAULT,
+        choices=functions(),
+        metavar="NAME",
+        help=", ".join(functions()),
+    )
     add("--backend", choices=BACKENDS, help="default: the automatic choice")
-    add("--backward", default="auto", choices=METHODS, help="the option of the functions (default: auto)")
+    add(
+        "--backward",
+        default="auto",
+        choices=METHODS,
+        help="the option of the functions (default: auto)",
+    )
     add("--softcap", type=float, help="the option of the functions (default: none)")
     add("--ranks", type=int, help="ranks of strided_attention (default: 2, 4 and 8)")
     add("--rank-invariant", action="store_true", help="compile for calls with rank_invariant=True")
@@ -49,7 +78,16 @@ def run(arguments: argparse.Namespace) -> int:
     It is 0, 1 if a kernel does not compile or there is no GPU, 2 for invalid arguments.
     """
     a, start = arguments, time.monotonic()
-    names = "heads", "functions", "backend", "backward", "softcap", "ranks", "rank_invariant", "processes"
+    names = (
+        "heads",
+        "functions",
+        "backend",
+        "backward",
+        "softcap",
+        "ranks",
+        "rank_invariant",
+        "processes",
+    )
     options = {name: getattr(a, name) for name in names}
     try:
         compiled = warm_up(getattr(torch, a.dtype), *a.widths, **options)
@@ -58,6 +96,10 @@ def run(arguments: argparse.Namespace) -> int:
         return MISUSED if isinstance(error, ValueError) else FAILED
     if not torch.cuda.is_available():  # `warm_up` has printed that
         return FAILED
-    text = f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s" if compiled else "compiled already"
+    text = (
+        (f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s")
+        if compiled
+        else "compiled already"
+    )
     print(f"{a.dtype}, widths {a.widths[0]}/{a.widths[1]}, heads {a.heads[0]}/{a.heads[1]}: {text}")
     return 0

@@ -1,10 +1,11 @@
-"""Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths and shared memory.
+"""Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths
+and shared memory.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv". ``parts`` warps
-share rows, and divide the columns and widths.
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
+"dkdv". ``parts`` warps share rows, and divide the columns and widths.
 
-Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each fragment twice, so few warps
-with many registers, 8 on an SM, are faster than many.
+Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each
+fragment twice, so few warps with many registers, 8 on an SM, are faster than many.
 """
 
 from dataclasses import dataclass, replace
@@ -29,25 +30,46 @@ class Config:
     shared_bytes: int = 0
 
     def macros(self) -> dict[str, int]:
-        return {f"CANON_{name.upper()}": value for name, value in vars(self).items() if name != "shared_bytes"}
+        return {
+            f"CANON_{name.upper()}": value
+            for name, value in vars(self).items()
+            if name != "shared_bytes"
+        }
 
 
 RESERVED = 1024  # bytes that the system uses for each CTA
 
-# By kernel and larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first, then for 163 KB or 99 KB.
+# By kernel and larger width, rounded up to 64, 128, 192 or 256; the fastest on an H200 first, then
+# for 163 KB or 99 KB.
 TABLE: dict[tuple[str, int], tuple[Config, ...]] = {
     ("forward", 64): (Config(128, 64, 4, ctas=2),),
-    ("forward", 128): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2), Config(64, 32, 4, ctas=2)),
+    ("forward", 128): (
+        Config(128, 64, 4, ctas=2),
+        Config(128, 32, 4, ctas=2),
+        Config(64, 32, 4, ctas=2),
+    ),
     ("forward", 192): (Config(128, 64, 8), Config(128, 32, 8)),
     ("forward", 256): (Config(128, 64, 8), Config(128, 32, 8), Config(64, 32, 4)),
     ("dq", 64): (Config(128, 64, 4, ctas=2), Config(128, 32, 4, ctas=2)),
     ("dq", 128): (Config(128, 32, 4, ctas=2), Config(128, 64, 8), Config(128, 32, 8)),
     ("dq", 192): (Config(128, 32, 8), Config(64, 32, 4)),
-    ("dq", 256): (Config(128, 32, 8, parts=2), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
+    ("dq", 256): (
+        Config(128, 32, 8, parts=2),
+        Config(64, 32, 8, parts=2),
+        Config(32, 32, 4, parts=2),
+    ),
     ("dkdv", 64): (Config(128, 32, 4, ctas=2),),
     ("dkdv", 128): (Config(64, 64, 4, ctas=2), Config(128, 64, 8), Config(64, 64, 4)),
-    ("dkdv", 192): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2)),
-    ("dkdv", 256): (Config(64, 64, 8, parts=4), Config(64, 32, 8, parts=2), Config(32, 32, 4, parts=2, exchanges=1)),
+    ("dkdv", 192): (
+        Config(64, 64, 8, parts=4),
+        Config(64, 32, 8, parts=2),
+        Config(32, 32, 4, parts=2),
+    ),
+    ("dkdv", 256): (
+        Config(64, 64, 8, parts=4),
+        Config(64, 32, 8, parts=2),
+        Config(32, 32, 4, parts=2, exchanges=1),
+    ),
 }
 
 
@@ -64,13 +86,15 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
     """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
 
-    Raises ValueError for widths that are no multiples of 16 up to 256, and for too little shared memory.
+    Raises ValueError for widths that are no multiples of 16 up to 256, and for too little shared
+    memory.
     """
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):
         raise ValueError(
-            f"the CUDA {kernel} kernel supports widths that are multiples of 16 from 16 to 256, got {d} and {dv}: "
+            f"the CUDA {kernel} kernel supports widths that are multiples of 16 from 16 to 256, "
+            f"got {d} and {dv}: "
             'use backend("triton")'
         )
     candidates = TABLE[kernel, max(64, -(-max(d, dv) // 64) * 64)]
@@ -78,8 +102,12 @@ def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
         need = shared_bytes(kernel, config, d, dv)
         if config.ctas * (need + RESERVED) <= gpu.shared_memory + RESERVED:
             return replace(config, shared_bytes=need)
-    need = min(config.ctas * (shared_bytes(kernel, config, d, dv) + RESERVED) for config in candidates) - RESERVED
+    need = (
+        min(config.ctas * (shared_bytes(kernel, config, d, dv) + RESERVED) for config in candidates)
+        - RESERVED
+    )
     raise ValueError(
-        f"the CUDA {kernel} kernel needs {need} bytes of shared memory for widths {d} and {dv}, but this GPU has "
+        f"the CUDA {kernel} kernel needs {need} bytes of shared memory for widths {d} and {dv}, "
+        "but this GPU has "
         f'{gpu.shared_memory}: use backend("triton")'
     )

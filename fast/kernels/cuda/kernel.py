@@ -1,7 +1,7 @@
 """Load compiled CUDA kernels, pack their parameters and launch them.
 
-A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. For `launcher` a `Kernel` is
-like a Triton kernel, and a `LoadedKernel` like a compiled one.
+A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. For
+`launcher` a `Kernel` is like a Triton kernel, and a `LoadedKernel` like a compiled one.
 """
 
 import ctypes
@@ -33,7 +33,9 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The entry point canon_NAME of NAME.cu. ``numbers``: "i" or "f" for each, as in the module struct."""
+    """The entry point canon_NAME of NAME.cu. ``numbers``: "i" or "f" for each, as in the module
+    struct.
+    """
 
     name: str
     pointers: int
@@ -57,10 +59,16 @@ class Kernel:
         return loaded
 
     def image(self, arguments: tuple) -> bytes:
-        """Return the structure's bytes, with addresses 0. ``arguments``: tensors, strides and numbers, in order."""
+        """Return the structure's bytes, with addresses 0. ``arguments``: tensors, strides and
+        numbers, in order.
+        """
         fields = f"<{self.pointers}Q{self.strides}q{self.numbers}"
         size = struct.calcsize(fields)
-        numbers = (ctypes.c_float(x).value if isinstance(x, float) else x for x in arguments[self.pointers :])  # or inf
+        # or inf
+        numbers = (
+            ctypes.c_float(x).value if isinstance(x, float) else x
+            for x in arguments[self.pointers :]
+        )
         return struct.pack(f"{fields}{-size % 8}x", *[0] * self.pointers, *numbers)
 
 
@@ -71,27 +79,39 @@ class LoadedKernel:
         self.kernel, self.variant, self.device = kernel, variant, device
         name = f"canon_{kernel.name}"
         loaded = driver.active.utils.load_binary(name, cubin, variant.shared_bytes, device)
-        self._module, self.function, self.registers, self.spills, _ = loaded  # Triton never unloads a module
+        # Triton never unloads a module
+        self._module, self.function, self.registers, self.spills, _ = loaded
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self.launch, grid[0])
 
     def launch(self, ctas: int, *arguments: Any) -> None:
-        """Launch on the current stream of the current device. Raises RuntimeError with the driver's error."""
+        """Launch on the current stream of the current device. Raises RuntimeError with the driver's
+        error.
+        """
         image = bytearray(self.kernel.image(arguments))
         struct.pack_into(
-            f"<{self.kernel.pointers}Q", image, 0, *map(Tensor.data_ptr, arguments[: self.kernel.pointers])
+            f"<{self.kernel.pointers}Q",
+            image,
+            0,
+            *map(Tensor.data_ptr, arguments[: self.kernel.pointers]),
         )
         parameter = (ctypes.c_char * len(image)).from_buffer(image)
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(parameter))
         stream = torch._C._cuda_getCurrentRawStream(self.device)
         threads, shared = 32 * self.variant.warps, self.variant.shared_bytes
-        failed = _cuda().cuLaunchKernel(self.function, ctas, 1, 1, threads, 1, 1, shared, stream, parameters, None)
+        failed = _cuda().cuLaunchKernel(
+            self.function, ctas, 1, 1, threads, 1, 1, shared, stream, parameters, None
+        )
         if failed:
-            raise RuntimeError(f"CUDA driver error {failed} in the launch of canon_{self.kernel.name}")
+            raise RuntimeError(
+                f"CUDA driver error {failed} in the launch of canon_{self.kernel.name}"
+            )
 
     def packed(self, blocks: int, arguments: tuple, places: list[tuple[int, int]]) -> tuple:
-        """Return a launch as `replay.c` expects it. ``places``: slot and offset of each tensor among the arguments."""
+        """Return a launch as `replay.c` expects it. ``places``: slot and offset of each tensor
+        among the arguments.
+        """
         pointers = (("i", 8 * index, *place) for index, place in enumerate(places))
         parameters = (("s", self.kernel.image(arguments)), *pointers)
         return self.function, blocks, 32 * self.variant.warps, self.variant.shared_bytes, parameters
@@ -112,7 +132,9 @@ def architecture(device: torch.device) -> int:
 
 @contextmanager
 def collecting(jobs: dict[Any, Callable[[], Any]]) -> Iterator[None]:
-    """Inside the block, add the compilation of each new variant to ``jobs``; compile and launch nothing."""
+    """Inside the block, add the compilation of each new variant to ``jobs``; compile and launch
+    nothing.
+    """
     _collected.append(jobs)
     try:
         yield

@@ -1,8 +1,9 @@
-"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
+"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same
+arguments, ranges and NaN.
 
-q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later; else ValueError. Tensors
-are copied if an address or stride is no multiple of 16 bytes, or the last stride is not 1. Results have the dtype of q or
-float32; others are copied. All bits repeat.
+q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later;
+else ValueError. Tensors are copied if an address or stride is no multiple of 16 bytes, or the last
+stride is not 1. Results have the dtype of q or float32; others are copied. All bits repeat.
 """
 
 import torch
@@ -32,17 +33,28 @@ DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
 DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
 
 # Kernels without MMAs are portable.
-delta, merge, sum_heads, row_statistics = portable.delta, portable.merge, portable.sum_heads, portable.row_statistics
+delta, merge, sum_heads, row_statistics = (
+    portable.delta,
+    portable.merge,
+    portable.sum_heads,
+    portable.row_statistics,
+)
 make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
 choose_method = portable.choose_method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor
+) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
-    own_lse = lse if contiguous_rows(lse) is lse else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    own_lse = (
+        lse
+        if contiguous_rows(lse) is lse
+        else torch.empty_like(lse, memory_format=torch.contiguous_format)
+    )
     config, table = plan("forward", q, v, mask)
     group = q.shape[2] // k.shape[2]
     scale, sign = base2_scale(uncapped(scale), q.dtype)
@@ -63,7 +75,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    statistics: RowStatistics,
+    mask: AnyMask,
+    scale: Scale,
+    dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d)."""
     check(q)
@@ -74,7 +93,15 @@ def dq(
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     numbers = uncapped(scale), len(table.tiles), q.shape[2], group, l2_heads
     pointers = (q, k, v, dout, lse, delta, own_dq, table.tiles, table.spans)
-    run(DQ, config, len(table.tiles) * batch_heads(q), pointers, (q, k, v, dout, own_dq, lse), numbers, own_dq)
+    run(
+        DQ,
+        config,
+        len(table.tiles) * batch_heads(q),
+        pointers,
+        (q, k, v, dout, own_dq, lse),
+        numbers,
+        own_dq,
+    )
     copy_back(dq, own_dq)
 
 
@@ -91,9 +118,13 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of key heads or query heads. Raises ValueError if ``dq`` (fused) is given."""
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of key heads or query heads. Raises ValueError if
+    ``dq`` (fused) is given.
+    """
     if dq is not None:
-        raise ValueError('the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"')
+        raise ValueError(
+            'the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"'
+        )
     check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dk, own_dv), (lse, delta) = writable(q, dk, dv), statistics
@@ -116,20 +147,30 @@ def check(q: Tensor) -> None:
     if is_cpu(q.device):
         raise ValueError(f"the CUDA kernels need tensors on a GPU, got {q.device}: {remedy}")
     if (found := capability(q.device)) < CAPABILITY:
-        raise ValueError(f"the CUDA kernels need an sm_80 or later, this device is {found}: {remedy}")
+        raise ValueError(
+            f"the CUDA kernels need an sm_80 or later, this device is {found}: {remedy}"
+        )
 
 
 def uncapped(scale: Scale) -> float:
     """Return the scale as a number. Raises ValueError if it has a soft-cap."""
     number, softcap = split_scale(scale)
     if softcap is not None:
-        raise ValueError(f'the CUDA kernels have no soft-cap, got softcap={softcap}: use backend("triton")')
+        raise ValueError(
+            f'the CUDA kernels have no soft-cap, got softcap={softcap}: use backend("triton")'
+        )
     return number
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if kernels cannot read 16 bytes of a row at a time."""
-    steps = [stride * x.element_size() for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if n > 1]
+    """Return x (b, t, h, d), or a contiguous copy if kernels cannot read 16 bytes of a row at a
+    time.
+    """
+    steps = [
+        stride * x.element_size()
+        for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
+        if n > 1
+    ]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -138,7 +179,11 @@ def loadable(x: Tensor) -> Tensor:
 def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
     """Return each result if kernels can write it, else a new tensor; all of one dtype."""
     dtypes = {x.dtype for x in results}
-    dtype = results[0].dtype if len(dtypes) == 1 and dtypes <= {q.dtype, torch.float32} else torch.float32
+    dtype = (
+        results[0].dtype
+        if len(dtypes) == 1 and dtypes <= {q.dtype, torch.float32}
+        else torch.float32
+    )
     fits = lambda x: x.stride(3) == 1 and x.dtype == dtype
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
 
@@ -147,7 +192,9 @@ def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, Work
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
-    return config, work_table(mask, config.rows, config.columns, config.columns, transposed, False, q.device)
+    return config, work_table(
+        mask, config.rows, config.columns, config.columns, transposed, False, q.device
+    )
 
 
 def run(
@@ -159,7 +206,9 @@ def run(
     numbers: tuple,
     result: Tensor,
 ) -> None:
-    """Launch ``ctas`` CTAs with the addresses of ``pointers``, the strides of ``strided`` tensors and the numbers."""
+    """Launch ``ctas`` CTAs with the addresses of ``pointers``, the strides of ``strided`` tensors
+    and the numbers.
+    """
     if not ctas:
         return
     strides = (stride for x in strided for stride in kernel_strides(x)[:-1])

@@ -1,7 +1,9 @@
-"""Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and keep the cubins on disk.
+"""Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and
+keep the cubins on disk.
 
-The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so a reader never sees a part.
-Threads compile one program at a time; two processes may write the same file.
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so a
+reader never sees a part. Threads compile one program at a time; two processes may write the same
+file.
 """
 
 import hashlib
@@ -33,7 +35,8 @@ class Program(NamedTuple):
     def compiled(self) -> bytes:
         """Return the cubin from the cache, or compile and keep it.
 
-        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's messages.
+        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's
+        messages.
         """
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
@@ -59,7 +62,9 @@ class Program(NamedTuple):
         try:
             code = core.Program(source, "c++", options).compile("cubin", logs=log).code
         except Exception as error:  # `cuda-core` has no public class for it
-            raise RuntimeError(f"{self.name}.cu does not compile for sm_{self.architecture}: {error}") from error
+            raise RuntimeError(
+                f"{self.name}.cu does not compile for sm_{self.architecture}: {error}"
+            ) from error
         return bytes(code), log.getvalue()
 
     def key(self) -> str:
@@ -68,13 +73,18 @@ class Program(NamedTuple):
             content = path.read_bytes()
             total.update(f"{path.name} {len(content)}\n".encode() + content)
         _, version = compiler()
-        total.update(repr((self.name, sorted(self.macros), self.architecture, STANDARD, version)).encode())
+        total.update(
+            repr((self.name, sorted(self.macros), self.architecture, STANDARD, version)).encode()
+        )
         return total.hexdigest()[:32]
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the remedy."""
-    with _importing:  # `cuda.core` replaces modules during import: a second thread would find a part
+    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the
+    remedy.
+    """
+    # `cuda.core` replaces modules during import: a second thread would find a part
+    with _importing:
         return _imported()
 
 
@@ -87,7 +97,8 @@ def _imported():
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # RuntimeError: NVRTC's library is missing
         raise ModuleNotFoundError(
-            f"the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' ({error})",
+            "the CUDA kernels are compiled by NVRTC through cuda-core: pip install 'canon[cuda]' "
+            f"({error})",
             name="cuda",
         ) from error
     if int(status):

@@ -1,4 +1,5 @@
-"""Kernels for Hopper (sm_90) in Gluon: TMA loads, warp-specialised wgmma, persistent CTAs. Start with `forward_plain`.
+"""Kernels for Hopper (sm_90) in Gluon: TMA loads, warp-specialised wgmma, persistent CTAs. Start
+with `forward_plain`.
 
 launch             the functions of `canon.fast.kernels.triton.launch`
 tile_scheduler     host: the schedule of work tiles

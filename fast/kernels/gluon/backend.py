@@ -1,4 +1,6 @@
-"""The declaration of the Gluon backend: Hopper, elements of two bytes, and widths of `config.TABLE`."""
+"""The declaration of the Gluon backend: Hopper, elements of two bytes, and widths of
+`config.TABLE`.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +14,8 @@ from canon.fast.kernels.triton.backend import ROWS, check_device, is_interpreted
 def _serves(device: torch.device, dtype: torch.dtype, d: int, dv: int, method: str) -> bool:
     if is_cpu(device) or not runs_on(device) or (is_interpreted() and device.type == "cuda"):
         return False
-    kernel = "fused" if method == "fused" else "forward"  # all other kernels support the widths of "forward"
+    # all other kernels support the widths of "forward"
+    kernel = "fused" if method == "fused" else "forward"
     supported = capability(device) == config.CAPABILITY and dtype in config.DTYPES
     return supported and bool(config.padded_to(kernel, d, dv))
 
@@ -23,5 +26,10 @@ def _check(q: Tensor) -> None:
 
 
 GLUON = Backend(
-    "gluon", "canon.fast.kernels.gluon.launch", ROWS, serves=_serves, check_device=check_device, check=_check
+    "gluon",
+    "canon.fast.kernels.gluon.launch",
+    ROWS,
+    serves=_serves,
+    check_device=check_device,
+    check=_check,
 )

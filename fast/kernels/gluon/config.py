@@ -1,7 +1,7 @@
 """Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in the others.
-"""
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
+the others."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,9 @@ class Config:
 
     @property
     def math_registers(self) -> int:
-        """Registers of a thread of the MMA warpgroups; the loader has the rest, 24 or 32 per thread."""
+        """Registers of a thread of the MMA warpgroups; the loader has the rest, 24 or 32 per
+        thread.
+        """
         return 160 if self.rows == 192 else 240
 
 
@@ -61,7 +63,10 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
 }
 # For the kernel of `forward_plain`, which tests and measurements force.
-PLAIN: dict[Widths, Config] = {(64, 64): Config(128, 128, 4, plain=True), (128, 128): Config(128, 128, 3, plain=True)}
+PLAIN: dict[Widths, Config] = {
+    (64, 64): Config(128, 128, 4, plain=True),
+    (128, 128): Config(128, 128, 3, plain=True),
+}
 KERNELS = ("forward", "dq", "dkdv", "fused", "dkdv_hdim256")
 # 64 for each warpgroup; in "dkdv_hdim256" both share them
 ROWS = {"forward": (128, 192), "dq": (128,), "dkdv": (128,), "fused": (128,), "dkdv_hdim256": (64,)}
@@ -76,7 +81,10 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
-    exchanged = {"fused": 4 * c.rows * c.columns + 8 * c.columns * d, "dkdv_hdim256": 2 * c.stages * c.rows * c.columns}
+    exchanged = {
+        "fused": 4 * c.rows * c.columns + 8 * c.columns * d,
+        "dkdv_hdim256": 2 * c.stages * c.rows * c.columns,
+    }
     return need + exchanged.get(kernel, 0)
 
 
@@ -85,31 +93,45 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
     return [pads for name, pads in TABLE if name == kernel and pads[0] >= d and pads[1] >= dv]
 
 
-def choose(kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths for heads d and dv wide. Raises ValueError if none fits.
+def choose(
+    kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
+) -> tuple[Config, int, int]:
+    """Return the configuration and the padded widths for heads d and dv wide. Raises ValueError if
+    none fits.
 
-    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, whose configurations have at most ``most_rows`` rows.
-    """
+    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, whose configurations have at most
+    ``most_rows`` rows."""
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))
         raise ValueError(
-            f'the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use backend("triton")'
+            f"the Hopper {kernel} kernel supports heads up to {widest} wide, not {(d, dv)}: use "
+            'backend("triton")'
         )
     pads = min(fitting, key=sum)
     long_table = LONG_TABLE.get((kernel, pads), {})
-    suiting = [config for few, config in long_table.items() if seen > few and config.rows <= most_rows]
+    suiting = [
+        config for few, config in long_table.items() if seen > few and config.rows <= most_rows
+    ]
     config = FORCED.get(kernel) or [TABLE[kernel, pads], *suiting][-1]
     if config.rows not in ROWS[kernel] or config.stages < 1 + (kernel == "forward"):
         least = (
-            "2 stages: it waits for V of a tile before it releases the previous V" if kernel == "forward" else "1 stage"
+            ("2 stages: it waits for V of a tile before it releases the previous V")
+            if kernel == "forward"
+            else "1 stage"
         )
-        raise ValueError(f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least {least}; got {config}")
+        raise ValueError(
+            f"the Hopper {kernel} kernel needs {ROWS[kernel]} rows and at least "
+            f"{least}; got {config}"
+        )
     if config.plain and config != Config(128, config.columns, config.stages, plain=True):
-        raise ValueError(f"the plain forward kernel has 128 rows, one buffer of Q and no switches; got {config}")
+        raise ValueError(
+            f"the plain forward kernel has 128 rows, one buffer of Q and no switches; got {config}"
+        )
     if (need := shared_bytes(kernel, config, *pads)) > LIMIT:
         raise ValueError(
-            f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for widths {pads}, but a CTA "
+            f"the Hopper {kernel} kernel with {config} needs {need} bytes of shared memory for "
+            f"widths {pads}, but a CTA "
             f"may use {LIMIT}: use smaller tiles or fewer stages"
         )
     return config, *pads

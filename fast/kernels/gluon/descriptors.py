@@ -13,7 +13,9 @@ VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`. Outside, x loads as 0."""
+    """Return a descriptor for TMA boxes of x (b, t, h, d): of a copy unless x is `tma_loadable`.
+    Outside, x loads as 0.
+    """
     return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
 
@@ -25,8 +27,12 @@ def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 
 
 @lru_cache(maxsize=4096)
-def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]) -> dict:
-    """Return the fields of a descriptor without its tensor; cached because Triton's checks are slow."""
+def descriptor_fields(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
+) -> dict:
+    """Return the fields of a descriptor without its tensor; cached because Triton's checks are
+    slow.
+    """
     width = min(128, block[-1] * dtype.itemsize)
     layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
     strided = descriptor_strides(dtype, shape, strides)
@@ -34,7 +40,9 @@ def descriptor_fields(dtype: torch.dtype, shape: torch.Size, strides: tuple[int,
     return vars(TensorDescriptor(base, list(shape), strided, list(block), layout))
 
 
-def descriptor_strides(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> list[int]:
+def descriptor_strides(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]
+) -> list[int]:
     """Return the strides; for axes of length 1, as if x were contiguous."""
     inner, made = padded_width(dtype, shape), [1]
     for n, stride in zip(shape[-2::-1], strides[-2::-1], strict=True):

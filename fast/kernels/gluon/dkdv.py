@@ -1,8 +1,9 @@
-"""The dk and dv kernel for Hopper: four MMAs for each tile, or five if it also adds to dq ("fused").
+"""The dk and dv kernel for Hopper: four MMAs for each tile, or five if it also adds to dq
+("fused").
 
 A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span after span:
 
-    loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...    (one query head of the owner after another)
+    loader        Q 0   K    dO 0   V    Q 1   dO 1   Q 2   ...   (query head after query head)
     warpgroup     S^T = K Q^T  and  dP^T = V dO^T - delta, issued together
                   wait for S^T:    P = exp(scale S - lse)       while dP^T runs
                                    dV += P dO
@@ -10,20 +11,32 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dK += dS Q
     fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
-Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose query heads are summed in
-order, or with "head_parallel" a query head. Shared memory limits the speed: paper/backward_on_hopper.md. Sources:
-FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024).
-"""
+Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose
+query heads are summed in order, or with "head_parallel" a query head. Shared memory limits the
+speed: paper/backward_on_hopper.md. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in
+registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.dq_adder import add_dq, adders, issue_dq, make_exchange, pass_dq, share_ds
+from canon.fast.kernels.gluon.dq_adder import (
+    add_dq,
+    adders,
+    issue_dq,
+    make_exchange,
+    pass_dq,
+    share_ds,
+)
 from canon.fast.kernels.gluon.epilogue import row_offset, store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
-from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_column_layout
+from canon.fast.kernels.gluon.layouts import (
+    contracted_width,
+    mma_layout,
+    operand_layout,
+    per_column_layout,
+)
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
 from canon.fast.kernels.gluon.softcap import weights
@@ -42,15 +55,24 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction, load_box, make_barriers, tma_load
+from canon.fast.kernels.gluon.tile_ring import (
+    Ring,
+    aggregate,
+    issue_contraction,
+    load_box,
+    make_barriers,
+    tma_load,
+)
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @aggregate
 class Buffers:
-    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (-delta), and the owned ``k`` and ``v``.
+    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (-delta), and the owned ``k`` and
+    ``v``.
 
-    Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share ``free``.
+    Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share
+    ``free``.
     """
 
     q: Ring
@@ -76,7 +98,9 @@ def make_buffers(
     """Allocate the buffers. READERS partitions read and release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
-    dout = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout)
+    dout = gl.allocate_shared_memory(
+        q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout
+    )
     lse = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], stats_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], stats_desc.layout)
     published = allocate_published(BUFFERS)
@@ -84,7 +108,11 @@ def make_buffers(
     v = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
     q = Ring(q, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     dout = Ring(dout, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    k_full, v_full, free = make_barriers(BUFFERS, 1), make_barriers(BUFFERS, 1), make_barriers(BUFFERS, READERS)
+    k_full, v_full, free = (
+        make_barriers(BUFFERS, 1),
+        make_barriers(BUFFERS, 1),
+        make_barriers(BUFFERS, READERS),
+    )
     return Buffers(q, dout, lse, delta, published, Ring(k, k_full, free), Ring(v, v_full, free))
 
 
@@ -101,7 +129,8 @@ def load_tiles(
     GROUP: gl.constexpr,
     ORDERED: gl.constexpr,
 ):
-    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: tokens in a row of statistics.
+    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: tokens in a row of
+    statistics.
 
     K follows the first Q and V the first dO: their buffers are freed late.
     """
@@ -121,9 +150,12 @@ def load_tiles(
         while span < span_end:
             slot = t % STAGES
             parity = t // STAGES & 1
-            row = (batch * query_heads + head) * 2 * padded + column  # lse; delta is ``padded`` numbers later
+            # lse; delta is ``padded`` numbers later
+            row = (batch * query_heads + head) * 2 * padded + column
             mbarrier.wait(q.free.index(slot), parity ^ 1)
-            mbarrier.expect(q.full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+            mbarrier.expect(
+                q.full.index(slot), q_desc.block_type.nbytes + stats_desc.block_type.nbytes
+            )
             tma_load(q_desc, [batch, column, head, 0], q.full.index(slot), q.tiles.index(slot))
             tma_load(stats_desc, [row], q.full.index(slot), buffers.lse.index(slot))
             if fresh:
@@ -131,8 +163,12 @@ def load_tiles(
                 publish(buffers.published.index(b), work_tile)
                 load_box(k_desc, batch, first, head // GROUP, k.full.index(b), k.tiles.index(b))
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
-            mbarrier.expect(dout.full.index(slot), dout_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-            tma_load(dout_desc, [batch, column, head, 0], dout.full.index(slot), dout.tiles.index(slot))
+            mbarrier.expect(
+                dout.full.index(slot), dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
+            )
+            tma_load(
+                dout_desc, [batch, column, head, 0], dout.full.index(slot), dout.tiles.index(slot)
+            )
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
                 load_box(v_desc, batch, first, head // GROUP, v.full.index(b), v.tiles.index(b))
@@ -145,13 +181,17 @@ def load_tiles(
         work_tile = claim_any_work_tile(work, counter, False, ORDERED)
         done += 1
     b = done % BUFFERS
-    publish_end(buffers.published.index(b), k.full.index(b), k.free.index(b), (done // BUFFERS & 1) ^ 1)
+    publish_end(
+        buffers.published.index(b), k.full.index(b), k.free.index(b), (done // BUFFERS & 1) ^ 1
+    )
 
 
 # ------------------------------------------------------------------ the warpgroups
 @gluon.constexpr_function
 def early(columns):
-    """Return whether registers suffice to load lse before S^T is issued; loads during MMAs are slow."""
+    """Return whether registers suffice to load lse before S^T is issued; loads during MMAs are
+    slow.
+    """
     return columns <= 64
 
 
@@ -188,7 +228,9 @@ def differentiate(
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if FUSED."""
+    """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if
+    FUSED.
+    """
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
@@ -218,12 +260,18 @@ def differentiate(
                 all_k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
                 v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
-                s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, D, EARLY)
+                s, dp, lse = issue_scores(
+                    k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, D, EARLY
+                )
                 p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
                 if partial:  # P, not S: lse of a query that sees no key here may be NaN
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers
                     p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    bent = p if SOFTCAP is None else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    bent = (
+                        p
+                        if SOFTCAP is None
+                        else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    )
                 p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
@@ -257,13 +305,16 @@ def differentiate(
         store_gradient(acc_v, dv, v_strides, work, work_tile, W * N, DV)
         done += 1
         b = done % BUFFERS
-        work_tile = receive(buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1)
+        work_tile = receive(
+            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
+        )
 
 
 @gluon.jit
 def store_gradient(acc, grad, strides, work, work_tile, ROW: gl.constexpr, WIDTH: gl.constexpr):
     """Write an accumulator to dk or dv, from row ROW of the work tile on."""
-    first, stop, batch, owner = position_of(work, work_tile)  # reloaded to save registers in the loop
+    # reloaded to save registers in the loop
+    first, stop, batch, owner = position_of(work, work_tile)
     first += ROW
     start = grad + row_offset(batch, first, owner, strides)
     store_tile(start, acc, batch_head_of(work, work_tile), stop - first, strides[1], 0, WIDTH, 1)
@@ -304,26 +355,79 @@ def dkdv_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of HEADS query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of
+    HEADS query heads.
 
-    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d). ORDERED: int32 zeros, the
-    semaphores (b, h, dq_tiles), follow ``counter``.
+    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d).
+    ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
     """
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     result = (dk, dv, k_strides, v_strides)
     if FUSED:
-        buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + adders(ORDERED))
+        buffers = make_buffers(
+            descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + adders(ORDERED)
+        )
         exchange = make_exchange(q_desc.dtype, dq_desc, ROWS, COLUMNS, D_PAD)
         semaphores = counter + 1
         fence_async_shared()
         if ORDERED:
-            gl.warp_specialize(  # loader and adders share a warpgroup: 240 registers are left for the others
+            # loader and adders share a warpgroup: 240 registers are left for the others
+            gl.warp_specialize(
                 [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                    (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 1)),
+                    (
+                        differentiate,
+                        (
+                            buffers,
+                            exchange,
+                            result,
+                            work,
+                            scale,
+                            0,
+                            D,
+                            DV,
+                            FUSED,
+                            KEY_ORDER,
+                            SOFTCAP,
+                        ),
+                    ),
+                    (
+                        differentiate,
+                        (
+                            buffers,
+                            exchange,
+                            result,
+                            work,
+                            scale,
+                            1,
+                            D,
+                            DV,
+                            FUSED,
+                            KEY_ORDER,
+                            SOFTCAP,
+                        ),
+                    ),
+                    (
+                        load_tiles,
+                        (
+                            descriptors,
+                            work,
+                            counter,
+                            buffers,
+                            padded,
+                            query_heads,
+                            HEADS,
+                            GROUP,
+                            ORDERED,
+                        ),
+                    ),
+                    (
+                        add_dq,
+                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0),
+                    ),
+                    (
+                        add_dq,
+                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 1),
+                    ),
                 ],
                 [4, 1, 1, 1],
                 [MATH_REGISTERS, 24, 24, 24],
@@ -331,10 +435,56 @@ def dkdv_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (differentiate, (buffers, exchange, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                    (differentiate, (buffers, exchange, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                    (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0)),
+                    (
+                        differentiate,
+                        (
+                            buffers,
+                            exchange,
+                            result,
+                            work,
+                            scale,
+                            0,
+                            D,
+                            DV,
+                            FUSED,
+                            KEY_ORDER,
+                            SOFTCAP,
+                        ),
+                    ),
+                    (
+                        differentiate,
+                        (
+                            buffers,
+                            exchange,
+                            result,
+                            work,
+                            scale,
+                            1,
+                            D,
+                            DV,
+                            FUSED,
+                            KEY_ORDER,
+                            SOFTCAP,
+                        ),
+                    ),
+                    (
+                        load_tiles,
+                        (
+                            descriptors,
+                            work,
+                            counter,
+                            buffers,
+                            padded,
+                            query_heads,
+                            HEADS,
+                            GROUP,
+                            ORDERED,
+                        ),
+                    ),
+                    (
+                        add_dq,
+                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0),
+                    ),
                 ],
                 [4, 1, 1],
                 [MATH_REGISTERS, 24, 24],
@@ -344,9 +494,28 @@ def dkdv_kernel(
         fence_async_shared()
         gl.warp_specialize(
             [
-                (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, ORDERED)),
-                (differentiate, (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
-                (differentiate, (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP)),
+                (
+                    load_tiles,
+                    (
+                        descriptors,
+                        work,
+                        counter,
+                        buffers,
+                        padded,
+                        query_heads,
+                        HEADS,
+                        GROUP,
+                        ORDERED,
+                    ),
+                ),
+                (
+                    differentiate,
+                    (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP),
+                ),
+                (
+                    differentiate,
+                    (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP),
+                ),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

@@ -1,16 +1,17 @@
 """The dk and dv kernel for heads wider than 128.
 
-128 keys x 256 columns of dK and dV would fill all registers. So a CTA holds 64 keys, and each warpgroup holds one result:
+128 keys x 256 columns of dK and dV would fill all registers. So a CTA holds 64 keys, and each
+warpgroup holds one result:
 
     warpgroup of dV        S^T = K Q^T,  P = exp(scale S - lse)      write P to shared memory
                            dV += P dO                                P stays in registers
     warpgroup of dK        dP^T = V dO^T - delta                     while the other one computes P
                            dS = P * dP,  dK += dS Q                  dS stays in registers
 
-Each slot of Q has a buffer of P, in the inputs' dtype. The slot's ``free`` guards both: the warpgroup of dK reads P before it
-releases Q. The pair alternates on the tensor cores: one computes P or dS while the other multiplies. Source: one warpgroup
-for each result: flash-attention pull request 2889 (2025).
-"""
+Each slot of Q has a buffer of P, in the inputs' dtype. The slot's ``free`` guards both: the
+warpgroup of dK reads P before it releases Q. The pair alternates on the tensor cores: one computes
+P or dS while the other multiplies. Source: one warpgroup for each result: flash-attention pull
+request 2889 (2025)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -48,7 +49,9 @@ def compute_dv(
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
 ):
-    """Compute P and dv of every work tile, and share P, under a soft-cap times the slope of the scores."""
+    """Compute P and dv of every work tile, and share P, under a soft-cap times the slope of the
+    scores.
+    """
     STAGES: gl.constexpr = buffers.q.tiles.shape[0]
     BN: gl.constexpr = buffers.q.tiles.shape[2]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
@@ -80,12 +83,18 @@ def compute_dv(
                 p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
                 if partial:
                     p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    bent = p if SOFTCAP is None else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    bent = (
+                        p
+                        if SOFTCAP is None
+                        else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
+                    )
                 p = p.to(q.dtype)
                 shared_p.index(slot).store(p if SOFTCAP is None else bent.to(q.dtype))
                 mbarrier.arrive(p_full.index(slot), count=1)
                 mbarrier.wait(buffers.dout.full.index(slot), t // STAGES & 1)
-                acc = hopper.warpgroup_mma(gl.convert_layout(p, operand_layout(DV_PAD)), dout, acc, is_async=True)
+                acc = hopper.warpgroup_mma(
+                    gl.convert_layout(p, operand_layout(DV_PAD)), dout, acc, is_async=True
+                )
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(buffers.dout.free.index(slot), count=1)
                 t += 1
@@ -93,7 +102,9 @@ def compute_dv(
         store_gradient(acc, dv, strides, work, work_tile, 0, DV)
         done += 1
         b = done % BUFFERS
-        work_tile = receive(buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1)
+        work_tile = receive(
+            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
+        )
 
 
 @gluon.jit
@@ -139,7 +150,9 @@ def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, D: gl.conste
         store_gradient(acc * scale, dk, strides, work, work_tile, 0, D)
         done += 1
         b = done % BUFFERS
-        work_tile = receive(buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1)
+        work_tile = receive(
+            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
+        )
 
 
 @gluon.jit(do_not_specialize=["padded", "query_heads"])
@@ -175,13 +188,21 @@ def dkdv_hdim256_kernel(
     """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
-    p = gl.allocate_shared_memory(q_desc.dtype, [STAGES, ROWS, COLUMNS], shared_operand_layout(COLUMNS))
+    p = gl.allocate_shared_memory(
+        q_desc.dtype, [STAGES, ROWS, COLUMNS], shared_operand_layout(COLUMNS)
+    )
     p_full = make_barriers(STAGES, 1)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False)),
-            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER, SOFTCAP)),
+            (
+                load_tiles,
+                (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False),
+            ),
+            (
+                compute_dv,
+                (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER, SOFTCAP),
+            ),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, D)),
         ],
         [4, 4],

@@ -1,4 +1,5 @@
-"""The dq kernel for Hopper: three MMAs for each tile. A CTA owns a tile of queries and visits tiles of keys.
+"""The dq kernel for Hopper: three MMAs for each tile. A CTA owns a tile of queries and visits tiles
+of keys.
 
     loader        K 0   Q    V 0   dO   K 1   V 1   K 2   ...
     warpgroup     S = Q K^T  and  dP = dO V^T, issued together
@@ -7,12 +8,13 @@
 
 Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0.
 
-V is free after dP, K only at the end of the tile. So V may have fewer buffers (``v_stages``). At D = 256 it has one, K has two,
-and tiles have 64 keys. Buffers for two V would leave tiles of 32 keys: S and dP would read each Q and dO twice as often, and
-shared memory, not the tensor cores, would limit the kernel.
+V is free after dP, K only at the end of the tile. So V may have fewer buffers (``v_stages``). At D
+= 256 it has one, K has two, and tiles have 64 keys. Buffers for two V would leave tiles of 32 keys:
+S and dP would read each Q and dO twice as often, and shared memory, not the tensor cores, would
+limit the kernel.
 
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton, pull request 177.
-"""
+Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
+pull request 177."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,7 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
-from canon.fast.kernels.gluon.layouts import contracted_width, mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.layouts import (
+    contracted_width,
+    mma_layout,
+    operand_layout,
+    per_row_layout,
+)
 from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.softcap import weights
 from canon.fast.kernels.gluon.tile_queue import (
@@ -40,13 +47,21 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contraction, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import (
+    Ring,
+    aggregate,
+    issue_contraction,
+    load_box,
+    make_barriers,
+)
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @aggregate
 class Buffers:
-    """The owned ``q`` and ``dout`` of each warpgroup, and rings of ``k`` and ``v``. Barriers of q also guard ``published``."""
+    """The owned ``q`` and ``dout`` of each warpgroup, and rings of ``k`` and ``v``. Barriers of q
+    also guard ``published``.
+    """
 
     q: Ring
     dout: Ring
@@ -57,7 +72,9 @@ class Buffers:
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
-    """Load K and V of every visited tile (the loader). Q follows the first K and dO the first V: they are freed late."""
+    """Load K and V of every visited tile (the loader). Q follows the first K and dO the first V:
+    they are freed late.
+    """
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     TOKENS: gl.constexpr = q.tiles.shape[2]
@@ -78,13 +95,24 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
                 for w in gl.static_range(2):
                     mbarrier.wait(q.free.index(w), (done & 1) ^ 1)
                     publish(buffers.published.index(w), work_tile)
-                    load_box(q_desc, batch, first + w * TOKENS, head, q.full.index(w), q.tiles.index(w))
+                    load_box(
+                        q_desc, batch, first + w * TOKENS, head, q.full.index(w), q.tiles.index(w)
+                    )
             mbarrier.wait(v.free.index(v_slot), (t // V_STAGES & 1) ^ 1)
-            load_box(v_desc, batch, column, head // GROUP, v.full.index(v_slot), v.tiles.index(v_slot))
+            load_box(
+                v_desc, batch, column, head // GROUP, v.full.index(v_slot), v.tiles.index(v_slot)
+            )
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(dout.free.index(w), (done & 1) ^ 1)
-                    load_box(dout_desc, batch, first + w * TOKENS, head, dout.full.index(w), dout.tiles.index(w))
+                    load_box(
+                        dout_desc,
+                        batch,
+                        first + w * TOKENS,
+                        head,
+                        dout.full.index(w),
+                        dout.tiles.index(w),
+                    )
             fresh = False
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
@@ -95,8 +123,12 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def load_statistics(stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr):
-    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows, 0 behind ``stop``."""
+def load_statistics(
+    stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr
+):
+    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows, 0 behind
+    ``stop``.
+    """
     r = gl.arange(0, M, per_row_layout(BN))
     at = stats + (batch_head * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
     inside = r // PACK < stop - first
@@ -184,7 +216,16 @@ def differentiate(
         first, end_row, batch, head = position_of(work, work_tile)
         first += W * TOKENS
         start = dq + row_offset(batch, first, head, even_strides(tokens, stride_t, stride_h))
-        store_tile(start, acc * scale, batch_head_of(work, work_tile), end_row - first, stride_t, stride_h, D, PACK)
+        store_tile(
+            start,
+            acc * scale,
+            batch_head_of(work, work_tile),
+            end_row - first,
+            stride_t,
+            stride_h,
+            D,
+            PACK,
+        )
         done += 1
         work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), done & 1)
 
@@ -217,10 +258,14 @@ def dq_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h, 2, padded)."""
+    """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h,
+    2, padded).
+    """
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
-    dout = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout)
+    dout = gl.allocate_shared_memory(
+        dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout
+    )
     published = allocate_published(2)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
@@ -235,8 +280,14 @@ def dq_kernel(
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, GROUP)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER, SOFTCAP)),
-            (differentiate, (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER, SOFTCAP)),
+            (
+                differentiate,
+                (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER, SOFTCAP),
+            ),
+            (
+                differentiate,
+                (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER, SOFTCAP),
+            ),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -1,13 +1,16 @@
-"""dq of the fused backward: the warpgroups compute parts of it, and an adder warp adds them to float32 dq in global memory.
+"""dq of the fused backward: the warpgroups compute parts of it, and an adder warp adds them to
+float32 dq in global memory.
 
     warpgroups    dS (keys x queries) to shared memory   -> ds_full
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free     (two adders if ORDERED)
 
-dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns of every second tile.
+dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns
+of every second tile.
 
-**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by tickets; `dq_order` proves
-that no CTA waits forever. For each tile an adder does (if not ORDERED, only 3 to 5):
+**The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by
+tickets; `dq_order` proves that no CTA waits forever. For each tile an adder does (if not ORDERED,
+only 3 to 5):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
     2. `fence_async_global`
@@ -17,14 +20,15 @@ that no CTA waits forever. For each tile an adder does (if not ORDERED, only 3 t
     6. `wait_for_reductions`: the sum is complete in global memory
     7. write its own ticket with `store_release`
 
-What a CTA completed before its release (7) is visible after the successor's acquire (1). Without step 2, the acquire would
-not order TMA; without step 6, step 7 would publish an addition in flight. A warpgroup would stall in steps 1, 6 and 7, so
-only the adders wait for other CTAs (paper/backward_on_hopper.md).
+What a CTA completed before its release (7) is visible after the successor's acquire (1). Without
+step 2, the acquire would not order TMA; without step 6, step 7 would publish an addition in flight.
+A warpgroup would stall in steps 1, 6 and 7, so only the adders wait for other CTAs
+(paper/backward_on_hopper.md).
 
-The steps of one tile are a chain of round trips to L2, about as long as the MMAs of a tile. So two adders take turns, each
-with one buffer of dQ, and the chains of consecutive tiles overlap. Bits stay the same, because consecutive tiles belong to
-different tiles of dq. No adder waits forever, because each waits only for additions that come before its own in the schedule.
-"""
+The steps of one tile are a chain of round trips to L2, about as long as the MMAs of a tile. So two
+adders take turns, each with one buffer of dQ, and the chains of consecutive tiles overlap. Bits
+stay the same, because consecutive tiles belong to different tiles of dq. No adder waits forever,
+because each waits only for additions that come before its own in the schedule."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -54,14 +58,16 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class DqExchange:
-    """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts of 64 columns.
+    """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts of
+    64 columns.
 
-    dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that reads it is complete.
+    dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that
+    reads it is complete.
 
-    D_PAD = 128    Both read it. The writer has completed its own MMA. At ds_full of tile t - 1 the other one arrived
-                   after completing its own.
-    D_PAD = 64     One reads it, and completes this MMA before it writes. The other waited at ds_full of tile t - 1,
-                   where the reader arrives after completing that MMA.
+    D_PAD = 128    Both read it. The writer has completed its own MMA. At ds_full of tile t - 1 the
+                   other one arrived after completing its own.
+    D_PAD = 64     One reads it, and completes this MMA before it writes. The other waited at
+                   ds_full of tile t - 1, where the reader arrives after completing that MMA.
     """
 
     ds: gl.shared_memory_descriptor
@@ -72,7 +78,9 @@ class DqExchange:
 
 
 @gluon.jit
-def make_exchange(dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.constexpr, D_PAD: gl.constexpr):
+def make_exchange(
+    dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.constexpr, D_PAD: gl.constexpr
+):
     """Allocate the buffers and barriers."""
     PARTS: gl.constexpr = D_PAD // 64
     ds = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_operand_layout(COLUMNS))
@@ -103,7 +111,9 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write part PART (64 columns) of dQ to shared memory. Stores of dQ^T have no bank conflicts."""
+    """Write part PART (64 columns) of dQ to shared memory.
+    Stores of dQ^T have no bank conflicts.
+    """
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
@@ -113,7 +123,9 @@ def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
 # ------------------------------------------------------------------ the adder
 @gluon.jit
 def wait_for_ticket(semaphore, predecessor):
-    """Wait until the semaphore holds the predecessor's ticket. Later TMA operations follow its addition."""
+    """Wait until the semaphore holds the predecessor's ticket. Later TMA operations follow its
+    addition.
+    """
     while load_acquire(semaphore) != predecessor:
         back_off()
     fence_async_global()
@@ -144,7 +156,8 @@ def add_dq(
     ORDERED: gl.constexpr,
     ADDER: gl.constexpr,
 ):
-    """Add tiles of dQ to global memory (an adder warp): of the tiles that the CTA visits, number ADDER + n ADDERS.
+    """Add tiles of dQ to global memory (an adder warp): of the tiles that the CTA visits, number
+    ADDER + n ADDERS.
 
     ORDERED: in the order of tickets, with int32 zeros at ``semaphores`` (b, h, dq_tiles).
     """
@@ -163,7 +176,8 @@ def add_dq(
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, BN)
             head = (span - span_first) // ((span_end - span_first) // HEADS)
-            first = column + (t - before) * BN  # behind ``stop`` if the other adder has the only tile
+            # behind ``stop`` if the other adder has the only tile
+            first = column + (t - before) * BN
             if ORDERED:
                 predecessor, ticket = ticket_of(work, span)
                 semaphore = semaphores + (batch_owner * HEADS + head) * dq_tiles + first // BN
@@ -182,4 +196,6 @@ def add_dq(
                 t += ADDERS
             before += (stop - column) // BN
         done += 1
-        work_tile = receive(published.index(done % BUFFERS), k.full.index(done % BUFFERS), done // BUFFERS & 1)
+        work_tile = receive(
+            published.index(done % BUFFERS), k.full.index(done % BUFFERS), done // BUFFERS & 1
+        )

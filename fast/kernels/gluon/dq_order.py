@@ -1,26 +1,30 @@
-"""A fixed order for the additions to dq: tickets, an order of work tiles that keeps waits short, and when it pays.
+"""A fixed order for the additions to dq: tickets, an order of work tiles that keeps waits short,
+and when it pays.
 
-In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a visited tile, for one head.
-Each span has a **ticket**, each tile of dq a **semaphore** that starts at 0. The *predecessor* is the previous span in the
-tile schedule that visits this tile. A CTA adds once the semaphore holds the predecessor's ticket (0 if none), then writes
-its own. Only the successor waits for that ticket, so it stays until the successor adds.
+In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a
+visited tile, for one head. Each span has a **ticket**, each tile of dq a **semaphore** that starts
+at 0. The *predecessor* is the previous span in the tile schedule that visits this tile. A CTA adds
+once the semaphore holds the predecessor's ticket (0 if none), then writes its own. Only the
+successor waits for that ticket, so it stays until the successor adds.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
     tiles of dq visited     0 1 2 3            2 3          1 2 3
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
-**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of SMs.
+**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of
+SMs.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule. Take the first unfinished one: a running CTA has claimed
-it, or the next idle one will. Its predecessors are in finished work tiles or earlier in itself. So it finishes, and by
-induction all do. Even first work tiles are claimed: dealt out, a running CTA could wait for one that has not started.
+**No deadlock.** CTAs claim work tiles in the order of the schedule. Take the first unfinished one:
+a running CTA has claimed it, or the next idle one will. Its predecessors are in finished work tiles
+or earlier in itself. So it finishes, and by induction all do. Even first work tiles are claimed:
+dealt out, a running CTA could wait for one that has not started.
 
-A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket. Each query head has its own
-semaphores, so one table serves all heads.
+A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket.
+Each query head has its own semaphores, so one table serves all heads.
 
-Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code). Measurements:
-paper/backward_on_hopper.md.
+Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code).
+Measurements: paper/backward_on_hopper.md.
 """
 
 from operator import itemgetter
@@ -35,53 +39,73 @@ from canon.masks.plan_cache import cached_plan
 
 SMS = 132  # of an H200; constant, so that a method has one order, and one set of bits, on all GPUs
 
-# Heads in flight. Waits grow with the CTAs of one head. More heads shorten waits, but CTAs of a head share L2 reads only while
-# they stay close: additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
+# Heads in flight. Waits grow with the CTAs of one head. More heads shorten waits, but CTAs of a
+# head share L2 reads only while they stay close: additions to a tile of dq x heads are at most
+# MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
 # paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs work on one. Each starts 1.5
-# visits after the one before: waits sum to about WAITING w^2, the share WAITING w^2 / (repeat * visits). L2 misses take
-# DRIFTING (n bytes)^2 / queries (empirical; for key heads of one query head, or several). Fitted: paper/data/pairs_h200.json.
+# Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs
+# work on one. Each starts 1.5 visits after the one before: waits sum to about WAITING w^2, the
+# share WAITING w^2 / (repeat * visits). L2 misses take DRIFTING (n bytes)^2 / queries (empirical;
+# for key heads of one query
+# head, or several). Fitted:
+# paper/data/pairs_h200.json.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG counts visits for each CTA of
-# a head. Fitted: paper/data/kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 paper/data/kernels_split_h100.json.
+# When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG
+# counts visits for each CTA of a head. Fitted: paper/data/kernels_sweep_widths_h200.json,
+# pairs_h200.json; at width 128
+# paper/data/kernels_split_h100.json.
 MAX_SHARE = 0.08
 MIN_VISITS = {64: 8, 128: 256}
 MIN_VISITS_OF_FULL = 100  # without waits of unequal tiles: paper/data/kernels_peers_h200.json
-MIN_VISITS_OF_MORE_KEYS = 256  # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
+# paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
+MIN_VISITS_OF_MORE_KEYS = 256
 LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is ordered.
+    """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is
+    ordered.
 
-    A group is a key head, or the query heads that share one. ``additions``: mean additions to one tile of dq, if ordered.
-    """
+    A group is a key head, or the query heads that share one. ``additions``: mean additions to one
+    tile of dq, if ordered."""
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
         return fitting
     enough = next((n for n in divisors(groups) if n * CTAS_PER_HEAD >= SMS), max(1, groups))
     close = max(
-        largest_divisor(groups, additions, MAX_ADDITIONS), largest_divisor(groups, bytes_per_group, 4 * L2_BYTES)
+        largest_divisor(groups, additions, MAX_ADDITIONS),
+        largest_divisor(groups, bytes_per_group, 4 * L2_BYTES),
     )
     return max(fitting, min(enough, close))
 
 
 def alternation(
-    costs: TileCosts, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int, queries: int
+    costs: TileCosts,
+    rows: int,
+    columns: int,
+    repeat: int,
+    groups: int,
+    bytes_per_group: int,
+    queries: int,
 ) -> tuple[int, float] | None:
-    """Return how many groups of heads are in flight, and the cost of waits and misses (share of the time); or None.
+    """Return how many groups of heads are in flight, and the cost of waits and misses (share of the
+    time); or None.
 
-    None, do not alternate: there are no groups; under a quarter of a head's work tiles add to one tile of dq; all are about
-    equally long; or repeat * rows < 2 * columns. ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
-    """
+    None, do not alternate: there are no groups; under a quarter of a head's work tiles add to one
+    tile of dq; all are about equally long; or repeat * rows < 2 * columns. ``repeat``: query heads
+    per key head; ``bytes_per_group``: of q and dout."""
     cost = costs.cost[costs.active]
-    if not len(cost) or 4 * mean_additions(costs.spans, columns) < len(cost) or cost.max() <= UNEVEN * cost.mean():
+    if (
+        not len(cost)
+        or 4 * mean_additions(costs.spans, columns) < len(cost)
+        or cost.max() <= UNEVEN * cost.mean()
+    ):
         return None
     if repeat * rows < 2 * columns:
         return None
@@ -93,9 +117,9 @@ def alternation(
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
 
-    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so on. Causal work tiles all
-    end at the last query, so a short one waits for a longer predecessor. Alternating, short ones end one after another, and the
-    long ones after them start staggered.
+    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so
+    on. Causal work tiles all end at the last query, so a short one waits for a longer predecessor.
+    Alternating, short ones end one after another, and the long ones after them start staggered.
     """
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
@@ -113,16 +137,28 @@ def mean_additions(spans: np.ndarray, columns: int) -> float:
 def ordered_dq_pays(
     mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
 ) -> bool:
-    """Return whether fused with ordered dq is faster than "split". Heads are counted over the batch; ``width`` is padded."""
+    """Return whether fused with ordered dq is faster than "split". Heads are counted over the
+    batch; ``width`` is padded.
+    """
     visited, tiles = visits(mask, 128, 128, True, 128)
-    least = min(MIN_VISITS[width], MIN_VISITS_OF_FULL) if area(mask) == mask.queries * mask.keys else MIN_VISITS[width]
+    least = (
+        min(MIN_VISITS[width], MIN_VISITS_OF_FULL)
+        if area(mask) == mask.queries * mask.keys
+        else MIN_VISITS[width]
+    )
     if visited <= least * tiles:
         return False
     each = query_heads // key_heads
-    # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq kernel, which "fused" cannot.
+    # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq
+    # kernel, which "fused" cannot.
     if mask.keys <= mask.queries:
-        costs, bytes_per_head = tile_costs(mask, rows, columns, True, each, columns), 4 * width * each * mask.queries
-        if found := alternation(costs, rows, columns, each, key_heads, bytes_per_head, mask.queries):
+        costs, bytes_per_head = (
+            tile_costs(mask, rows, columns, True, each, columns),
+            4 * width * each * mask.queries,
+        )
+        if found := alternation(
+            costs, rows, columns, each, key_heads, bytes_per_head, mask.queries
+        ):
             return found[1] < MAX_SHARE
     elif visited <= MIN_VISITS_OF_MORE_KEYS * tiles:
         return False
@@ -134,11 +170,12 @@ def ordered_dq_pays(
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work tile, and the tickets.
+    """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work
+    tile, and the tickets.
 
-    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets are (predecessor's, own). A
-    span that starts or ends between two tiles of dq leaves them with different last spans, so the next span that covers both
-    is cut there.
+    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets
+    are (predecessor's, own). A span that starts or ends between two tiles of dq leaves them with
+    different last spans, so the next span that covers both is cut there.
     """
     number = (end - begin)[order]
     work_tile, place = counted(number)
@@ -162,24 +199,32 @@ def cut_by_tickets(
     return cut_spans, new_begin, new_end, tickets
 
 
-def _next_covering_interval(begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i]; len(begin) if none.
+def _next_covering_interval(
+    begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
+) -> np.ndarray:
+    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i];
+    len(begin) if none.
 
-    A table gives for each block of intervals the next block that holds a point, so only two blocks are searched.
-    """
+    A table gives for each block of intervals the next block that holds a point, so only two blocks
+    are searched."""
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)
     blocks = n // size + 1  # room for after = n
     begin, end = (
-        np.append(x, np.zeros(blocks * size - n)).astype(np.int32).reshape(blocks, size) for x in (begin, end)
+        np.append(x, np.zeros(blocks * size - n)).astype(np.int32).reshape(blocks, size)
+        for x in (begin, end)
     )
-    following = np.zeros((blocks + 1, width), np.int32)  # +1 where an interval begins, -1 where it ends
+    # +1 where an interval begins, -1 where it ends
+    following = np.zeros((blocks + 1, width), np.int32)
     block = np.arange(blocks)[:, None]
     np.add.at(following, (block, begin), 1)
     np.add.at(following, (block, end), -1)
     np.cumsum(following, 1, out=following)  # intervals of a block that hold a point
-    following[:] = np.where(following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks))
-    for i in reversed(range(blocks)):  # the block itself if it holds the point, else the next one's answer
+    following[:] = np.where(
+        following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks)
+    )
+    # the block itself if it holds the point, else the next one's answer
+    for i in reversed(range(blocks)):
         np.minimum(following[i], following[i + 1], out=following[i])
     point, after = point.astype(np.int32), after.astype(np.int32)
     number = np.arange(size, dtype=np.int32)

@@ -1,4 +1,6 @@
-"""Write accumulators from registers to global memory, in whole 32-byte sectors, at 64-bit offsets of rows."""
+"""Write accumulators from registers to global memory, in whole 32-byte sectors, at 64-bit offsets
+of rows.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,12 +13,18 @@ from canon.fast.kernels.gluon.ptx import transpose_words
 @gluon.jit
 def row_offset(batch, row, head, strides):
     """Return the 64-bit offset of a row of a tensor (b, t, h, width)."""
-    return batch.to(gl.int64) * strides[0] + row.to(gl.int64) * strides[1] + head.to(gl.int64) * strides[2]
+    return (
+        batch.to(gl.int64) * strides[0]
+        + row.to(gl.int64) * strides[1]
+        + head.to(gl.int64) * strides[2]
+    )
 
 
 @gluon.jit
 def even_strides(tokens, stride_t, stride_h):
-    """Return the strides of a tensor (b, t, h, width) whose batch stride is ``tokens`` token strides, in 64 bits."""
+    """Return the strides of a tensor (b, t, h, width) whose batch stride is ``tokens`` token
+    strides, in 64 bits.
+    """
     return tokens.to(gl.int64) * stride_t, stride_t, stride_h
 
 
@@ -36,7 +44,9 @@ def columns_per_store(dtype):
 
 
 @gluon.jit
-def store_tile(start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr):
+def store_tile(
+    start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr
+):
     """Write the first ``left`` tokens of x to ``start``, WIDTH columns.
 
     ``batch_head``: any number >= 0 that is unknown at compile time, for `opaque_zero`.

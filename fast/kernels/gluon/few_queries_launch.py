@@ -1,9 +1,10 @@
-"""Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs work.
+"""Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs
+work.
 
-Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), of which sums take 0.25 (0.5). The number of weights is query
-heads x queries x keys that any of these queries sees. Calls with more than 2^27 weights run `forward`. On several ranks the
-scratch has no limit. With 256 rows for a key head, the most, it is 1.1 times as large as K and V of the rank at D 128, and 2.25
-times at D 64.
+Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), of which sums take 0.25 (0.5). The
+number of weights is query heads x queries x keys that any of these queries sees. Calls with more
+than 2^27 weights run `forward`. On several ranks the scratch has no limit. With 256 rows for a key
+head, the most, it is 1.1 times as large as K and V of the rank at D 128, and 2.25 times at D 64.
 """
 
 import torch
@@ -31,7 +32,8 @@ from canon.fast.kernels.launcher import launch
 from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.fast.tables.work_tables import visits
 
-WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}  # by padded d: at most 113 KB, so that an SM holds two CTAs
+# by padded d: at most 113 KB, so that an SM holds two CTAs
+WEIGHTS_STAGES = {64: 6, 128: 3, 256: 2}
 SLICES = {64: 6, 32: 8, 16: 10}  # columns of a CTA of `sums_kernel`, and stages
 P_ROWS = 8, 32, 64  # of a box of P
 MOST_WEIGHTS = 1 << 27
@@ -59,28 +61,44 @@ def plan_for(q: Tensor, k: Tensor, mask: PlacedMask, columns: int, ctas: int) ->
 
 
 def tiling(q: Tensor, k: Tensor, mask: PlacedMask, columns: int) -> tuple[int, int, int]:
-    """Return the heads and the tokens of a tile of queries, and the number of visits of all heads and sequences."""
+    """Return the heads and the tokens of a tile of queries, and the number of visits of all heads
+    and sequences.
+    """
     pack = heads_of_tile(q, k)
     tokens = tokens_of_tile(mask, pack, columns)
     return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(mask, tokens, columns)[0])
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:
-    """Return how many query heads of a group share a tile: the largest power of two, up to 16, that divides their number."""
+    """Return how many query heads of a group share a tile: the largest power of two, up to 16, that
+    divides their number.
+    """
     group = q.shape[2] // k.shape[2]
     return min(16, group & -group)
 
 
 def slice_width(columns: int, ctas: int) -> int:
-    """Return the columns of a CTA of `sums_kernel`, if all tiles of queries have ``columns`` of V together."""
+    """Return the columns of a CTA of `sums_kernel`, if all tiles of queries have ``columns`` of V
+    together.
+    """
     return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
 
 
 def forward_of_few(
-    q: Tensor, k: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None, ctas: int,
-    out: Tensor, lse: Tensor,
-) -> Tensor:  # fmt: skip
-    """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter and whether to repeat."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pads: Widths,
+    plan: FewQueriesPlan,
+    scale: float,
+    softcap: float | None,
+    ctas: int,
+    out: Tensor,
+    lse: Tensor,
+) -> Tensor:
+    """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter
+    and whether to repeat.
+    """
     of_maxima = len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS
     maxima = torch.empty(of_maxima, dtype=torch.float32, device=q.device)
     p, sums = empty_weights(q, plan)
@@ -98,9 +116,18 @@ def empty_weights(q: Tensor, plan: FewQueriesPlan) -> tuple[Tensor, Tensor]:
 
 
 def launch_weights(
-    q: Tensor, k: Tensor, pads: Widths, plan: FewQueriesPlan, scale: float, softcap: float | None,
-    written: tuple[Tensor, Tensor, Tensor], maxima: Tensor, step: constexpr, ranks: int = 1, stride: int = 0,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    pads: Widths,
+    plan: FewQueriesPlan,
+    scale: float,
+    softcap: float | None,
+    written: tuple[Tensor, Tensor, Tensor],
+    maxima: Tensor,
+    step: constexpr,
+    ranks: int = 1,
+    stride: int = 0,
+) -> None:
     """Launch `weights_kernel` with this STEP. ``written``: p, sums and counter.
 
     ``maxima`` of a rank are ``stride`` numbers behind those of the rank before.
@@ -110,17 +137,38 @@ def launch_weights(
     tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
     tables = plan.work, chunks, plan.order, plan.columns, plan.first_visits
     sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride
-    options = {"GROUP": h // k.shape[2], "D": d, "D_PAD": pads[0], "STAGES": WEIGHTS_STAGES[pads[0]]}
-    options |= {"PACK": pack, "COLUMNS": plan.keys, "SOFTCAP": softcap, "STEP": step.value, "num_warps": 4}
+    options = {
+        "GROUP": h // k.shape[2],
+        "D": d,
+        "D_PAD": pads[0],
+        "STAGES": WEIGHTS_STAGES[pads[0]],
+    }
+    options |= {
+        "PACK": pack,
+        "COLUMNS": plan.keys,
+        "SOFTCAP": softcap,
+        "STEP": step.value,
+        "num_warps": 4,
+    }
     arguments = (*tiles, *written[:2], maxima, written[2], *tables, scale, *sizes)
     launch(weights_kernel, len(chunks) * sets, q.device, arguments, **options)
 
 
 def launch_sums(
-    q: Tensor, v: Tensor, pads: Widths, plan: FewQueriesPlan, ctas: int, weights: tuple[Tensor, Tensor],
-    maxima: Tensor, out: Tensor, lse: Tensor, second: int = 0,
-) -> None:  # fmt: skip
-    """Launch `sums_kernel`; CONTINUED with sums of P minus rounded P ``second`` numbers behind ``lse``."""
+    q: Tensor,
+    v: Tensor,
+    pads: Widths,
+    plan: FewQueriesPlan,
+    ctas: int,
+    weights: tuple[Tensor, Tensor],
+    maxima: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    second: int = 0,
+) -> None:
+    """Launch `sums_kernel`; CONTINUED with sums of P minus rounded P ``second`` numbers behind
+    ``lse``.
+    """
     (b, t, h, _), dv, pack, rows = q.shape, v.shape[3], plan.pack, plan.tokens * plan.pack
     sets = b * h // pack
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
@@ -129,7 +177,13 @@ def launch_sums(
     tiles = box(weights[0], boxed, 1, 64), box(v, plan.keys, 1, width)
     tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
     sizes = sets, len(plan.columns), rows, h, t, out.stride(1), out.stride(2), second
-    options = {"GROUP": h // v.shape[2], "DV": dv, "DV_PAD": pads[1], "SLICE": width, "STAGES": SLICES[width]}
+    options = {
+        "GROUP": h // v.shape[2],
+        "DV": dv,
+        "DV_PAD": pads[1],
+        "SLICE": width,
+        "STAGES": SLICES[width],
+    }
     options |= {"PACK": pack, "COLUMNS": plan.keys, "CONTINUED": second > 0, "num_warps": 4}
     arguments = (*tiles, weights[1], *tables, *sizes)
     launch(sums_kernel, all_columns // width, q.device, arguments, **options)
@@ -137,17 +191,39 @@ def launch_sums(
 
 # ------------------------------------------------------------------ several ranks
 def few_rows(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call on several ranks has few enough queries, and rows of a key head, but at least one."""
-    return q.numel() > 0 and q.shape[1] <= MOST_QUERIES and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
+    """Return whether a call on several ranks has few enough queries, and rows of a key head, but at
+    least one.
+    """
+    return (
+        q.numel() > 0
+        and q.shape[1] <= MOST_QUERIES
+        and q.shape[1] * q.shape[2] // k.shape[2] <= MOST_ROWS
+    )
 
 
 def write_results(
-    o: Tensor, sums: Tensor, maxima: Tensor, out: Tensor, lse: Tensor, repeat: Tensor, ranks: int, stride: int
+    o: Tensor,
+    sums: Tensor,
+    maxima: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    repeat: Tensor,
+    ranks: int,
+    stride: int,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all ranks.
+    """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all
+    ranks.
 
     Set ``repeat``, an int32 number, to 1 if an o is not finite.
     """
     (_, t, h, dv), rows = out.shape, lse.numel()
     arguments = (o, sums, maxima, out, lse, repeat, ranks, stride, rows, h, t)
-    launch(results_kernel, -(-rows // ROWS), out.device, arguments, DV=dv, DV_PAD=-(-dv // ROWS) * ROWS, num_warps=4)
+    launch(
+        results_kernel,
+        -(-rows // ROWS),
+        out.device,
+        arguments,
+        DV=dv,
+        DV_PAD=-(-dv // ROWS) * ROWS,
+        num_warps=4,
+    )

@@ -1,12 +1,13 @@
-"""The tables of `few_queries`: the tiles of keys that each tile of queries visits, in order, and chunks of them.
+"""The tables of `few_queries`: the tiles of keys that each tile of queries visits, in order, and
+chunks of them.
 
-    tile of queries 0 visits tiles of keys    0   1   2   3   4   5   6      its rows see keys from tile 0 or from tile 4 on
-    chunk 0                                   0   1   2
-    chunk 1                                  (0)          3   4   5          (0): computed again for the maximum
-    chunk 2                                  (0)             (4)      6
+    tile of queries 0 visits   0   1   2   3   4   5   6     its rows see keys from tile 0 or 4 on
+    chunk 0                    0   1   2
+    chunk 1                   (0)          3   4   5         (0): again, for the maximum
+    chunk 2                   (0)             (4)      6
 
-Nothing here changes a bit of finite results: not the sizes of tiles and chunks, nor whether a call takes these kernels or
-`forward`.
+Nothing here changes a bit of finite results: not the sizes of tiles and chunks, nor whether a call
+takes these kernels or `forward`.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from canon.fast.kernels.gluon.tile_queue import COLUMN, FIRST_SPAN, SPANS_END, TILES
-from canon.fast.kernels.gluon.tile_scheduler import WORK_TILE, Heads, MaskedTokens, Traversal, tile_schedule
+from canon.fast.kernels.gluon.tile_scheduler import (
+    WORK_TILE,
+    Heads,
+    MaskedTokens,
+    Traversal,
+    tile_schedule,
+)
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted, expanded
 from canon.fast.tables.placed_mask import AnyMask, PlacedMask, in_place
@@ -32,7 +39,8 @@ class FewQueriesPlan(NamedTuple):
     work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
     chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
     first_chunks  (n, 4): as ``chunks``, one for each tile of queries and first visit of its rows
-    order         visits of the chunks: those that are computed again, then their own; at the end, those of ``first_chunks``
+    order         visits of the chunks: those that are computed again, then their own; at the end,
+                  those of ``first_chunks``
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk
@@ -57,7 +65,9 @@ class FewQueriesPlan(NamedTuple):
 
 @device_plan
 def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> FewQueriesPlan:
-    """Return the plan for ``pack`` heads in a tile, tiles of ``columns`` keys, and chunks of at most ``each`` tiles."""
+    """Return the plan for ``pack`` heads in a tile, tiles of ``columns`` keys, and chunks of at
+    most ``each`` tiles.
+    """
     tokens = tokens_of_tile(mask, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
     schedule = tile_schedule.__wrapped__(mask, traversal)
@@ -71,7 +81,9 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
     first_key, last_key = seen_keys(mask)
     first_visits, chunks, order, begins = np.full(mask.queries, -1), [], [], [0]
     first_of_tiles: list[tuple[int, int]] = []
-    for i, (first, stop, begin, end) in enumerate(zip(*tiles[:, :2].T, ends, ends[1:], strict=False)):
+    for i, (first, stop, begin, end) in enumerate(
+        zip(*tiles[:, :2].T, ends, ends[1:], strict=False)
+    ):
         rows = np.arange(first, stop)[first_key[first:stop] < last_key[first:stop]]
         own = column[begin:end]
         first_visits[rows] = begin + np.searchsorted(own, first_key[rows], "right") - 1
@@ -79,39 +91,64 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
         for at in range(begin, end, each):
             earlier = rows[(first_visits[rows] < at) & (last_key[rows] > column[at])]
             again = np.unique(first_visits[earlier])
-            chunks.append((i, len(order), len(order) + len(again), len(order) + len(again) + min(each, end - at)))
+            chunks.append(
+                (
+                    i,
+                    len(order),
+                    len(order) + len(again),
+                    len(order) + len(again) + min(each, end - at),
+                )
+            )
             order += [*again, *range(at, min(at + each, end))]
         begins.append(len(chunks))
     first_chunks = [(i, at, at + 1, at + 1) for at, (i, _) in enumerate(first_of_tiles, len(order))]
     order += [visit for _, visit in first_of_tiles]
     made = (
-        schedule.work, np.reshape(chunks, (-1, 4)), np.reshape(first_chunks, (-1, 4)), np.array(order),
-        np.stack([column, WORK_TILE * span], 1), first_visits, np.stack([ends, begins], 1),
-    )  # fmt: skip
+        schedule.work,
+        np.reshape(chunks, (-1, 4)),
+        np.reshape(first_chunks, (-1, 4)),
+        np.array(order),
+        np.stack([column, WORK_TILE * span], 1),
+        first_visits,
+        np.stack([ends, begins], 1),
+    )
     arrays = (x.astype(np.int32) for x in made)
-    return FewQueriesPlan(*arrays, pack, columns, tokens, schedule.fully_masked_rows, schedule.loads_masked_tokens)
+    return FewQueriesPlan(
+        *arrays, pack, columns, tokens, schedule.fully_masked_rows, schedule.loads_masked_tokens
+    )
 
 
 def is_few(mask: AnyMask, columns: int) -> bool:
     """Return whether few queries of a whole sequence see many keys."""
-    if not isinstance(mask, PlacedMask) or not 0 < mask.queries <= MOST_QUERIES or mask != in_place(mask.whole):
+    if (
+        not isinstance(mask, PlacedMask)
+        or not 0 < mask.queries <= MOST_QUERIES
+        or mask != in_place(mask.whole)
+    ):
         return False
     return mask.keys >= FEWEST_VISITS * columns
 
 
 @cached_plan
 def tokens_of_tile(mask: PlacedMask, pack: int, columns: int) -> int:
-    """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the visits.
+    """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
+    visits.
 
     A tile of queries that see different keys would visit all of them, one after another.
     """
     most = min(ROWS // pack, 1 << (mask.queries - 1).bit_length())
-    found = {tokens: visits(mask, tokens, columns)[0] for tokens in (1, 2, 4, 8, 16, 32, 64) if tokens <= most}
+    found = {
+        tokens: visits(mask, tokens, columns)[0]
+        for tokens in (1, 2, 4, 8, 16, 32, 64)
+        if tokens <= most
+    }
     return next(tokens for tokens, number in found.items() if number <= 1.1 * min(found.values()))
 
 
 def seen_keys(mask: PlacedMask) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key that each query sees, and the end of the last. They are equal if it sees none."""
+    """Return the first key that each query sees, and the end of the last. They are equal if it sees
+    none.
+    """
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask.whole).T
     query = np.arange(mask.queries)[:, None]
     left, right = np.maximum(k_start, query + lo), np.minimum(k_stop, query + hi + 1)

@@ -1,45 +1,63 @@
-"""The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK heads) after another.
+"""The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK
+heads) after another.
 
 Read `forward_plain` first, a kernel without these refinements.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)
-                  wait for S:     P = exp(S - m)         while O += P V still runs (ROWS = 192: after it)
+                  wait for S:     P = exp(S - m)         while O += P V runs (ROWS = 192: after)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA with V is one tile late,
-even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM: less ``excess``) and written. Bits repeat.
+A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA
+with V is one tile late, even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM:
+less ``excess``) and written. Bits repeat.
 
-    barrier          arrivals in a phase   arrives                                  waits           protects
-    k.full, v.full   1, and all bytes      loader, then TMA                         warpgroups      K, V until loaded
-    k.free           1 per warpgroup       each warpgroup, after S (stale maximum:  loader          K until read
-                                           after the sums of P are verified)
-    v.free           1 per warpgroup       each warpgroup, a step later (O += P V)  loader          V until read
-    q.full           1, and all bytes      loader, then TMA                         its warpgroup   Q and ``published``
-    q.free           1                     its warpgroup, after its last S          loader          Q and ``published``
-                                           (stale maximum: as for K)
-    named 8 + w      256 threads           w - 1, once its MMAs are issued, not     warpgroup w     order of MMAs
-    (PING_PONG)                            complete (bar.arrive); w (bar.sync)
-    named 11 + w     128 threads           warpgroup w (STALE_MAXIMUM)              warpgroup w     a vote (`ptx.vote_ptx`)
+    barrier          arrivals in a phase   arrives               waits           protects
+    k.full, v.full   1, and all bytes      loader, then TMA      warpgroups      K, V until loaded
+    k.free           1 per warpgroup       each warpgroup,       loader          K until read
+                                           after S (stale
+                                           maximum: after the
+                                           sums of P are
+                                           verified)
+    v.free           1 per warpgroup       each warpgroup, a     loader          V until read
+                                           step later (O += P
+                                           V)
+    q.full           1, and all bytes      loader, then TMA      its warpgroup   Q and ``published``
+    q.free           1                     its warpgroup,        loader          Q and ``published``
+                                           after its last S
+                                           (stale maximum: as
+                                           for K)
+    named 8 + w      256 threads           w - 1, once its       warpgroup w     order of MMAs
+    (PING_PONG)                            MMAs are issued
+                                           (bar.arrive); w
+                                           (bar.sync)
+    named 11 + w     128 threads           warpgroup w           warpgroup w     a vote
+                                           (STALE_MAXIMUM)                       (`ptx.vote_ptx`)
 
-w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait for its V before it
-releases the previous V: hence two stages or more. Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of
-keys). All warpgroups make equally many steps, so the named barriers match.
+w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait
+for its V before it releases the previous V: hence two stages or more. Partial spans come first
+(STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally many steps, so
+the named barriers match.
 
-Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and `softmax`. With
-STALE_MAXIMUM, a tile's P uses a maximum that is older than the tile: `stale_maximum` replaces `step` after a work tile's first
-tile, and a warp votes whether to repeat it. Compile-time switches:
+Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and
+`softmax`. With STALE_MAXIMUM, a tile's P uses a maximum that is older than the tile:
+`stale_maximum` replaces `step` after a work tile's first tile, and a warp votes whether to repeat
+it. Compile-time switches:
 
-    ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never with rank_invariant
+    ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
+                    with rank_invariant
     STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant
-    KEY_ORDER       with rank_invariant: tiles in the order of keys, some with several bands (`key_order`)
+    KEY_ORDER       with rank_invariant: tiles in the order of keys, some with several bands
+                    (`key_order`)
     PACK            query heads that share a tile (`launch.packing`)
     P_AFTER_O       if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a step
-    REPEAT          for few queries with rank_invariant: only if a number on the device says so (`few_queries`)
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a
+                    step
+    REPEAT          for few queries with rank_invariant: only if a number on the device says so
+                    (`few_queries`)
 
-Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries with |m| > 2^24 get NaN.
-Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.
+Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries
+with |m| > 2^24 get NaN. Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.
 """
 
 from triton.experimental import gluon
@@ -59,7 +77,12 @@ from canon.fast.kernels.gluon.forward_pipeline import (
 )
 from canon.fast.kernels.gluon.layouts import mma_layout, per_row_layout
 from canon.fast.kernels.gluon.masking import mask_hidden
-from canon.fast.kernels.gluon.ptx import declare_registers, ping_pong_arrive, ping_pong_wait, zero_rows
+from canon.fast.kernels.gluon.ptx import (
+    declare_registers,
+    ping_pong_arrive,
+    ping_pong_wait,
+    zero_rows,
+)
 from canon.fast.kernels.gluon.softcap import capped, factor_of_capped
 from canon.fast.kernels.gluon.softmax import (
     SoftmaxState,
@@ -95,9 +118,19 @@ from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, m
 # ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(
-    q_desc, k_desc, v_desc, work, counter, buffers, GROUP: gl.constexpr, WARPGROUPS: gl.constexpr, REPEAT: gl.constexpr
+    q_desc,
+    k_desc,
+    v_desc,
+    work,
+    counter,
+    buffers,
+    GROUP: gl.constexpr,
+    WARPGROUPS: gl.constexpr,
+    REPEAT: gl.constexpr,
 ):
-    """Claim work tiles; load K and V of every visited tile, and Q of each work tile after its first K."""
+    """Claim work tiles; load K and V of every visited tile, and Q of each work tile after its first
+    K.
+    """
     q, k, v = buffers.q, buffers.k, buffers.v
     BUFFERS: gl.constexpr = q.tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q.tiles.shape[2]
@@ -121,7 +154,9 @@ def load_tiles(
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
                     publish(buffers.published.index(b), work_tile)
-                    load_box(q_desc, batch, first + w * TOKENS, head, q.full.index(b), q.tiles.index(b))
+                    load_box(
+                        q_desc, batch, first + w * TOKENS, head, q.full.index(b), q.tiles.index(b)
+                    )
             fresh = False
             mbarrier.wait(v.free.index(slot), parity ^ 1)
             load_box(v_desc, batch, column, head // GROUP, v.full.index(slot), v.tiles.index(slot))
@@ -131,7 +166,9 @@ def load_tiles(
         done += 1
     for w in gl.static_range(WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
-        publish_end(buffers.published.index(b), q.full.index(b), q.free.index(b), (done // BUFFERS & 1) ^ 1)
+        publish_end(
+            buffers.published.index(b), q.full.index(b), q.free.index(b), (done // BUFFERS & 1) ^ 1
+        )
 
 
 # ------------------------------------------------------------------ an MMA warpgroup
@@ -145,7 +182,9 @@ def attend(wg):
         declare_registers(state.p, wg.INDEX)
     if wg.PING_PONG and wg.INDEX == wg.COUNT - 1:
         ping_pong_arrive(wg.INDEX, wg.COUNT)  # the first warpgroup goes first
-    work_tile = receive(wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0)
+    work_tile = receive(
+        wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0
+    )
     while work_tile > 0:
         q_buffer = wg.INDEX * wg.BUFFERS + done % wg.BUFFERS
         row = gl.load(wg.work + work_tile) + wg.INDEX * wg.TOKENS
@@ -165,13 +204,16 @@ def attend(wg):
         done += 1
         q_buffer = wg.INDEX * wg.BUFFERS + done % wg.BUFFERS
         previous = work_tile
-        work_tile = receive(wg.published.index(q_buffer), wg.q.full.index(q_buffer), done // wg.BUFFERS & 1)
+        work_tile = receive(
+            wg.published.index(q_buffer), wg.q.full.index(q_buffer), done // wg.BUFFERS & 1
+        )
     if previous > 0:
         o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
     if wg.PING_PONG and wg.INDEX == 0:
-        ping_pong_wait(wg.INDEX)  # take the last arrival of the last warpgroup: the barrier ends balanced
+        # take the last arrival of the last warpgroup: the barrier ends balanced
+        ping_pong_wait(wg.INDEX)
 
 
 @gluon.jit
@@ -187,10 +229,11 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the next ring position.
+    """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the
+    next ring position.
 
-    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete and written. P_AFTER_O: the
-    new P reuses the registers of the old one, which that MMA has read.
+    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete
+    and written. P_AFTER_O: the new P reuses the registers of the old one, which that MMA has read.
     """
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
@@ -209,7 +252,9 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 
     s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:
-        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
+        s = mask_hidden(
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER
+        )
     m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
@@ -220,14 +265,18 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         shrink = gl.exp2(state.m - m_finite)
     if P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
+        mbarrier.arrive(
+            wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True
+        )
     p, l = exponentials(s, m_finite, wg)
-    # V is needed only in the next step. But the wait is a loop, across which the compiler moves no code: it keeps the wait for
-    # o (if not P_AFTER_O) below the exponentials.
+    # V is needed only in the next step. But the wait is a loop, across which the compiler moves no
+    # code: it keeps the wait for o (if not P_AFTER_O) below the exponentials.
     mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
     if not P_AFTER_O:
         o = hopper.warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True)
+        mbarrier.arrive(
+            wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True
+        )
     if FIRST:
         if previous > 0:
             write_result(o, state, wg, previous)
@@ -295,33 +344,64 @@ def forward_kernel(
     MATH_REGISTERS: gl.constexpr,
     REPEAT: gl.constexpr = False,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``.
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
+    ``work``.
 
-    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read. REPEAT: do nothing if the
-    number behind it is 0 (`few_queries`).
+    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read.
+    REPEAT: do nothing if the number behind it is 0 (`few_queries`).
     """
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout)
+    q_tiles = gl.allocate_shared_memory(
+        dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout
+    )
     published = allocate_published(WARPGROUPS * BUFFERS)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
-    q = Ring(q_tiles, make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1))
+    q = Ring(
+        q_tiles, make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1)
+    )
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, WARPGROUPS))
     fence_async_shared()  # TMA sees the initialised mbarriers
     buffers = Buffers(q, k, v, published)
-    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
+    # Triton passes 1 as a constant
+    output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     wg0 = Warpgroup(
-        buffers, output, work, scale_log2, 0, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+        buffers,
+        output,
+        work,
+        scale_log2,
+        0,
+        WARPGROUPS,
+        PING_PONG,
+        STALE_MAXIMUM,
+        KEY_ORDER,
+        D,
+        DV,
+        SOFTCAP,
     )
     wg1 = Warpgroup(
-        buffers, output, work, scale_log2, 1, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+        buffers,
+        output,
+        work,
+        scale_log2,
+        1,
+        WARPGROUPS,
+        PING_PONG,
+        STALE_MAXIMUM,
+        KEY_ORDER,
+        D,
+        DV,
+        SOFTCAP,
     )
     if WARPGROUPS == 2:
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT)),
+                (
+                    load_tiles,
+                    (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT),
+                ),
                 (attend, (wg0,)),
                 (attend, (wg1,)),
             ],
@@ -330,11 +410,25 @@ def forward_kernel(
         )
     else:
         wg2 = Warpgroup(
-            buffers, output, work, scale_log2, 2, WARPGROUPS, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+            buffers,
+            output,
+            work,
+            scale_log2,
+            2,
+            WARPGROUPS,
+            PING_PONG,
+            STALE_MAXIMUM,
+            KEY_ORDER,
+            D,
+            DV,
+            SOFTCAP,
         )
         gl.warp_specialize(
             [
-                (load_tiles, (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT)),
+                (
+                    load_tiles,
+                    (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT),
+                ),
                 (attend, (wg0,)),
                 (attend, (wg1,)),
                 (attend, (wg2,)),

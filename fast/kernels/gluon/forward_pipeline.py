@@ -13,7 +13,9 @@ from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contractio
 
 @aggregate
 class Buffers:
-    """The rings of Q (BUFFERS tiles for each warpgroup), K and V, and the work tiles published with each Q tile."""
+    """The rings of Q (BUFFERS tiles for each warpgroup), K and V, and the work tiles published with
+    each Q tile.
+    """
 
     q: Ring
     k: Ring
@@ -23,7 +25,9 @@ class Buffers:
 
 @aggregate
 class Output:
-    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and out's strides along t and h."""
+    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and out's strides
+    along t and h.
+    """
 
     out: gl.tensor
     lse: gl.tensor
@@ -36,9 +40,9 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; SOFTCAP: None or the limit of the scores; D, DV: widths of q
-    and out. M rows (TOKENS tokens of PACK heads), BN columns of a tile, DV_PAD padded width, BUFFERS of Q, STAGES of K and V.
-    """
+    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; SOFTCAP: None or the limit of the
+    scores; D, DV: widths of q and out. M rows (TOKENS tokens of PACK heads), BN columns of a tile,
+    DV_PAD padded width, BUFFERS of Q, STAGES of K and V."""
 
     q: Ring
     k: Ring
@@ -65,7 +69,19 @@ class Warpgroup:
 
     @gluon.constexpr_function
     def __init__(
-        self, buffers, output, work, scale_log2, INDEX, COUNT, PING_PONG, STALE_MAXIMUM, KEY_ORDER, D, DV, SOFTCAP
+        self,
+        buffers,
+        output,
+        work,
+        scale_log2,
+        INDEX,
+        COUNT,
+        PING_PONG,
+        STALE_MAXIMUM,
+        KEY_ORDER,
+        D,
+        DV,
+        SOFTCAP,
     ):
         self.q = buffers.q
         self.k = buffers.k
@@ -93,9 +109,11 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the span's last tile.
+    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the span's
+    last tile.
 
-    ``span``, ``span_end``: offsets in ``work`` of the span, and of the end of the work tile's spans.
+    ``span``, ``span_end``: offsets in ``work`` of the span, and of the end of the work tile's
+    spans.
     """
 
     q_buffer: gl.tensor
@@ -116,7 +134,9 @@ class Tile:
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T of this tile once K has arrived (PING_PONG: and the previous warpgroup has issued its MMAs)."""
+    """Issue S = Q K^T of this tile once K has arrived (PING_PONG: and the previous warpgroup has
+    issued its MMAs).
+    """
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
@@ -128,7 +148,9 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result is discarded."""
+    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result is
+    discarded.
+    """
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)
     if PING_PONG:

@@ -1,28 +1,34 @@
-"""The forward kernel for Hopper without refinements: read it first. `forward` is the kernel that calls run.
+"""The forward kernel for Hopper without refinements: read it first. `forward` is the kernel that
+calls run.
 
-A CTA computes one work tile, 128 queries of one head, with a loader and two warpgroups of 64 queries:
+A CTA computes one work tile, 128 queries of one head, with a loader and two warpgroups of 64
+queries:
 
-    loader         Q   K 0   V 0   K 1   V 1   K 2   V 2   ...     by TMA, into rings of STAGES buffers
+    loader         Q   K 0   V 0   K 1   V 1   K 2   V 2   ...   by TMA, to STAGES buffers
     warpgroup 0    S 0 | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | softmax 2 | ...
     warpgroup 1        |    S 0    | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | ...
 
-S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row maximum m so far, and rescales O
-and the sum l of P where m rose. O j is O += P V with tile j of V. At the end, out is O / l.
+S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row
+maximum m so far, and rescales O and the sum l of P where m rose. O j is O += P V with tile j of V.
+At the end, out is O / l.
 
-A warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong scheduling). So the
-tensor cores are busy while exponentials are computed.
+A warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong
+scheduling). So the tensor cores are busy while exponentials are computed.
 
-    barrier          arrivals in a phase   arrives                                waits           protects
-    q_full           1, and all bytes      loader, then TMA                       its warpgroup   Q until loaded
-    k.full, v.full   1, and all bytes      loader, then TMA                       warpgroups      K, V until loaded
-    k.free, v.free   2                     each warpgroup, once its MMA is done   loader          K, V until read
-    named 8 + w      256 threads           the other one, its MMAs issued         warpgroup w     order of MMAs
+    barrier          arrivals in a phase   arrives                 waits           protects
+    q_full           1, and all bytes      loader, then TMA        its warpgroup   Q until loaded
+    k.full, v.full   1, and all bytes      loader, then TMA        warpgroups      K, V until loaded
+    k.free, v.free   2                     each warpgroup, once    loader          K, V until read
+                                           its MMA is done
+    named 8 + w      256 threads           the other one, its      warpgroup w     order of MMAs
+                                           MMAs issued
 
-Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work tile visits. Bits repeat.
+Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work
+tile visits. Bits repeat.
 
-`forward` adds: MMAs of V that run during the warpgroup's own softmax, row maxima that are kept, several work tiles for each
-CTA, heads that share a tile. Source: Shah et al., FlashAttention-3 (2024), section 3.1.
-"""
+`forward` adds: MMAs of V that run during the warpgroup's own softmax, row maxima that are kept,
+several work tiles for each CTA, heads that share a tile. Source: Shah et al., FlashAttention-3
+(2024), section 3.1."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -56,9 +62,13 @@ def load_tiles(q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP: gl.constexp
     span, span_end, column, left = first_tile(work, first_work_tile())
     while span < span_end:
         mbarrier.wait(k.free.index(ring.slot), ring.parity ^ 1)
-        load_box(k_desc, batch, column, head // GROUP, k.full.index(ring.slot), k.tiles.index(ring.slot))
+        load_box(
+            k_desc, batch, column, head // GROUP, k.full.index(ring.slot), k.tiles.index(ring.slot)
+        )
         mbarrier.wait(v.free.index(ring.slot), ring.parity ^ 1)
-        load_box(v_desc, batch, column, head // GROUP, v.full.index(ring.slot), v.tiles.index(ring.slot))
+        load_box(
+            v_desc, batch, column, head // GROUP, v.full.index(ring.slot), v.tiles.index(ring.slot)
+        )
         ring = ring.next(k.tiles.shape[0])
         span, column, left = next_tile(work, span, column, left, span_end, k.tiles.shape[2])
 
@@ -71,7 +81,8 @@ def attend(q, q_full, k, v, result, work, scale_log2, W: gl.constexpr, DV: gl.co
     COLUMNS: gl.constexpr = k.tiles.shape[2]
     DV_PAD: gl.constexpr = v.tiles.shape[4]
     row = gl.load(work + first_work_tile()) + W * ROWS
-    m = gl.full([ROWS], float("-inf"), gl.float32, per_row_layout(COLUMNS))  # row maximum of the scores, in base 2
+    # row maximum of the scores, in base 2
+    m = gl.full([ROWS], float("-inf"), gl.float32, per_row_layout(COLUMNS))
     l = gl.zeros([ROWS], gl.float32, per_row_layout(COLUMNS))  # sum of P
     o = gl.zeros([ROWS, DV_PAD], gl.float32, mma_layout(DV_PAD))  # sum of P V
 
@@ -127,7 +138,9 @@ def issue_scores(q_tile, k, ring):
     mbarrier.wait(k.full.index(ring.slot), ring.parity)
     k_tile = k.tiles.index(ring.slot).reshape([COLUMNS, D_PAD]).permute((1, 0))
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS))
-    return hopper.warpgroup_mma(q_tile.reshape([ROWS, D_PAD]), k_tile, nothing, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma(
+        q_tile.reshape([ROWS, D_PAD]), k_tile, nothing, use_acc=False, is_async=True
+    )
 
 
 @gluon.jit
@@ -143,7 +156,8 @@ def softmax(s, m, l, o, scale_log2, dtype: gl.constexpr):
     """Return P of a tile as an MMA operand, the new m and l, and o relative to the new m."""
     DV_PAD: gl.constexpr = o.shape[1]
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
-    m_finite = gl.where(m_new == float("-inf"), 0.0, m_new)  # no visible key so far; -inf - -inf is NaN
+    # no visible key so far; -inf - -inf is NaN
+    m_finite = gl.where(m_new == float("-inf"), 0.0, m_new)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(m_finite, 1))
     shrink = gl.exp2(m - m_finite)
     l = l * shrink + gl.sum(p, 1)
@@ -153,7 +167,9 @@ def softmax(s, m, l, o, scale_log2, dtype: gl.constexpr):
 
 @gluon.jit
 def write_result(o, m, l, result, work, COLUMNS: gl.constexpr, W: gl.constexpr, DV: gl.constexpr):
-    """Write o / l and lse. Fully masked rows get 0 and -inf; rows with |m| > 2^24, where m is inexact, get NaN."""
+    """Write o / l and lse. Fully masked rows get 0 and -inf; rows with |m| > 2^24, where m is
+    inexact, get NaN.
+    """
     out, lse, tokens, stride_t, stride_h = result
     first, stop, batch, head = position_of(work, first_work_tile())
     batch_head = batch_head_of(work, first_work_tile())
@@ -190,7 +206,8 @@ def forward_plain_kernel(
     STAGES: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in ``work``, one for each CTA.
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
+    ``work``, one for each CTA.
 
     The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head.
     """
@@ -202,7 +219,8 @@ def forward_plain_kernel(
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     fence_async_shared()  # TMA sees the initialised mbarriers
-    result = (out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))  # Triton passes 1 as a constant
+    # Triton passes 1 as a constant
+    result = (out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     gl.warp_specialize(
         [
             (load_tiles, (q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP)),

@@ -1,9 +1,10 @@
-"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the same arguments, ranges and NaN.
+"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the
+same arguments, ranges and NaN.
 
-TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are copied. Tokens that tiles load
-but the mask does not touch may hold NaN, so they are copied as 0. Results that kernels cannot write in place are copied.
-ValueError unless elements have two bytes, heads at most 256 columns, and the device is sm_90.
-"""
+TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
+copied. Tokens that tiles load but the mask does not touch may hold NaN, so they are copied as 0.
+Results that kernels cannot write in place are copied. ValueError unless elements have two bytes,
+heads at most 256 columns, and the device is sm_90."""
 
 from dataclasses import replace
 
@@ -25,7 +26,9 @@ from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
-from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics  # functions of a backend
+
+# functions of a backend
+from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_row_statistics
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import (
     ALL_SETS,
@@ -56,25 +59,33 @@ from canon.route.rank_invariance import TILE
 
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
-MOST_VISITS = 2**29  # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
+# of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
+MOST_VISITS = 2**29
 
 write_results = few_queries_launch.write_results
-delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads  # kernels without MMAs are portable
+# kernels without MMAs are portable
+delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
-    """Return the method for "auto": as the Triton backend, but "fused" where ordered dq is faster."""
+    """Return the method for "auto": as the Triton backend,
+    but "fused" where ordered dq is faster.
+    """
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
         return method
     config, *pads = choose("fused", d, dv)
     query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
-    pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns)
+    pays = ordered_dq_pays(
+        mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns
+    )
     return "fused" if pays else method
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor) -> None:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor
+) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
     config, d, dv = forward_config(q, v, mask)
@@ -89,7 +100,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
         scale, softcap = split_scale(scale)
         q, scale = signed(q, scale)
         v = zero_masked(v, mask, plan, keys=True)
-        tiles = box(q, 64 // pack, pack, d), box(k, config.columns, 1, d), box(v, config.columns, 1, dv)
+        tiles = (
+            box(q, 64 // pack, pack, d),
+            box(k, config.columns, 1, d),
+            box(v, config.columns, 1, dv),
+        )
         strides = even_out.stride(1), even_out.stride(2)
         work, counter = queue(plan, q)
         if few:
@@ -98,10 +113,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
         options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
         key_order = isinstance(mask, PlacedMask)
         if config.plain and key_order:
-            raise ValueError("the plain forward has no chained spans: rank_invariant=True needs another configuration")
+            raise ValueError(
+                "the plain forward has no chained spans: rank_invariant=True needs "
+                "another configuration"
+            )
         if config.plain:
             if softcap is not None:
-                raise ValueError("the plain forward kernel has no soft-cap: use another configuration")
+                raise ValueError(
+                    "the plain forward kernel has no soft-cap: use another configuration"
+                )
             arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
@@ -121,10 +141,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: T
         copy_statistic(even_lse, lse)
 
 
-# ------------------------------------------------------------------ few queries, keys of several ranks
-# The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's keys.
+# ------------------------------------------------------------------ few queries, keys of several
+# ranks
+# The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
+# keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors, whatever the keys and masks of the ranks."""
+    """Return whether there are kernels for such tensors,
+    whatever the keys and masks of the ranks.
+    """
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
 
@@ -134,24 +158,45 @@ def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[
     return few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, mask)[0])
 
 
-def write_first_maxima(q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, mask: PlacedMask, scale: Scale) -> None:
+def write_first_maxima(
+    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, mask: PlacedMask, scale: Scale
+) -> None:
     """Write the maxima (b, h, t) of first visible tiles, in rows that see a key."""
     unused = maxima, maxima, maxima
     _visit_keys(q, k, v, maxima, unused, mask, scale, FIRST_TILES)
 
 
 def write_weights(
-    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, p: Tensor, sums: Tensor, counter: Tensor, mask: PlacedMask,
-    scale: Scale, ranks: int, stride: int,
-) -> None:  # fmt: skip
-    """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a maximum must rise."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    maxima: Tensor,
+    p: Tensor,
+    sums: Tensor,
+    counter: Tensor,
+    mask: PlacedMask,
+    scale: Scale,
+    ranks: int,
+    stride: int,
+) -> None:
+    """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a
+    maximum must rise.
+    """
     _visit_keys(q, k, v, maxima, (p, sums, counter), mask, scale, OF_A_RANK, ranks, stride)
 
 
 def _visit_keys(
-    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, written: tuple[Tensor, Tensor, Tensor], mask: PlacedMask, scale: Scale,
-    step: constexpr, ranks: int = 1, stride: int = 0,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    maxima: Tensor,
+    written: tuple[Tensor, Tensor, Tensor],
+    mask: PlacedMask,
+    scale: Scale,
+    step: constexpr,
+    ranks: int = 1,
+    stride: int = 0,
+) -> None:
     plan, widths = _plan_of_rank(q, k, v, mask)
     if len(plan.columns):
         number, softcap = split_scale(scale)
@@ -161,9 +206,18 @@ def _visit_keys(
 
 
 def add_values(
-    q: Tensor, k: Tensor, v: Tensor, p: Tensor, sums: Tensor, o: Tensor, totals: Tensor, mask: PlacedMask
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    sums: Tensor,
+    o: Tensor,
+    totals: Tensor,
+    mask: PlacedMask,
 ) -> None:
-    """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous but for axis 0."""
+    """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous
+    but for axis 0.
+    """
     plan, widths = _plan_of_rank(q, k, v, mask)
     if len(plan.columns):
         v = zero_masked(v, mask, plan, keys=True)
@@ -171,14 +225,25 @@ def add_values(
         few_queries_launch.launch_sums(*given)
 
 
-def _plan_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[FewQueriesPlan, tuple[int, int]]:
+def _plan_of_rank(
+    q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask
+) -> tuple[FewQueriesPlan, tuple[int, int]]:
     check(q)
     config, d, dv = forward_config(q, v, mask)
     return few_queries_launch.plan_for(q, k, mask, config.columns, resident_ctas(q)), (d, dv)
 
 
 # ------------------------------------------------------------------ gradients
-def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMask, scale: Scale, dq: Tensor) -> None:
+def dq(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    stats: Tensor,
+    mask: AnyMask,
+    scale: Scale,
+    dq: Tensor,
+) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
@@ -191,7 +256,16 @@ def dq(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, stats: Tensor, mask: AnyMa
         k = zero_masked(k, mask, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides, (scale, softcap) = (even.stride(1), even.stride(2)), split_scale(scale)
-        arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, q.shape[1], *strides)
+        arguments = (
+            *tiles,
+            stats,
+            stats.shape[3],
+            even,
+            *queue(plan, q),
+            scale,
+            q.shape[1],
+            *strides,
+        )
         options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
         options |= {"KEY_ORDER": isinstance(mask, PlacedMask), "SOFTCAP": softcap}
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
@@ -211,7 +285,8 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a fixed order if ``ordered``.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a
+    fixed order if ``ordered``.
 
     Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
     """
@@ -225,7 +300,9 @@ def dkdv(
     each = q.shape[2] // owners
     heads, read = Heads(q.shape[0], owners, 1), each * head_bytes(q, dout)
     even_ends = ALL_SETS if dq is None else 0 if ordered else LAST_SETS
-    traversal = Traversal(config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=even_ends)
+    traversal = Traversal(
+        config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=even_ends
+    )
     plan = tile_schedule(mask, traversal, q.device)
     own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
@@ -241,16 +318,46 @@ def dkdv(
         dq_tiles = -(-q.shape[1] // config.columns) if ordered else 0
         semaphores = q.shape[0] * q.shape[2] * dq_tiles
         strides = portable.kernel_strides(own_dk)[:3], portable.kernel_strides(own_dv)[:3]
-        written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, stats.shape[3], q.shape[2])
+        written = (
+            own_dk,
+            own_dv,
+            *queue(plan, q, semaphores),
+            scale,
+            *strides,
+            stats.shape[3],
+            q.shape[2],
+        )
         options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2], "SOFTCAP": softcap}
-        options |= {"D": d, "DV": dv_width, "D_PAD": d_pad, "DV_PAD": dv_pad, "KEY_ORDER": isinstance(mask, PlacedMask)}
+        options |= {
+            "D": d,
+            "DV": dv_width,
+            "D_PAD": d_pad,
+            "DV_PAD": dv_pad,
+            "KEY_ORDER": isinstance(mask, PlacedMask),
+        }
         if kernel == "dkdv_hdim256":
-            run(dkdv_hdim256_kernel, plan.work_tiles, q, config, (*queries, *keys, stats_box, *written), **options)
+            run(
+                dkdv_hdim256_kernel,
+                plan.work_tiles,
+                q,
+                config,
+                (*queries, *keys, stats_box, *written),
+                **options,
+            )
         else:
             sums = dq if dq is None or tma_loadable(dq) else empty_for_tma(dq).zero_()
             dq_box = stats_box if sums is None else box(sums, config.columns, 1, 64)
             arguments = (*queries, *keys, stats_box, dq_box, *written, dq_tiles)
-            run(dkdv_kernel, plan.work_tiles, q, config, arguments, FUSED=dq is not None, ORDERED=ordered, **options)
+            run(
+                dkdv_kernel,
+                plan.work_tiles,
+                q,
+                config,
+                arguments,
+                FUSED=dq is not None,
+                ORDERED=ordered,
+                **options,
+            )
             if sums is not dq:
                 dq.add_(sums)
     copy_back(dk, own_dk)
@@ -266,37 +373,52 @@ def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, in
     return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
 
 
-def query_plan(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config) -> tuple[int, int, TileSchedule]:
-    """Return the query heads of a group, how many of them share a tile, and the schedule over tiles of queries."""
+def query_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config
+) -> tuple[int, int, TileSchedule]:
+    """Return the query heads of a group, how many of them share a tile, and the schedule over tiles
+    of queries.
+    """
     group = q.shape[2] // k.shape[2]
     pack = 1 if config.plain else packing(mask, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
     full_first = config.stale_maximum and not isinstance(mask, PlacedMask)
     ctas = resident_ctas(q)
-    traversal = Traversal(config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas)
+    traversal = Traversal(
+        config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas
+    )
     return group, pack, tile_schedule(mask, traversal, q.device)
 
 
 def check(q: Tensor) -> None:
     """Raise ValueError unless there are Hopper kernels for q's dtype and device."""
     if q.dtype not in DTYPES:
-        raise ValueError(f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")')
+        raise ValueError(
+            f'the Hopper kernels support bfloat16 and float16, not {q.dtype}: use backend("triton")'
+        )
     if q.device.type == "cuda" and capability(q.device) != CAPABILITY:
         name = torch.cuda.get_device_name(q.device)
-        raise ValueError(f'the Hopper kernels need compute capability 9.0, and this is {name}: use backend("triton")')
+        raise ValueError(
+            f"the Hopper kernels need compute capability 9.0, and this is {name}: "
+            'use backend("triton")'
+        )
 
 
 def check_runs(q: Tensor) -> None:
     """Raise ValueError if q is on a CPU, and not in the simulator."""
     if q.device.type == "cpu" and "run" not in vars(GluonJITFunction):  # `canon.simulator` sets it
         raise ValueError(
-            'the Hopper kernels need a GPU of compute capability 9.0, got CPU tensors: use backend("triton")'
+            "the Hopper kernels need a GPU of compute capability 9.0, got CPU tensors: use "
+            'backend("triton")'
         )
 
 
-def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
-    """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy with 0 there.
+def zero_masked(
+    x: Tensor, mask: AnyMask, plan: TileSchedule | FewQueriesPlan, keys: bool
+) -> Tensor:
+    """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy
+    with 0 there.
 
     The copy has only the tokens that a tile may load. Others are uninitialised.
     """
@@ -309,7 +431,9 @@ def zero_masked(x: Tensor, mask: AnyMask, plan: TileSchedule | FewQueriesPlan, k
 
 @device_plan
 def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
-    """Return 1 for keys, or queries, that a band touches, 0 for others in reach of their tiles, -1 for the rest (int8)."""
+    """Return 1 for keys, or queries, that a band touches, 0 for others in reach of their tiles, -1
+    for the rest (int8).
+    """
     states = np.ones(mask.keys if keys else mask.queries, np.int8)
     for start, stop in zip(*untouched(mask, keys), strict=True):
         states[start:stop] = 0
@@ -321,11 +445,12 @@ def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
 
 @cached_plan
 def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
-    """Return how many query heads of a group share a tile: more than one if that saves a tenth of the visits.
+    """Return how many query heads of a group share a tile: more than one if that saves a tenth of
+    the visits.
 
-    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents waste less. With
-    rank_invariant=True a twentieth is enough: tiles of keys do not begin with a document, so more of them are partial.
-    """
+    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents
+    waste less. With rank_invariant=True a twentieth is enough: tiles of keys do not begin with a
+    document, so more of them are partial."""
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = visits(mask, rows, columns)
     most = (0.95 if isinstance(mask, PlacedMask) else 0.9) * alone
@@ -339,7 +464,9 @@ def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def tiles_seen(mask: AnyMask, heads: int, sms: int) -> float:
-    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles of 128 queries of a head."""
+    """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
+    of 128 queries of a head.
+    """
     tiles = -(-mask.queries // 128)
     return area(mask) / max(1, mask.queries) / 128 / (1 if tiles * heads > sms else 4)
 
@@ -351,11 +478,20 @@ CONTIGUOUS = torch.contiguous_format
 def writable(x: Tensor, even_batches: bool = False) -> Tensor:
     """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
 
-    They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token strides.
-    """
-    even = x.shape[0] == 1 or not x.numel() or x.stride(0) == x.shape[1] * x.stride(1) or not even_batches
+    They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride
+    of t token strides."""
+    even = (
+        x.shape[0] == 1
+        or not x.numel()
+        or x.stride(0) == x.shape[1] * x.stride(1)
+        or not even_batches
+    )
     reach = 256 * x.stride(1) + x.shape[2] * x.stride(2)
-    return x if even and x.stride(3) == 1 and reach < 2**31 else torch.empty_like(x, memory_format=CONTIGUOUS)
+    return (
+        x
+        if even and x.stride(3) == 1 and reach < 2**31
+        else torch.empty_like(x, memory_format=CONTIGUOUS)
+    )
 
 
 # ------------------------------------------------------------------ launches
@@ -365,14 +501,16 @@ def resident_ctas(x: Tensor) -> int:
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in one allocation.
+    """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in
+    one allocation.
 
-    If no CTA reads the zeros, ``work`` is returned twice. Raises ValueError if a CTA could visit 2^30 tiles: the kernels use
-    higher bits of that number as zeros.
+    If no CTA reads the zeros, ``work`` is returned twice. Raises ValueError if a CTA could visit
+    2^30 tiles: the kernels use higher bits of that number as zeros.
     """
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
-            f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: split the heads over calls, "
+            f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: "
+            "split the heads over calls, "
             'or use backend("triton")'
         )
     if plan.work_tiles <= resident_ctas(x) and not semaphores:
@@ -393,6 +531,8 @@ def constants(kernel, config: Config) -> dict:
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``. The plain forward has a CTA for each work tile."""
+    """Launch a CTA on every SM, but at most ``work_tiles``. The plain forward has a CTA for each
+    work tile.
+    """
     ctas = work_tiles if config.plain else min(work_tiles, resident_ctas(q))
     launch(kernel, ctas, q.device, arguments, **constants(kernel, config), **options)

@@ -1,7 +1,8 @@
 """Layouts of the Hopper kernels in registers and in shared memory.
 
-A warpgroup is four warps. Its MMA accumulator has 64 rows, each held by four lanes (a *quad*); each lane holds two of every
-eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16.
+A warpgroup is four warps. Its MMA accumulator has 64 rows, each held by four lanes (a *quad*); each
+lane holds two of every eight columns. Source: PTX ISA, Register Fragments for
+wgmma.mma_async.m64nNk16.
 """
 
 from triton.experimental import gluon
@@ -42,13 +43,17 @@ def operand_layout(columns):
 @gluon.constexpr_function
 def shared_operand_layout(columns):
     """Return the shared layout of two-byte operands."""
-    return gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2)
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=2
+    )
 
 
 @gluon.constexpr_function
 def store_layout(columns):
     """Return a layout like `mma_layout` in which a lane holds 8 adjacent columns of every 32."""
-    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 32 << i] for i in range((columns // 32).bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [
+        [0, 32 << i] for i in range((columns // 32).bit_length() - 1)
+    ]
     lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, columns])
 
@@ -61,5 +66,7 @@ def scalar_layout(warps):
 
 @gluon.constexpr_function
 def contracted_width(d, padded):
-    """Return how many columns of operands with ``padded`` columns MMAs contract: 192 of 256 and 96 of 128 if d allows it."""
+    """Return how many columns of operands with ``padded`` columns MMAs contract: 192 of 256 and 96
+    of 128 if d allows it.
+    """
     return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

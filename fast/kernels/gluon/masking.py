@@ -1,5 +1,5 @@
-"""Mask a tile by the band of its span: rows [row start, row stop), columns [column start, column stop), lo <= column - row <=
-hi.
+"""Mask a tile by the band of its span: rows [row start, row stop), columns [column start, column
+stop), lo <= column - row <= hi.
 """
 
 from triton.experimental import gluon
@@ -8,14 +8,30 @@ from triton.experimental.gluon import language as gl
 from canon.fast.kernels.gluon.hoisting import opaque_zero
 from canon.fast.kernels.gluon.layouts import per_column_layout, per_row_layout
 from canon.fast.kernels.gluon.ptx import keep_between
-from canon.fast.kernels.gluon.tile_queue import COLUMN_START, COLUMN_STOP, HI, LO, ROW_START, ROW_STOP, SPAN
+from canon.fast.kernels.gluon.tile_queue import (
+    COLUMN_START,
+    COLUMN_STOP,
+    HI,
+    LO,
+    ROW_START,
+    ROW_STOP,
+    SPAN,
+)
 
 
 @gluon.jit
 def mask_hidden(
-    x, work, span, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr, KEY_ORDER: gl.constexpr = False
+    x,
+    work,
+    span,
+    first,
+    column,
+    HIDDEN: gl.constexpr,
+    PACK: gl.constexpr,
+    KEY_ORDER: gl.constexpr = False,
 ):
-    """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r // PACK; columns begin at ``column``.
+    """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r // PACK;
+    columns begin at ``column``.
 
     KEY_ORDER: the span may be a chained one (`key_order`).
     """
@@ -26,20 +42,26 @@ def mask_hidden(
     left, right = visible_columns(x, work, band, first, column, PACK)
     if KEY_ORDER:
         end = band + SPAN * gl.maximum(-number, 1)
-        x, left, right = _hide_gaps(x, left, right, work, band + SPAN, end, first, column, HIDDEN, PACK)
+        x, left, right = _hide_gaps(
+            x, left, right, work, band + SPAN, end, first, column, HIDDEN, PACK
+        )
     return keep_between(x, gl.expand_dims(left, 1), gl.expand_dims(right, 1), HIDDEN)
 
 
 @gluon.jit
-def _hide_gaps(x, left, right, work, band, end, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr):
+def _hide_gaps(
+    x, left, right, work, band, end, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr
+):
     """Hide the cells between the bands of a chained span, which come in the order of their keys.
 
-    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others. Return x, and the bounds of all bands.
-    """
+    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others. Return x, and the
+    bounds of all bands."""
     for at in range(band, end, SPAN):
         next_left, next_right = visible_columns(x, work, at, first, column, PACK)
         seen, sees = right > gl.maximum(left, 0), next_right > gl.maximum(next_left, 0)
-        x = _hide_between(x, right, gl.where(sees, next_left, right), gl.load(work + at + COLUMN_STOP), HIDDEN)
+        x = _hide_between(
+            x, right, gl.where(sees, next_left, right), gl.load(work + at + COLUMN_STOP), HIDDEN
+        )
         left = gl.where(seen, left, next_left)
         right = gl.where(sees, next_right, right)
     return x, left, right
@@ -47,11 +69,15 @@ def _hide_gaps(x, left, right, work, band, end, first, column, HIDDEN: gl.conste
 
 @gluon.jit
 def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
-    """Return (left, right): in this band, each row of x sees the columns left <= j < right from ``column`` on."""
+    """Return (left, right): in this band, each row of x sees the columns left <= j < right from
+    ``column`` on.
+    """
     row_start, row_stop = gl.load(work + band + ROW_START), gl.load(work + band + ROW_STOP)
     start, stop = gl.load(work + band + COLUMN_START), gl.load(work + band + COLUMN_STOP)
     lo, hi = gl.load(work + band + LO), gl.load(work + band + HI)
-    rows = first + (gl.arange(0, x.shape[0], per_row_layout(x.shape[1])) ^ opaque_zero(stop)) // PACK
+    rows = (
+        first + (gl.arange(0, x.shape[0], per_row_layout(x.shape[1])) ^ opaque_zero(stop)) // PACK
+    )
     left = gl.maximum(rows + lo, start) - column
     right = gl.minimum(rows + hi + 1, stop) - column
     return left, gl.where((rows >= row_start) & (rows < row_stop), right, 0)
@@ -59,7 +85,9 @@ def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
 
 @gluon.jit
 def _hide_between(x, left, right, loaded, HIDDEN: gl.constexpr):
-    """Return x with HIDDEN in the columns left <= j < right of each row. ``loaded``: a number >= 0 that is loaded nearby."""
+    """Return x with HIDDEN in the columns left <= j < right of each row. ``loaded``: a number >= 0
+    that is loaded nearby.
+    """
     j = gl.expand_dims(gl.arange(0, x.shape[1], per_column_layout(x.shape[1])), 0)
     # Only bits 1 and 2 of a column depend on the lane, so no register holds a column number.
     lane = (j & 6) ^ opaque_zero(loaded)

@@ -1,7 +1,7 @@
 """All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
 
-tests/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a result ends in "mov.u32 $0, 0", because
-`gl.inline_asm_elementwise` must return a value.
+tests/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a result ends in
+"mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
 """
 
 from triton._C.libtriton import ir
@@ -26,9 +26,9 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 def wait_for_reductions():
     """Wait until all TMA reductions of this warp are complete in global memory.
 
-    ``tma.store_wait`` waits only until shared memory has been read. The completion of a bulk operation implies a proxy fence
-    (PTX ISA, Async Proxy). The warp barrier orders all lanes after the issuing one.
-    """
+    ``tma.store_wait`` waits only until shared memory has been read. The completion of a bulk
+    operation implies a proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after
+    the issuing one."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
         "=r",
@@ -42,9 +42,16 @@ def wait_for_reductions():
 # ------------------------------------------------------------------ memory order between CTAs
 @gluon.jit
 def load_acquire(pointer):
-    """Load an int32 with acquire semantics; pairs with `store_release` (PTX ISA, sections 8.8 and 8.9.5)."""
+    """Load an int32 with acquire semantics; pairs with `store_release` (PTX ISA, sections 8.8 and
+    8.9.5).
+    """
     return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+        "ld.acquire.gpu.global.s32 $0, [$1];",
+        "=r,l",
+        [pointer.to(gl.int64)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -55,7 +62,8 @@ def store_release(pointer, number):
     The warp barrier in `wait_for_reductions` puts another lane's reductions before it.
     """
     gl.inline_asm_elementwise(
-        "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; mov.u32 $0, 0; }",
+        "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; "
+        "mov.u32 $0, 0; }",
         "=r,l,r",
         [pointer.to(gl.int64), number],
         dtype=gl.int32,
@@ -67,7 +75,9 @@ def store_release(pointer, number):
 @gluon.jit
 def back_off():
     """Sleep for at most 64 ns (twice the operand), so that polling leaves memory bandwidth."""
-    gl.inline_asm_elementwise("nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        "nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -83,27 +93,37 @@ def fence_async_global():
 
 @gluon.jit
 def ping_pong_wait(WARPGROUP: gl.constexpr):
-    """Wait until the previous warpgroup calls `ping_pong_arrive` (a named barrier of two warpgroups)."""
+    """Wait until the previous warpgroup calls `ping_pong_arrive` (a named barrier of two
+    warpgroups).
+    """
     ID: gl.constexpr = 8 + WARPGROUP  # Triton itself uses the lower ones
-    gl.inline_asm_elementwise(f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Let the next warpgroup issue its MMAs."""
     ID: gl.constexpr = 8 + (WARPGROUP + 1) % WARPGROUPS
-    gl.inline_asm_elementwise(f"bar.arrive {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        f"bar.arrive {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
-# ------------------------------------------------------------------ element-wise operations with a fixed place
+# ------------------------------------------------------------------ element-wise operations with a
+# fixed place
 @gluon.jit
 def broadcast_rows(x, like):
-    """Return the vector x (one element for each column) in every row of a block like ``like``, as an initial accumulator.
+    """Return the vector x (one element for each column) in every row of a block like ``like``, as
+    an initial accumulator.
 
-    The assembler would move other than volatile moves behind the next MMA, and make one MMA wait for the other.
-    """
+    The assembler would move other than volatile moves behind the next MMA, and make one MMA wait
+    for the other."""
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -125,21 +145,27 @@ def keep_where_nonzero(x, p):
 # ------------------------------------------------------------------ masks
 @gluon.constexpr_function
 def keep_between_ptx(number, value):
-    """Return PTX that replaces, by ``value`` (0 or -inf), those of ``number`` elements of two rows whose column is outside
-    the row's bounds.
+    """Return PTX that replaces, by ``value`` (0 or -inf), those of ``number`` elements of two rows
+    whose column is outside the row's bounds.
 
-    A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4). A word has bit 2 i + e for each of them.
-    With row after row, the assembler copies 7 bits to predicates at a time (R2P), and an element needs one instruction. But
-    these predicates need another register, which narrow tiles of wide heads do not have. They alternate rows.
-    """
+    A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4). A word has
+    bit 2 i + e for each of them. With row after row, the assembler copies 7 bits to predicates at a
+    time (R2P), and an element needs one instruction. But these predicates need another register,
+    which narrow tiles of wide heads do not have. They alternate rows."""
     hidden = "0fFF800000" if value < 0.0 else "0f00000000"
     lines = [
-        "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, c, 3; shl.b32 c, c, 1;"
+        "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, "
+        "c, 3; shl.b32 c, c, 1;"
     ]
     for row in (0, 1):
         for bound, at in ((f"word_{row}", 2 * number + 2 * row), ("end", 3 * number + 2 * row)):
-            lines.append(f"sub.s32 {bound}, ${at}, c; max.s32 {bound}, {bound}, 0; and.b32 rest, {bound}, 7;")
-            lines.append(f"min.s32 rest, rest, 2; shr.s32 {bound}, {bound}, 3; mad.lo.s32 {bound}, {bound}, 2, rest;")
+            lines.append(
+                f"sub.s32 {bound}, ${at}, c; max.s32 {bound}, {bound}, 0; and.b32 rest, {bound}, 7;"
+            )
+            lines.append(
+                f"min.s32 rest, rest, 2; shr.s32 {bound}, {bound}, 3; mad.lo.s32 "
+                f"{bound}, {bound}, 2, rest;"
+            )
         lines.append(f"max.s32 end, end, word_{row}; sub.s32 end, end, word_{row};")
         lines.append(f"bmsk.clamp.b32 word_{row}, word_{row}, end;")
     rows = number == 64
@@ -147,20 +173,24 @@ def keep_between_ptx(number, value):
         row, i = (at // (number // 2), at % (number // 2)) if rows else (at % 2, at // 2)
         x = 4 * (i // 2) + 2 * row + i % 2
         lines.append(
-            f"and.b32 bit, word_{row}, {1 << i:#x}; setp.ne.s32 keep, bit, 0; selp.f32 ${x}, ${x}, {hidden}, keep;"
+            f"and.b32 bit, word_{row}, {1 << i:#x}; setp.ne.s32 keep, bit, 0; selp.f32 ${x}, "
+            f"${x}, {hidden}, keep;"
         )
     return " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def keep_between_constraints(number):
-    """Return constraints for ``number`` results, as many inputs in the same registers, and as many of both bounds."""
+    """Return constraints for ``number`` results, as many inputs in the same registers, and as many
+    of both bounds.
+    """
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["r"] * 2 * number)
 
 
 @gluon.jit
 def keep_between(x, left, right, HIDDEN: gl.constexpr):
-    """Return the accumulator x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns ``left`` <= j < ``right``.
+    """Return the accumulator x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns
+    ``left`` <= j < ``right``.
 
     ``left``, ``right``: one column, a number for each row.
     """
@@ -180,14 +210,24 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
 # ------------------------------------------------------------------ soft-caps
 @gluon.constexpr_function
 def tanh_ptx(x):
-    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2: `canon.fast.kernels.triton.blocks.tanh`.
+    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2:
+    `canon.fast.kernels.triton.blocks.tanh`.
 
-    One element after another: the compiler would compute each step for all elements of a tile first, and spill registers.
-    """
+    One element after another: the compiler would compute each step for all elements of a tile
+    first, and spill registers."""
     polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
-    small = f"mul.f32 y, {x}, {x}; mov.f32 t, {TANH[-1]};{polynomial} mul.f32 y, y, {x}; fma.rn.f32 t, t, y, {x};"
-    e = f"abs.f32 z, {x}; setp.lt.f32 near, z, 0.55; mul.f32 e, z, -2.8853900817779268; ex2.approx.ftz.f32 e, e;"
-    large = f"add.f32 y, e, 1.0; rcp.approx.ftz.f32 y, y; sub.f32 z, 1.0, e; mul.f32 z, z, y; copysign.f32 z, {x}, z;"
+    small = (
+        f"mul.f32 y, {x}, {x}; mov.f32 t, {TANH[-1]};{polynomial} mul.f32 y, y, {x}; "
+        f"fma.rn.f32 t, t, y, {x};"
+    )
+    e = (
+        f"abs.f32 z, {x}; setp.lt.f32 near, z, 0.55; mul.f32 e, z, -2.8853900817779268; "
+        "ex2.approx.ftz.f32 e, e;"
+    )
+    large = (
+        "add.f32 y, e, 1.0; rcp.approx.ftz.f32 y, y; sub.f32 z, 1.0, e; mul.f32 z, z, y; "
+        f"copysign.f32 z, {x}, z;"
+    )
     return f".reg .f32 y, z, t, e; .reg .pred near; {small} {e} {large} selp.f32 t, t, z, near;"
 
 
@@ -195,48 +235,74 @@ def tanh_ptx(x):
 def tanh(x):
     """Return tanh(x), float32, with a relative error below 4e-7."""
     return gl.inline_asm_elementwise(
-        f"{{ {tanh_ptx('$1')} mov.f32 $0, t; }}", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        f"{{ {tanh_ptx('$1')} mov.f32 $0, t; }}",
+        "=f,f",
+        [x],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
 @gluon.constexpr_function
 def capped_weights_ptx(limit):
-    """Return PTX that sets $0 to p = 2^(limit tanh($2) - $3) and $1 to p times the derivative of tanh."""
+    """Return PTX that sets $0 to p = 2^(limit tanh($2) - $3) and $1 to p times the derivative of
+    tanh.
+    """
     p = f"neg.f32 z, $3; fma.rn.f32 z, t, {limit:.9e}, z; ex2.approx.ftz.f32 $0, z;"
-    return f"{{ {tanh_ptx('$2')} {p} mul.f32 y, y, y; mul.f32 e, e, y; mul.f32 e, e, 4.0; mul.f32 $1, e, $0; }}"
+    slope = "mul.f32 y, y, y; mul.f32 e, e, y; mul.f32 e, e, 4.0; mul.f32 $1, e, $0;"
+    return f"{{ {tanh_ptx('$2')} {p} {slope} }}"
 
 
 @gluon.jit
 def capped_weights(x, lse, LIMIT: gl.constexpr):
-    """Return p = 2^(LIMIT tanh(x) - lse), and p times the derivative of tanh. ``lse`` (base 2) is a row or a column."""
+    """Return p = 2^(LIMIT tanh(x) - lse), and p times the derivative of tanh. ``lse`` (base 2) is a
+    row or a column.
+    """
     lse, _ = gl.broadcast(lse, x)
     return gl.inline_asm_elementwise(
-        capped_weights_ptx(LIMIT), "=&f,=&f,f,f", [x, lse], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
+        capped_weights_ptx(LIMIT),
+        "=&f,=&f,f,f",
+        [x, lse],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
     )
 
 
 # ------------------------------------------------------------------ transpose within a quad
 @gluon.constexpr_function
 def transpose_words_ptx():
-    """Return PTX that transposes words among the lanes of a quad: word i of lane j becomes word j of lane i.
+    """Return PTX that transposes words among the lanes of a quad: word i of lane j becomes word j
+    of lane i.
 
     Each lane has words 0 to 3 of two rows, alternately. Gluon would go through shared memory.
     """
-    lines = ["{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; and.b32 mine, bits, 1;"]
+    lines = [
+        "{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; "
+        "and.b32 mine, bits, 1;"
+    ]
     lines += ["setp.ne.u32 odd, mine, 0; and.b32 mine, bits, 2; setp.ne.u32 high, mine, 0;"]
     lines += [f"mov.b32 ${i}, ${8 + i};" for i in range(8)]
     # The upper of two lanes swaps its lower word for the other lane's upper word.
     for apart, upper in ((1, "odd"), (2, "high")):
         for row, word in ((row, word) for row in (0, 1) for word in range(4) if not word & apart):
             low, high = f"${2 * word + row}", f"${2 * (word | apart) + row}"
-            lines.append(f"selp.b32 mine, {low}, {high}, {upper}; shfl.sync.bfly.b32 theirs, mine, {apart}, 31, -1;")
-            lines.append(f"selp.b32 {low}, theirs, {low}, {upper}; selp.b32 {high}, {high}, theirs, {upper};")
+            lines.append(
+                f"selp.b32 mine, {low}, {high}, {upper}; shfl.sync.bfly.b32 theirs, "
+                f"mine, {apart}, 31, -1;"
+            )
+            lines.append(
+                f"selp.b32 {low}, theirs, {low}, {upper}; selp.b32 {high}, {high}, theirs, {upper};"
+            )
     return " ".join(lines) + " }"
 
 
 @gluon.jit
 def transpose_words(x):
-    """Return x (two bytes, `mma_layout`). Of every 32 columns, pairs 8 i + 2 j and 8 j + 2 i are swapped (i, j = 0 to 3)."""
+    """Return x (two bytes, `mma_layout`). Of every 32 columns, pairs 8 i + 2 j and 8 j + 2 i are
+    swapped (i, j = 0 to 3).
+    """
     return gl.inline_asm_elementwise(
         transpose_words_ptx(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
@@ -250,13 +316,17 @@ def transpose_words(x):
 # ------------------------------------------------------------------ rows of the output accumulator
 @gluon.constexpr_function
 def in_place_constraints(number):
-    """Return constraints for ``number`` results, as many inputs in the same registers, and as many factors."""
+    """Return constraints for ``number`` results, as many inputs in the same registers, and as many
+    factors.
+    """
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
 
 
 @gluon.constexpr_function
 def rescale_rows_ptx(number):
-    """Return PTX that multiplies ``number`` elements, of two rows, by factors, unless all factors of the warp are 1."""
+    """Return PTX that multiplies ``number`` elements, of two rows, by factors, unless all factors
+    of the warp are 1.
+    """
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
     return (
         f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
@@ -270,71 +340,106 @@ def rescale_rows(x, factors):
     """Return the accumulator x times ``factors`` (of its shape, equal within a row)."""
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
     return gl.inline_asm_elementwise(
-        rescale_rows_ptx(N), in_place_constraints(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N
+        rescale_rows_ptx(N),
+        in_place_constraints(N),
+        [x, factors],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=N,
     )
 
 
 @gluon.constexpr_function
 def zero_rows_ptx(number):
-    """Return PTX that zeroes those of ``number`` elements with a factor of 0, if the warp has any."""
-    zeros = " ".join(f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;" for i in range(number))
+    """Return PTX that zeroes those of ``number`` elements with a factor of 0,
+    if the warp has any.
+    """
+    zeros = " ".join(
+        (f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;") for i in range(number)
+    )
     return (
         f"{{ .reg .pred first, second, any; setp.eq.f32 first, ${2 * number}, 0.0; "
-        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; vote.sync.any.pred any, any, -1; "
+        f"setp.eq.f32 second, ${2 * number + 2}, 0.0; or.pred any, first, second; "
+        "vote.sync.any.pred any, any, -1; "
         f"@!any bra.uni DONE; {zeros} DONE: }}"
     )
 
 
 @gluon.jit
 def zero_rows(x, factors):
-    """Return the accumulator x with 0 in rows whose factor is 0: a fully masked row may hold NaN."""
+    """Return the accumulator x with 0 in rows whose factor is 0:
+    a fully masked row may hold NaN.
+    """
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
     factors, _ = gl.broadcast(factors, x)
     return gl.inline_asm_elementwise(
-        zero_rows_ptx(N), in_place_constraints(N), [x, factors], dtype=gl.float32, is_pure=True, pack=N
+        zero_rows_ptx(N),
+        in_place_constraints(N),
+        [x, factors],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=N,
     )
 
 
-# ------------------------------------------------------------------ the stale maximum: votes and rounding
+# ------------------------------------------------------------------ the stale maximum: votes and
+# rounding
 @gluon.constexpr_function
 def declare_registers_ptx(warpgroup, columns):
     """Return PTX that declares one warpgroup's registers: a flag and a copy of rounded P."""
-    return f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 high_{warpgroup}, 0; mov.u32 $0, 0;"
+    return (
+        f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 "
+        f"high_{warpgroup}, 0; mov.u32 $0, 0;"
+    )
 
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
     """Declare the registers of a warpgroup once: Gluon has no scalars that differ among threads."""
-    gl.inline_asm_elementwise(declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.constexpr_function
 def compare_ptx(warpgroup):
     """Return PTX that sets the flag if one of a thread's two elements is above its limit."""
     compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
-    return f"{{ .reg .pred some; {compare} selp.b32 high_{warpgroup}, 1, 0, some; mov.u32 $0, 0; mov.u32 $1, 0; }}"
+    choose = f"selp.b32 high_{warpgroup}, 1, 0, some;"
+    return f"{{ .reg .pred some; {compare} {choose} mov.u32 $0, 0; mov.u32 $1, 0; }}"
 
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX whose result is not 0 if any flag of the warpgroup is set. The assembler treats a ballot as uniform."""
+    """Return PTX whose result is not 0 if any flag of the warpgroup is set. The assembler treats a
+    ballot as uniform.
+    """
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
 
 @gluon.jit
 def any_above(x, limit, W: gl.constexpr):
-    """Return a number that is not 0 if an element of x (64, 4), in `lane_sum_layout`, is above its limit."""
-    gl.inline_asm_elementwise(compare_ptx(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2)
+    """Return a number that is not 0 if an element of x (64, 4), in `lane_sum_layout`, is above its
+    limit.
+    """
+    gl.inline_asm_elementwise(
+        compare_ptx(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2
+    )
     return gl.inline_asm_elementwise(vote_ptx(W), "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
 def round_and_keep_ptx(warpgroup, number, dtype):
-    """Return PTX that rounds a thread's ``number`` elements of P, two to a word, and copies them to named registers."""
+    """Return PTX that rounds a thread's ``number`` elements of P, two to a word, and copies them to
+    named registers.
+    """
     words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
     pairs = ((i, words + 2 * i) for i in range(words))
-    return " ".join(f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};" for i, at in pairs)
+    return " ".join(
+        (f"cvt.rn.{kind}x2.f32 ${i}, ${at + 1}, ${at}; mov.b32 p_{warpgroup}_{i}, ${i};")
+        for i, at in pairs
+    )
 
 
 @gluon.constexpr_function
@@ -345,7 +450,8 @@ def round_and_keep_constraints(number):
 
 @gluon.jit
 def round_and_keep(p, like, W: gl.constexpr):
-    """Return P in the two-byte dtype of ``like``, and keep a copy in named registers for `add_rounding_excess`.
+    """Return P in the two-byte dtype of ``like``, and keep a copy in named registers for
+    `add_rounding_excess`.
 
     Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped.
     """
@@ -362,7 +468,8 @@ def round_and_keep(p, like, W: gl.constexpr):
 
 @gluon.constexpr_function
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
-    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 of P minus those of rounded P, where above $6 or $7.
+    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 of P minus those of
+    rounded P, where above $6 or $7.
 
     Words 2 i of the rounded P are of the first row.
     """
@@ -384,7 +491,8 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` of exact P by lane minus the sums of rounded P, where ``sums`` exceeds ``limit``.
+    """Return ``excess`` (64, 4) plus ``sums`` of exact P by lane minus the sums of rounded P, where
+    ``sums`` exceeds ``limit``.
 
     Rounded P is the copy of the last `round_and_keep`; p gives its shape and dtype.
     """

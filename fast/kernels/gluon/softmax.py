@@ -1,19 +1,25 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m in every tile (STALE_MAXIMUM: in a work
-tile's first and in repeated tiles). The sum l stays four partial sums.
+Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m in every tile
+(STALE_MAXIMUM: in a work tile's first and in repeated tiles). The sum l stays four partial sums.
 
-Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m while the largest P is at
-most 2^8 and at most the row's sum so far (`highest_kept`), so a warp seldom rescales O.
+Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m
+while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`), so a warp
+seldom rescales O.
 
-This is as accurate as the true maximum: a key whose P has a rounding error has at most half the weight of its row.
-flash-attn-4 allows P up to 2^8 whatever the sum is: in rows with few keys, errors larger than those of the dtype.
-"""
+This is as accurate as the true maximum: a key whose P has a rounding error has at most half the
+weight of its row. flash-attn-4 allows P up to 2^8 whatever the sum is: in rows with few keys,
+errors larger than those of the dtype."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from canon.fast.kernels.gluon.layouts import lane_sum_layout, mma_layout, operand_layout, per_row_layout
+from canon.fast.kernels.gluon.layouts import (
+    lane_sum_layout,
+    mma_layout,
+    operand_layout,
+    per_row_layout,
+)
 from canon.fast.kernels.gluon.ptx import rescale_rows, round_and_keep
 from canon.fast.kernels.gluon.softcap import factor_of_capped
 from canon.fast.kernels.gluon.tile_ring import aggregate
@@ -28,7 +34,8 @@ class SoftmaxState:
     p (M, BN)       P of the last tile, as an MMA operand
     m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
-    excess (M, 4)   by lane: sums of P minus rounded P (`stale_maximum`); a scalar 0 without STALE_MAXIMUM
+    excess (M, 4)   by lane: sums of P minus rounded P (`stale_maximum`); a scalar 0 without
+                    STALE_MAXIMUM
     shrink (M)      factor that o still needs because m rose in the last tile
     """
 
@@ -48,7 +55,9 @@ def empty_state(wg):
         gl.zeros([wg.M, wg.BN], wg.q.tiles.dtype, operand_layout(wg.DV_PAD)),
         gl.zeros([wg.M], gl.float32, per_row_layout(wg.BN)),
         gl.zeros([wg.M, 4], gl.float32, lane_sum_layout()),
-        gl.zeros([wg.M, 4], gl.float32, lane_sum_layout()) if wg.STALE_MAXIMUM else gl.to_tensor(0.0),
+        gl.zeros([wg.M, 4], gl.float32, lane_sum_layout())
+        if wg.STALE_MAXIMUM
+        else gl.to_tensor(0.0),
         gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN)),
     )
 
@@ -75,11 +84,15 @@ def finite_or_zero(m):
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the largest new maximum with which a row keeps its m: P is at most 2^8, and at most the row's sum so far."""
+    """Return the largest new maximum with which a row keeps its m: P is at most 2^8, and at most
+    the row's sum so far.
+    """
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
-    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, subtract 2^23 and the bias 127. A log2 would occupy
-    # the unit for exponentials.
-    power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (2.0**23 + 127.0)
+    # floor(log2(total)): put its exponent bits into the mantissa of 2^23, subtract 2^23 and the
+    # bias 127. A log2 would occupy the unit for exponentials.
+    power = (total.to(gl.int32, bitcast=True) >> 23 | 0x4B000000).to(gl.float32, bitcast=True) - (
+        2.0**23 + 127.0
+    )
     return gl.maximum(m, m + gl.minimum(power, 8.0))
 
 
@@ -118,19 +131,22 @@ def rescale_sums(l, shrink):
 
 @gluon.jit
 def rescale_output(o, shrink):
-    """Return o with its rows multiplied by ``shrink`` (M). A warp whose factors are all 1 does nothing."""
+    """Return o with its rows multiplied by ``shrink`` (M). A warp whose factors are all 1 does
+    nothing.
+    """
     return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))
 
 
 # ------------------------------------------------------------------ results
-# m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the rounding is at most 1/2: a
-# factor of at most 2^0.5.
+# m is rounded to float32, but not s scale_log2 in P = 2^(s scale_log2 - m) (FMA). Up to 2^24 the
+# rounding is at most 1/2: a factor of at most 2^0.5.
 LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 
 @gluon.jit
 def results_of_sums(m, l, divisor, ROWS: gl.constexpr):
-    """Return the factors of O, 0 for fully masked rows, and natural lse, in layout ROWS. l and ``divisor`` are sums by lane.
+    """Return the factors of O, 0 for fully masked rows, and natural lse, in layout ROWS. l and
+    ``divisor`` are sums by lane.
 
     Rows whose sum or maximum is out of range get NaN.
     """

@@ -1,7 +1,9 @@
-"""Row statistics in the form that the Hopper kernels read: aligned rows of one tensor, lse in base 2.
+"""Row statistics in the form that the Hopper kernels read: aligned rows of one tensor, lse in base
+2.
 
-    stats (b, h, 2, padded):   lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
-                               -delta          the initial accumulator of dP - delta; both are 0 behind the last token
+    stats (b, h, 2, padded)
+        lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
+        -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
 ``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token.
 """
@@ -13,7 +15,13 @@ from torch import Tensor
 
 from canon.fast.kernels.launcher import launch
 from canon.fast.kernels.triton import launch as portable
-from canon.fast.kernels.triton.blocks import ROW_NUMBERS, base2, kernel, rows_of, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    base2,
+    kernel,
+    rows_of,
+    statistic_head_pointer,
+)
 from canon.fast.kernels.triton.softmax_stats import row_dot
 
 TOKENS = 256  # of each CTA
@@ -38,8 +46,12 @@ def softmax_stats_kernel(
     batch_head = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
     inside = token < tokens
-    lse_row = statistic_head_pointer(lse, batch_head // heads, batch_head % heads, lse_stride_b, lse_stride_h)
-    delta_row = statistic_head_pointer(delta, batch_head // heads, batch_head % heads, delta_stride_b, delta_stride_h)
+    lse_row = statistic_head_pointer(
+        lse, batch_head // heads, batch_head % heads, lse_stride_b, lse_stride_h
+    )
+    delta_row = statistic_head_pointer(
+        delta, batch_head // heads, batch_head % heads, delta_stride_b, delta_stride_h
+    )
     x = tl.load(lse_row + token, mask=inside, other=0.0)
     x = base2(x)
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
@@ -78,7 +90,9 @@ def delta_stats_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     lse_row = tl.load(
-        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
+        mask=valid,
+        other=0.0,
     )
     active = valid & (lse_row > float("-inf"))
     out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
@@ -95,33 +109,51 @@ def delta_stats_kernel(
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
     """Compute delta and return `row_statistics`, in one launch."""
-    lse, dlse = portable.contiguous_rows(lse), None if dlse is None else portable.contiguous_rows(dlse)
+    lse, dlse = (
+        portable.contiguous_rows(lse),
+        None if dlse is None else portable.contiguous_rows(dlse),
+    )
     stats, dlse_or_any = empty_statistics(lse), lse if dlse is None else dlse
     tensors = out, dout, lse, dlse_or_any
-    options = {"HAS_DLSE": dlse is not None, **portable.row_options(out, dout, accumulate=torch.float32)}
-    portable.run_rows(delta_stats_kernel, out.shape, (*tensors, stats, stats.shape[3]), tensors, options)
+    options = {
+        "HAS_DLSE": dlse is not None,
+        **portable.row_options(out, dout, accumulate=torch.float32),
+    }
+    portable.run_rows(
+        delta_stats_kernel, out.shape, (*tensors, stats, stats.shape[3]), tensors, options
+    )
     return stats
 
 
 def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> Tensor:
-    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into ``stats`` if given."""
+    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into
+    ``stats`` if given.
+    """
     stats = empty_statistics(lse) if stats is None else stats
     lse, delta = map(portable.contiguous_rows, (lse, delta))
     b, h, tokens, padded = *lse.shape, stats.shape[3]
     if stats.numel():
         arguments = (lse, delta, stats, tokens, padded, h, *portable.stride_arguments((lse, delta)))
         launch(
-            softmax_stats_kernel, triton.cdiv(padded, TOKENS) * b * h, lse.device, arguments, TOKENS=TOKENS, num_warps=4
+            softmax_stats_kernel,
+            triton.cdiv(padded, TOKENS) * b * h,
+            lse.device,
+            arguments,
+            TOKENS=TOKENS,
+            num_warps=4,
         )
     return stats
 
 
 def empty_statistics(lse: Tensor) -> Tensor:
-    """Return uninitialised row statistics (b, h, 2, padded), float32. Raises ValueError if they exceed 2^31 elements."""
+    """Return uninitialised row statistics (b, h, 2, padded), float32. Raises ValueError if they
+    exceed 2^31 elements.
+    """
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4
     if 2 * b * h * padded >= 2**31:
         raise ValueError(
-            f"the row statistics of {b} x {h} heads of {tokens} tokens exceed 32-bit offsets: use smaller batches"
+            f"the row statistics of {b} x {h} heads of {tokens} tokens exceed 32-bit offsets: use "
+            "smaller batches"
         )
     return torch.empty(b, h, 2, padded, dtype=torch.float32, device=lse.device)

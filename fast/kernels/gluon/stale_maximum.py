@@ -1,23 +1,28 @@
-"""The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and verified afterwards.
+"""The forward kernel's variant with a stale maximum: P is computed with the old row maximum, and
+verified afterwards.
 
-Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is, so the maximum and its
-exchange are saved. The warpgroup votes on the sums once in a tile:
+Far into a row the maximum seldom rises. The sums of P by lane, needed anyway, show how large P is,
+so the maximum and its exchange are saved. The warpgroup votes on the sums once in a tile:
 
     a lane's sum of P in one tile              consequence
     at most the whole row's sum so far         none: P is as accurate as with the row maximum
     larger                                     add the rounding error of this lane's P to ``excess``
-    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take their maximum
+    over 65504 (float16) or 2^32 (bfloat16)    compute S and P of this tile again; such rows take
+                                               their maximum
 
-Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess. An error e in P of weight
-w then moves O by w (1 - w) e times its v's difference to the mean of the others. lse uses l.
+Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess.
+An error e in P of weight w then moves O by w (1 - w) e times its v's difference to the mean of the
+others. lse uses l.
 
-K and Q stay until the sums are verified, which delays loads. So launches whose queries see few tiles have no stale maximum,
-except with rank_invariant=True, nor has a work tile's first tile (`forward.step`).
+K and Q stay until the sums are verified, which delays loads. So launches whose queries see few
+tiles have no stale maximum, except with rank_invariant=True, nor has a work tile's first tile
+(`forward.step`).
 
-A row's m, l and excess follow from its own scores alone. A vote of other rows repeats the tile with the row's m as it is.
+A row's m, l and excess follow from its own scores alone. A vote of other rows repeats the tile with
+the row's m as it is.
 
-In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys 2^58. So values up to 1e21 give a
-finite o.
+In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys 2^58. So
+values up to 1e21 give a finite o.
 """
 
 from triton.experimental import gluon
@@ -44,7 +49,9 @@ LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """Return the largest sum of P of a lane in one tile that keeps P and the sum of many tiles finite."""
+    """Return the largest sum of P of a lane in one tile that keeps P and the sum of many tiles
+    finite.
+    """
     return 65504.0 if dtype == gl.float16 else 2.0**32
 
 
@@ -74,13 +81,14 @@ def visit_span_stale(state, wg, ring, tile, partial):
 
 @gluon.jit
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
-    """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too large.
+    """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too
+    large.
 
-    Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if that tile failed; and the
-    sums of P of the last tile tried. For a failed tile, l and o hold exactly the tiles before it (o is not one tile late),
-    its K is not released, and its V has been waited for. Rows without a visible key so far use `LOWEST` for m: P of the first
-    one is infinite, and repeated.
-    """
+    Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if
+    that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold
+    exactly the tiles before it (o is not one tile late), its K is not released, and its V has been
+    waited for. Rows without a visible key so far use `LOWEST` for m: P of the first one is
+    infinite, and repeated."""
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
@@ -95,7 +103,9 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
         s = capped(s, wg.scale_log2, wg.SOFTCAP)
         if PARTIAL:
-            s = mask_hidden(s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER)
+            s = mask_hidden(
+                s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER
+            )
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
@@ -116,20 +126,31 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def repeat_tile(state, wg, ring, tile, sums, partial):
-    """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum was too large."""
+    """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum
+    was too large.
+    """
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
     s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:
-        s = mask_hidden(s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER)
-    raised = gl.convert_layout(gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN))
-    m = gl.where(raised, gl.maximum(state.m, row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)), state.m)
+        s = mask_hidden(
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER
+        )
+    raised = gl.convert_layout(
+        gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN)
+    )
+    m = gl.where(
+        raised,
+        gl.maximum(state.m, row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)),
+        state.m,
+    )
     m_finite = finite_or_zero(m)
     shrink = gl.exp2(state.m - m_finite)
     p, sums = exponentials(s, m_finite, wg, True)
     l, excess = rescale_sums(state.l, shrink), rescale_sums(state.excess, shrink)
     o = rescale_output(state.o, shrink)
     limit = sum_so_far(l, wg.q.tiles)
-    if wg.KEY_ORDER:  # the bits of a row may not depend on where in a work tile its keys begin: as in a first tile
+    # the bits of a row may not depend on where in a work tile its keys begin: as in a first tile
+    if wg.KEY_ORDER:
         unseen = gl.convert_layout(state.m == float("-inf"), gl.SliceLayout(1, lane_sum_layout()))
         limit = gl.where(gl.expand_dims(unseen, 1), float("inf"), limit)
     excess = add_rounding_excess(excess, p, sums, limit, wg.INDEX)

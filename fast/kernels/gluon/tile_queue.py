@@ -1,22 +1,29 @@
-"""The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that each one visits.
+"""The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that
+each one visits.
 
-One int32 tensor ``work`` (a single pointer saves registers) holds the schedule that `tile_scheduler` writes:
+One int32 tensor ``work`` (a single pointer saves registers) holds the schedule that
+`tile_scheduler` writes:
 
     header        8 numbers: the end of the work tiles, six zeros, start of the tickets
-    work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads are packed
-    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is 0 in a full span. In a
-                  chained one (`key_order`) ROW_START is the offset of its bands, and ROW_STOP minus their number
-    tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's ticket, own ticket
+    work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads
+                  are packed
+    spans         8 numbers each: COLUMN to HI below; ROW_START to HI are the band, and ROW_STOP is
+                  0 in a full span. In a chained one (`key_order`) ROW_START is the offset of its
+                  bands, and ROW_STOP minus their number
+    tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's
+                  ticket, own ticket
 
-A work tile or span is identified by its offset in ``work``. The first work tile is 8, and 0 means none.
+A work tile or span is identified by its offset in ``work``. The first work tile is 8, and 0 means
+none.
 
-In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work tiles are claimed from an
-atomic counter, after all loads of the current one are issued. The kernels for dk and dv also claim the first one if there
-are more work tiles than CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA. With ordered
-dq every work tile is claimed (`dq_order`).
+In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work
+tiles are claimed from an atomic counter, after all loads of the current one are issued. The kernels
+for dk and dv also claim the first one if there are more work tiles than CTAs: messages of other
+ranks can hold SMs, and no work tile then waits for a late CTA. With ordered dq every work tile is
+claimed (`dq_order`).
 
-The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the number; 0 after the last.
-"""
+The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the
+number; 0 after the last."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +33,9 @@ from canon.fast.kernels.gluon.layouts import scalar_layout
 
 WORK_TILE, SPAN = gl.constexpr(8), gl.constexpr(8)
 WORK_TILES_END, TICKETS = gl.constexpr(0), gl.constexpr(7)
-FIRST_TOKEN, STOP_TOKEN, BATCH, HEAD, FIRST_SPAN, SPANS_END, BATCH_HEAD, FIRST_COLUMN = map(gl.constexpr, range(8))
+FIRST_TOKEN, STOP_TOKEN, BATCH, HEAD, FIRST_SPAN, SPANS_END, BATCH_HEAD, FIRST_COLUMN = map(
+    gl.constexpr, range(8)
+)
 COLUMN, TILES, ROW_START, ROW_STOP, COLUMN_START, COLUMN_STOP, LO, HI = map(gl.constexpr, range(8))
 
 
@@ -39,7 +48,9 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work`` is constant: relaxed."""
+    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work``
+    is constant: relaxed.
+    """
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -69,13 +80,17 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has stored it before."""
+    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has
+    stored it before.
+    """
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
 @gluon.jit
 def publish_end(published, full, free, parity):
-    """Publish 0 once the buffer is free. The loader arrives at ``full`` itself, as no load follows."""
+    """Publish 0 once the buffer is free. The loader arrives at ``full`` itself,
+    as no load follows.
+    """
     mbarrier.wait(free, parity)
     publish(published, 0)
     mbarrier.arrive(full, count=1)
@@ -85,7 +100,8 @@ def publish_end(published, full, free, parity):
 def receive(published, full, parity):
     """Wait until a work tile is published, and return it."""
     mbarrier.wait(full, parity)
-    return gl.max(published.load(scalar_layout(gl.num_warps())), 0)  # a reduction of one number compiles to a load
+    # a reduction of one number compiles to a load
+    return gl.max(published.load(scalar_layout(gl.num_warps())), 0)
 
 
 # ------------------------------------------------------------------ read a work tile and its spans
@@ -132,17 +148,22 @@ def is_partial(work, span):
     return gl.load(work + span + ROW_STOP) != 0
 
 
-# ------------------------------------------------------------------ iterate over the tiles of a work tile
+# ------------------------------------------------------------------ iterate over the tiles of a
+# work tile
 @gluon.jit
 def first_tile(work, work_tile):
-    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of a work tile."""
+    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of
+    a work tile.
+    """
     span, span_end = spans_of(work, work_tile)
     return span, span_end, gl.load(work + work_tile + FIRST_COLUMN), gl.load(work + span + TILES)
 
 
 @gluon.jit
 def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
-    """Return (span, column, tiles left in the span) at the next visited tile. After the last one, span is ``span_end``."""
+    """Return (span, column, tiles left in the span) at the next visited tile. After the last one,
+    span is ``span_end``.
+    """
     column += COLUMNS
     left -= 1
     if left == 0:

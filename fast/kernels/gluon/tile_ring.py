@@ -2,15 +2,17 @@
 
 Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
 
-    full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all bytes, by TMA
+    full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all
+            bytes, by TMA
     free    the tile has been read: one arrival from each warpgroup that reads it
 
-`mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them. For tile t both complete
-phase t // STAGES. A reader waits for the parity of this phase of ``full``, a loader for that of the previous phase of
-``free``. In a new mbarrier a phase of parity 1 counts as complete, so a loader's first waits return at once.
+`mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them.
+For tile t both complete phase t // STAGES. A reader waits for the parity of this phase of ``full``,
+a loader for that of the previous phase of ``free``. In a new mbarrier a phase of parity 1 counts as
+complete, so a loader's first waits return at once.
 
-Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r is token r // PACK, head
-r % PACK. What lies outside the tensor arrives as 0.
+Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r
+is token r // PACK, head r % PACK. What lies outside the tensor arrives as 0.
 """
 
 from triton.experimental import gluon
@@ -19,11 +21,14 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate
 
-tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # renamed in Triton 3.8
+# renamed in Triton 3.8
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 def aggregate(declared: type) -> type:
-    """Decorate an aggregate. Unless it has a constructor, its constructor takes all fields in order."""
+    """Decorate an aggregate. Unless it has a constructor, its constructor takes all fields in
+    order.
+    """
     fields = list(declared.__annotations__)  # part of the hash by which Triton caches kernels
 
     def __init__(self, *values):
@@ -46,7 +51,9 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """A reader's previous and own slot, and the parity of its phase: counted up, as divisions would delay the first MMA."""
+    """A reader's previous and own slot, and the parity of its phase: counted up, as divisions would
+    delay the first MMA.
+    """
 
     previous: gl.tensor
     slot: gl.tensor
@@ -55,7 +62,11 @@ class RingPosition:
     @gluon.jit
     def next(self, STAGES: gl.constexpr):
         wraps = self.slot == STAGES - 1
-        return RingPosition(self.slot, gl.where(wraps, 0, self.slot + 1), gl.where(wraps, self.parity ^ 1, self.parity))
+        return RingPosition(
+            self.slot,
+            gl.where(wraps, 0, self.slot + 1),
+            gl.where(wraps, self.parity ^ 1, self.parity),
+        )
 
 
 @gluon.jit
@@ -75,14 +86,18 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_box(descriptor, batch, row, head, full, buffer, column=0):
-    """Start a TMA load of the box at (batch, row, head, column). Its last byte completes a phase of ``full``."""
+    """Start a TMA load of the box at (batch, row, head, column). Its last byte completes a phase of
+    ``full``.
+    """
     mbarrier.expect(full, descriptor.block_type.nbytes)
     tma_load(descriptor, [batch, row, head, column], full, buffer)
 
 
 @gluon.jit
 def issue_contraction(a, b, zeros, WIDTH: gl.constexpr):
-    """Issue a b^T over the first WIDTH columns: all, or three quarters, as shapes are powers of two. The others are 0."""
+    """Issue a b^T over the first WIDTH columns: all, or three quarters, as shapes are powers of
+    two. The others are 0.
+    """
     HALF: gl.constexpr = a.shape[1] // 2
     if a.shape[1] == WIDTH:
         return hopper.warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)

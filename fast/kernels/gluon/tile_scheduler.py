@@ -1,13 +1,15 @@
-"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which persistent CTAs claim them.
+"""The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which
+persistent CTAs claim them.
 
-Heads that share keys come together while their tensors fit the L2 cache; within such a set, the longest work tiles come
-first. So the last set starts its longest tile late. Where that costs more than 2 %, launches of dk and dv in any order have the
-shortest tenth of their work last: from all sets, or from the last few if they also add to dq (`_even_ends`). The launch
-fills rows of tiles without a visible cell. `dq_order` has the order of launches with ordered dq.
+Heads that share keys come together while their tensors fit the L2 cache; within such a set, the
+longest work tiles come first. So the last set starts its longest tile late. Where that costs more
+than 2 %, launches of dk and dv in any order have the shortest tenth of their work last: from all
+sets, or from the last few if they also add to dq (`_even_ends`). The launch fills rows of tiles
+without a visible cell. `dq_order` has the order of launches with ordered dq.
 
-Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for each ticket. Source:
-Graham, Bounds on multiprocessing timing anomalies (1969): longest processing time first.
-"""
+Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for
+each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest processing
+time first."""
 
 from typing import Any, NamedTuple
 
@@ -48,14 +50,17 @@ from canon.masks.plan_cache import cached_plan
 SHORT = 0.1  # share of the work that evens the ends of the SMs
 GAIN = 0.02  # of the predicted time; reads of tiles that come last are not shared through L2
 LATE_CTAS = 32  # these begin with a short work tile; messages should hold no more SMs
-# Sets of heads whose short tiles may come last. Such tiles read heads that have left the L2 cache, and so do additions to dq.
+# Sets of heads whose short tiles may come last. Such tiles read heads that have left the L2 cache,
+# and so do additions to dq.
 ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
 WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
 
 class Heads(NamedTuple):
-    """The heads that one table serves: ``number`` in each of ``batches``; each ``group`` shares its reads."""
+    """The heads that one table serves: ``number`` in each of ``batches``; each ``group`` shares its
+    reads.
+    """
 
     batches: int
     number: int
@@ -75,8 +80,10 @@ class Traversal(NamedTuple):
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
     full_first         the full spans of a work tile come first
-    even_ends          the shortest tiles of so many sets of heads, the last ones, may come last (`_even_ends`)
-    ctas               the most CTAs, if CTA i starts with work tile i (`_late_ctas_get_short_ones`); else 0
+    even_ends          the shortest tiles of so many sets of heads, the last ones, may come last
+                       (`_even_ends`)
+    ctas               the most CTAs, if CTA i starts with work tile i
+                       (`_late_ctas_get_short_ones`); else 0
     """
 
     rows: int
@@ -93,7 +100,9 @@ class Traversal(NamedTuple):
 
     @property
     def boxes(self) -> int:
-        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile, and tiles of dq are disjoint."""
+        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile, and tiles
+        of dq are disjoint.
+        """
         return (self.columns if self.ordered else BOX) if self.transposed else 0
 
 
@@ -107,8 +116,8 @@ class MaskedTokens(NamedTuple):
 class TileSchedule(NamedTuple):
     """The schedule ``work`` as `tile_queue` reads it. All CTAs together make ``visits`` of a tile.
 
-    The launch fills ``fully_masked_rows`` first: those without spans, and rows between them, which a kernel writes later.
-    """
+    The launch fills ``fully_masked_rows`` first: those without spans, and rows between them, which
+    a kernel writes later."""
 
     work: Any  # an array, or a tensor on a device
     work_tiles: int
@@ -144,7 +153,9 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
             t.repeat * end,
             tickets[source if t.ordered else []],
         )
-    heads = np.arange(0, t.heads.groups * t.heads.group, t.pack).reshape(-1, groups * t.heads.group // t.pack)
+    heads = np.arange(0, t.heads.groups * t.heads.group, t.pack).reshape(
+        -1, groups * t.heads.group // t.pack
+    )
     if len(chains):
         spans, chained = np.concatenate([spans, chains]), np.flatnonzero(spans[:, ROW_STOP] < 0)
         spans[chained, ROW_START] += len(spans) - len(costs.spans)
@@ -153,7 +164,9 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     )
     if not number:
         return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0)
-    work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(len(heads), -1, heads.shape[1], WORK_TILE)
+    work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(
+        len(heads), -1, heads.shape[1], WORK_TILE
+    )
     if number >= SEVERAL * t.ctas > 0:
         _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
     if t.even_ends:
@@ -164,12 +177,19 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
 
 # ------------------------------------------------------------------ the order
 def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarray]:
-    """Return how many groups of heads are in flight together, and the active tiles in the order of each group."""
+    """Return how many groups of heads are in flight together, and the active tiles in the order of
+    each group.
+    """
     groups, start, stop = t.heads.groups, costs.tiles[:, 0], costs.tiles[:, 1]
-    found = alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries) if t.ordered else None
+    found = (
+        alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries)
+        if t.ordered
+        else None
+    )
     additions = mean_additions(costs.spans, t.columns) if t.ordered else None
     together = found[0] if found else heads_in_flight(groups, t.bytes_per_group, additions)
-    # A set that exceeds the L2 cache is traversed in regions. If ordered, in one: a region's short last tiles would wait.
+    # A set that exceeds the L2 cache is traversed in regions. If ordered, in one: a region's short
+    # last tiles would wait.
     regions = 1 if t.ordered else -(-together * t.bytes_per_group // L2_BYTES)
     order = _longest_first(costs.cost, start * regions // max(1, int(stop.max(initial=0))))
     order = order[costs.active[order]]
@@ -184,16 +204,23 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
 
 
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
-    """Move every second short work tile to the places of the last CTAs, which start late if NCCL holds SMs.
+    """Move every second short work tile to the places of the last CTAs, which start late if NCCL
+    holds SMs.
 
-    The other short ones let all SMs end together. ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``:
-    of each tile.
+    The other short ones let all SMs end together. ``work_tiles`` (sets of heads, tiles, heads of a
+    set, numbers); ``cost``: of each tile.
     """
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
-    place = np.arange(sets * tiles * heads).reshape(sets, tiles, heads)[:, shortest].swapaxes(0, 1).ravel()
-    records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")  # one element for each work tile
+    place = (
+        np.arange(sets * tiles * heads)
+        .reshape(sets, tiles, heads)[:, shortest]
+        .swapaxes(0, 1)
+        .ravel()
+    )
+    # one element for each work tile
+    records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")
     others = np.ones(len(records), bool)
     others[short := place[: 2 * late : 2]] = False
     short, others = records[short], records[others]
@@ -203,11 +230,12 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
 
 
 def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None:
-    """Move the shortest work tiles of the last sets, SHORT of all work, to the end, longest first, if it gains more than GAIN.
+    """Move the shortest work tiles of the last sets, SHORT of all work, to the end, longest first,
+    if it gains more than GAIN.
 
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile. All sets take part if there are at
-    most ``last_sets``, else as few (two or more) as come within half of GAIN of the best.
-    """
+    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile. All sets
+    take part if there are at most ``last_sets``, else as few (two or more) as come within half of
+    GAIN of the best."""
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
     least = each.sum() / SMS
@@ -226,27 +254,36 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
 
 
 def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
-    """Return the order in which the shortest work tiles from ``first`` on, SHORT of all work, come last, longest first."""
+    """Return the order in which the shortest work tiles from ``first`` on, SHORT of all work, come
+    last, longest first.
+    """
     by_cost = first + np.argsort(cost[first:], kind="stable")
     number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * cost.sum(), side="right")
     last = np.sort(by_cost[:number])
-    return np.append(np.delete(np.arange(len(cost)), last), last[np.argsort(-cost[last], kind="stable")])
+    return np.append(
+        np.delete(np.arange(len(cost)), last), last[np.argsort(-cost[last], kind="stable")]
+    )
 
 
 def _latest(cost: np.ndarray) -> float:
-    """Return an upper bound of `_time`: the first free multiprocessor has at most the mean of the work before a tile."""
+    """Return an upper bound of `_time`: the first free multiprocessor has at most the mean of the
+    work before a tile.
+    """
     return float(((np.cumsum(cost) - cost) / SMS + cost).max())
 
 
 def _time(cost: np.ndarray) -> float:
-    """Return when the last of SMS multiprocessors ends that claim tiles of these costs in this order.
+    """Return when the last of SMS multiprocessors ends that claim tiles of these costs in this
+    order.
 
-    In each round, the first ones to end claim a tile each, until one of these tiles ends before the next one to end.
-    """
+    In each round, the first ones to end claim a tile each, until one of these tiles ends before the
+    next one to end."""
     ends = np.zeros(SMS)  # ascending
     while len(cost):
         after = ends[: len(cost)] + cost[:SMS]
-        claimed = len(after) - np.count_nonzero(ends[1 : len(after)] > np.minimum.accumulate(after)[:-1])
+        claimed = len(after) - np.count_nonzero(
+            ends[1 : len(after)] > np.minimum.accumulate(after)[:-1]
+        )
         ends[:claimed] = after[:claimed]
         ends.sort()
         cost = cost[claimed:]
@@ -261,29 +298,39 @@ def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.
 
 
 def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
-    """Return the numbers begin:end of each tile, ``repeat`` times, in the order of ``begin``. No two ranges overlap."""
+    """Return the numbers begin:end of each tile, ``repeat`` times, in the order of ``begin``. No
+    two ranges overlap.
+    """
     return expanded(np.sort(begin).repeat(repeat), np.sort(end).repeat(repeat))[1]
 
 
-def _serialised(rows, spans, begin, end, order, heads, shape: Heads, tickets) -> tuple[np.ndarray, int]:
+def _serialised(
+    rows, spans, begin, end, order, heads, shape: Heads, tickets
+) -> tuple[np.ndarray, int]:
     """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
-    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Within a set, tiles come in ``order``,
-    each for all heads.
+    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Within a
+    set, tiles come in ``order``, each for all heads.
     """
     number = heads.size * len(order)
     first_span = WORK_TILE * (1 + number)
     first_ticket = first_span + spans[:, :WORK_TILE].size
     work = np.zeros(first_ticket + tickets.size, np.int32)
     work[WORK_TILES_END], work[TICKETS] = first_span, first_ticket
-    work_tiles = work[WORK_TILE:first_span].reshape(len(heads), len(order), heads.shape[1], WORK_TILE)
+    work_tiles = work[WORK_TILE:first_span].reshape(
+        len(heads), len(order), heads.shape[1], WORK_TILE
+    )
     each = np.zeros((len(order), 1, WORK_TILE), np.int32)
     each[:, 0, FIRST_TOKEN], each[:, 0, STOP_TOKEN] = rows[order].T
-    each[:, 0, FIRST_SPAN], each[:, 0, SPANS_END] = (first_span + WORK_TILE * x[order] for x in (begin, end))
+    each[:, 0, FIRST_SPAN], each[:, 0, SPANS_END] = (
+        first_span + WORK_TILE * x[order] for x in (begin, end)
+    )
     each[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
     work_tiles[...] = each
     work_tiles[..., BATCH_HEAD] = heads[:, None, :]
-    work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(heads[:, None, :], max(1, shape.number))
+    work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(
+        heads[:, None, :], max(1, shape.number)
+    )
     if (chained := spans[:, ROW_STOP] < 0).any():
         spans = spans.copy()
         spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
@@ -314,10 +361,15 @@ def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.nda
 
 
 def _row_ranges(tiles: np.ndarray) -> tuple[slice, ...]:
-    """Return the rows of these tiles as ranges; one range, from first to last, if there are more than four."""
+    """Return the rows of these tiles as ranges; one range, from first to last, if there are more
+    than four.
+    """
     if not len(tiles):
         return ()
     tiles = tiles[np.argsort(tiles[:, 0])]
     apart = np.flatnonzero(tiles[1:, 0] > tiles[:-1, 1])
-    starts, stops = tiles[np.append(0, apart + 1), 0].tolist(), tiles[np.append(apart, -1), 1].tolist()
+    starts, stops = (
+        tiles[np.append(0, apart + 1), 0].tolist(),
+        tiles[np.append(apart, -1), 1].tolist(),
+    )
     return tuple(map(slice, starts, stops)) if len(starts) <= 4 else (slice(starts[0], stops[-1]),)

@@ -1,1 +1,3 @@
-"""The PyTorch backend: plain tiles, for a CPU without Triton's interpreter and for GPUs without Triton."""
+"""The PyTorch backend: plain tiles, for a CPU without Triton's interpreter and for GPUs without
+Triton.
+"""

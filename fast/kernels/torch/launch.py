@@ -1,11 +1,13 @@
-"""Attention in plain PyTorch, tile by tile: the functions of `canon.fast.kernels.triton.launch`, with the same arguments.
+"""Attention in plain PyTorch, tile by tile: the functions of `canon.fast.kernels.triton.launch`,
+with the same arguments.
 
-For tensors that no other backend serves: on a CPU without Triton's interpreter, and on GPUs without Triton. All sums are
-computed in the accumulation dtype, in a fixed order: "fused" repeats its bits, too. Scores have no range. A NaN reaches the
-tokens that the table of the Triton launches names; tiles are at most 128 rows high, and 128 columns wide where a band ends.
+For tensors that no other backend serves: on a CPU without Triton's interpreter, and on GPUs without
+Triton. All sums are computed in the accumulation dtype, in a fixed order: "fused" repeats its bits,
+too. Scores have no range. A NaN reaches the tokens that the table of the Triton launches names;
+tiles are at most 128 rows high, and 128 columns wide where a band ends.
 
-Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation dtype, and b h 128 x 1,024
-scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation
+dtype, and b h 128 x 1,024 scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
 
 from collections.abc import Sequence
@@ -18,7 +20,16 @@ from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
 from canon.fast.tables.placed_mask import AnyMask
 from canon.route.checks import Scale, split_scale
 
-__all__ = ["choose_method", "delta", "dkdv", "dq", "empty_statistics", "forward", "make_row_statistics", "sum_heads"]
+__all__ = [
+    "choose_method",
+    "delta",
+    "dkdv",
+    "dq",
+    "empty_statistics",
+    "forward",
+    "make_row_statistics",
+    "sum_heads",
+]
 
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t)
 
@@ -39,7 +50,9 @@ def forward(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest scores."""
+    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
+    scores.
+    """
     tiles, operands = row_tiles(mask, False), Operands(mask, q, k, k.shape[2])
     if q.is_meta or not out.shape[0]:
         return
@@ -52,7 +65,8 @@ def forward(
             cells = visible(tile, step, q_tile.shape[2] // q.shape[2], q.device)
             s = _hidden(_scores(q_tile, operands.columns(k, step), scale), cells, -torch.inf)
             above = torch.maximum(m, s.amax(-1, keepdim=True))
-            used = above.masked_fill(above == -torch.inf, 0.0)  # no visible key so far: exp(-inf - 0) is 0
+            # no visible key so far: exp(-inf - 0) is 0
+            used = above.masked_fill(above == -torch.inf, 0.0)
             p, shrink = s.sub_(used).exp_(), torch.exp(m - used)
             total = total * shrink + p.sum(-1, keepdim=True)
             weighted = weighted * shrink + p @ operands.columns(v, step)
@@ -61,7 +75,9 @@ def forward(
         total = total.masked_fill(blind, 1.0)
         rows = slice(tile.start, tile.stop)
         out[:, rows] = _by_head(weighted / total, q, tile).transpose(1, 2)
-        lse[:, :, rows] = _by_head((m + total.log()).masked_fill(blind, -torch.inf), q, tile).squeeze(-1)
+        lse[:, :, rows] = _by_head(
+            (m + total.log()).masked_fill(blind, -torch.inf), q, tile
+        ).squeeze(-1)
         if max_logits is not None:
             max_logits.copy_(torch.maximum(max_logits, _by_head(m, q, tile).amax((0, 2, 3))))
 
@@ -82,7 +98,14 @@ def _hidden(x: Tensor, cells: Tensor | None, value: float) -> Tensor:
 
 @torch.no_grad()
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    statistics: RowStatistics,
+    mask: AnyMask,
+    scale: Scale,
+    dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d)."""
     tiles, operands = row_tiles(mask, False), Operands(mask, q, k, k.shape[2])
@@ -113,7 +136,9 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, key or query heads. Fused: also add to ``dq`` (b, t, h, d)."""
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, key or query heads. Fused: also add
+    to ``dq`` (b, t, h, d).
+    """
     tiles, operands = row_tiles(mask, True), Operands(mask, q, k, dk.shape[2])
     if q.is_meta:
         return
@@ -134,17 +159,25 @@ def dkdv(
                     ds @ seen, q, (step.begin, min(step.end, dq.shape[1]))
                 ).transpose(1, 2)
         for total, written in zip(sums, (dk, dv), strict=True):
-            by_owner = total[:, :, : tile.stop - tile.start].unflatten(1, (written.shape[2], -1)).unbind(2)
+            by_owner = (
+                total[:, :, : tile.stop - tile.start].unflatten(1, (written.shape[2], -1)).unbind(2)
+            )
             written[:, tile.start : tile.stop] = sum(by_owner[1:], by_owner[0]).transpose(1, 2)
 
 
 def _by_head(x: Tensor, q: Tensor, tokens: Sequence) -> Tensor:
-    """Return x (b, g, share * rows, width) as (b, h, tokens, width), without rows that fill a tile up."""
+    """Return x (b, g, share * rows, width) as (b, h, tokens, width), without rows that fill a tile
+    up.
+    """
     return x.unflatten(2, (q.shape[2], -1)).flatten(1, 2)[:, :, : tokens[1] - tokens[0]]
 
 
-def _weights(q, dout, lse, delta, k, v, cells: Tensor | None, scale: Scale) -> tuple[Tensor, Tensor]:
-    """Return P and dS times the slope of the scores, of rows of queries and columns of keys; 0 in hidden cells."""
+def _weights(
+    q, dout, lse, delta, k, v, cells: Tensor | None, scale: Scale
+) -> tuple[Tensor, Tensor]:
+    """Return P and dS times the slope of the scores, of rows of queries and columns of keys; 0 in
+    hidden cells.
+    """
     number, softcap = split_scale(scale)
     s = _hidden(_scores(q, k, scale), cells, 0.0)
     slope = number if softcap is None else number * (1 - (s / softcap) ** 2)
@@ -155,7 +188,9 @@ def _weights(q, dout, lse, delta, k, v, cells: Tensor | None, scale: Scale) -> t
 def _as_columns(statistics: RowStatistics) -> list[Tensor]:
     """Return lse and delta as (b, t, h, 1). Rows that see no key get lse inf: then P is 0."""
     lse, delta = statistics
-    return [x.transpose(1, 2)[..., None] for x in (lse.masked_fill(lse == -torch.inf, torch.inf), delta)]
+    return [
+        x.transpose(1, 2)[..., None] for x in (lse.masked_fill(lse == -torch.inf, torch.inf), delta)
+    ]
 
 
 def empty_statistics(lse: Tensor) -> None:
@@ -167,7 +202,9 @@ def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowSt
     return lse, delta
 
 
-def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
+def make_row_statistics(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+) -> RowStatistics:
     """Compute delta, and return it with lse."""
     result = torch.empty_like(lse)
     delta(dout, out, lse, dlse, result)

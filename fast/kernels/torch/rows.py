@@ -1,6 +1,8 @@
-"""Row operations in plain PyTorch: the functions of `canon.fast.kernels.rows` for tensors that Triton does not serve.
+"""Row operations in plain PyTorch: the functions of `canon.fast.kernels.rows` for tensors that
+Triton does not serve.
 
-All tensors are (b, t, h, d), and row statistics (b, h, t). Sums have the order of the Triton kernels.
+All tensors are (b, t, h, d), and row statistics (b, h, t). Sums have the order of the Triton
+kernels.
 """
 
 import torch
@@ -20,7 +22,9 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Write new_out and new_lse, which may be out and lse: the merge of two parts, or of the other part's ``rows`` alone."""
+    """Write new_out and new_lse, which may be out and lse: the merge of two parts, or of the other
+    part's ``rows`` alone.
+    """
     accumulate, token = accumulate_dtype(new_lse.dtype), slice(None) if rows is None else rows
     parts = (out[:, token], lse[:, :, token]), (other_out, other_lse)
     top = torch.maximum(*[x.to(accumulate) for _, x in parts])
@@ -35,7 +39,9 @@ def merge(
         x = x.to(accumulate).masked_fill(over_width(part_lse == -torch.inf), 0.0)
         both = both + x * over_width(weight / total)
     new_out[:, token] = both.to(new_out.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    new_lse[:, :, token] = torch.where(top == -torch.inf, top, finite + total.log()).to(new_lse.dtype)
+    new_lse[:, :, token] = torch.where(top == -torch.inf, top, finite + total.log()).to(
+        new_lse.dtype
+    )
 
 
 @torch.no_grad()
@@ -48,7 +54,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 
 @torch.no_grad()
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts (b, s, h, ...), in head order."""
+    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts (b, s, h, ...), in
+    head order.
+    """
     for parts, total in ((dk_parts, dk), (dv_parts, dv)):
         if parts is not None and total is not None:
             first, *others = parts.unflatten(2, (total.shape[2], -1)).unbind(3)
@@ -82,7 +90,9 @@ def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
 
 @torch.no_grad()
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Write total, which may be x: x plus received[:, places[first[i] : first[i + 1]]] of each token i, in this order."""
+    """Write total, which may be x: x plus received[:, places[first[i] : first[i + 1]]] of each
+    token i, in this order.
+    """
     sums, number = x.to(accumulate_dtype(x.dtype), copy=True), first[1:] - first[:-1]
     for i in range(int(number.max()) if len(number) else 0):
         more = (number > i).nonzero()[:, 0]
@@ -98,7 +108,9 @@ def copy_tokens(x: Tensor, copy: Tensor) -> None:
 
 @torch.no_grad()
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its dtype."""
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its
+    dtype.
+    """
     first, *others = received.unbind(1)
     total.copy_(sum(others, first))
 

@@ -1,4 +1,6 @@
-"""The declaration of the Triton backend: any GPU that Triton supports, and its interpreter on a CPU."""
+"""The declaration of the Triton backend: any GPU that Triton supports, and its interpreter on a
+CPU.
+"""
 
 from importlib.util import find_spec
 
@@ -13,7 +15,9 @@ INSTALLED = find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels: TRITON_INTERPRET is set, and was when they were defined."""
+    """Return whether Triton's interpreter runs the kernels: TRITON_INTERPRET is set, and was when
+    they were defined.
+    """
     return INSTALLED and TRITON.module.INTERPRETED and _is_requested()
 
 
@@ -29,7 +33,9 @@ def _is_requested() -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on a device, or on the one that the meta device stands for."""
+    """Return whether the Triton kernels run on a device, or on the one that the meta device stands
+    for.
+    """
     if is_cpu(device):
         return is_interpreted()
     return INSTALLED and device.type in ("cuda", "meta")
@@ -38,12 +44,17 @@ def runs_on(device: torch.device) -> bool:
 def check_device(x: Tensor) -> None:
     """Raise RuntimeError unless the Triton kernels run on the device of x."""
     if not INSTALLED:
-        raise RuntimeError("the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use backend(\"torch\")")
+        raise RuntimeError(
+            "the kernels need Triton: pip install 'triton>=3.6' (on Linux), or use "
+            'backend("torch")'
+        )
     if not runs_on(x.device):
         where = "CPU tensors" if x.device.type == "cpu" else f"a tensor on {x.device}"
         raise RuntimeError(
-            f'the Triton kernels need tensors on a CUDA device, got {where}: use backend("torch") or canon.reference, or on '
-            "a CPU set TRITON_INTERPRET=1 before canon.fast is imported (slow: it runs the kernels in Python)"
+            f'the Triton kernels need tensors on a CUDA device, got {where}: use backend("torch") '
+            "or canon.reference, or on "
+            "a CPU set TRITON_INTERPRET=1 before canon.fast is imported (slow: it runs the "
+            "kernels in Python)"
         )
 
 

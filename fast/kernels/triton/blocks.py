@@ -1,23 +1,30 @@
-"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band masks.
+"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band
+masks.
 
-An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside the tile (32 bits), so an
-iteration adds one number. ALIGN divides every stride but the last, in elements: wide loads need it. ALIGN = 0 states that
-strides are so wide that offsets inside a tile need 64 bits (`launch.stride_divisor`).
-"""
+An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside
+the tile (32 bits), so an iteration adds one number. ALIGN divides every stride but the last, in
+elements: wide loads need it. ALIGN = 0 states that strides are so wide that offsets inside a tile
+need 64 bits (`launch.stride_divisor`)."""
 
 import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TANH = -0.33332947, 0.13320725, -0.05267181, 0.016437572  # of x^3, x^5, ...: least relative error for |x| < 0.55
+# of x^3, x^5, ...: least relative error for |x| < 0.55
+TANH = -0.33332947, 0.13320725, -0.05267181, 0.016437572
 TANH_3, TANH_5, TANH_7, TANH_9 = map(tl.constexpr, TANH)
 
 
 def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
-    """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their strides, compile no variants."""
+    """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their
+    strides, compile no variants.
+    """
     strides = [f"{name}_stride_{axis}" for name in statistics for axis in "bh"]
-    return triton.jit(do_not_specialize=[*numbers, *strides], do_not_specialize_on_alignment=[*statistics, *pointers])
+    return triton.jit(
+        do_not_specialize=[*numbers, *strides],
+        do_not_specialize_on_alignment=[*statistics, *pointers],
+    )
 
 
 TILE_NUMBERS = "tile_count", "heads", "l2_heads"  # of a kernel with MMAs
@@ -38,7 +45,9 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 @triton.jit
 def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
-    """Return (first row, batch, head) of this CTA's ROWS rows. Consecutive CTAs take the same rows of all heads."""
+    """Return (first row, batch, head) of this CTA's ROWS rows. Consecutive CTAs take the same rows
+    of all heads.
+    """
     pid = tl.program_id(0)
     return pid // batch_heads * ROWS, pid % batch_heads // heads, pid % batch_heads % heads
 
@@ -51,7 +60,9 @@ def base2(lse):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) and its derivative 1 - tanh(x)^2, without cancellation. Relative errors: 4e-7, in float64 1e-15."""
+    """Return tanh(x) and its derivative 1 - tanh(x)^2, without cancellation. Relative errors: 4e-7,
+    in float64 1e-15.
+    """
     y = x * x
     if x.dtype == tl.float64:  # Lambert's continued fraction
         small = x / (1 + y / (3 + y / (5 + y / (7 + y / (9 + y / (11 + y / (13 + y / 15)))))))
@@ -60,20 +71,27 @@ def tanh(x):
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     inverse = 1.0 / (1.0 + e)
     large = (1.0 - e) * inverse
-    return tl.where(tl.abs(x) < 0.55, small, tl.where(x < 0, -large, large)), 4.0 * e * inverse * inverse
+    return tl.where(
+        tl.abs(x) < 0.55, small, tl.where(x < 0, -large, large)
+    ), 4.0 * e * inverse * inverse
 
 
 @triton.jit
 def capped(s, scale, SOFTCAP: tl.constexpr):
-    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its derivative by s * scale."""
+    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its derivative by
+    s * scale.
+    """
     ratio, slope = tanh(s * (scale * (1.0 / (SOFTCAP * LOG2E))))
     return ratio * (SOFTCAP * LOG2E), slope
 
 
 @triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b. Operands of over two bytes: a b first, else acc is rounded after each term."""
-    if a.dtype.primitive_bitwidth > 16:  # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
+    """Return acc + a b. Operands of over two bytes: a b first,
+    else acc is rounded after each term.
+    """
+    # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
+    if a.dtype.primitive_bitwidth > 16:
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
     return tl.dot(a, b, acc, input_precision=PRECISION, out_dtype=acc.dtype)
 
@@ -102,7 +120,9 @@ def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
 
 @triton.jit
 def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
-    """Return pointers to ROWS values of a row statistic (b, h, t) from token ``first`` on; ``head`` counts from ``pointer``."""
+    """Return pointers to ROWS values of a row statistic (b, h, t) from token ``first`` on; ``head``
+    counts from ``pointer``.
+    """
     return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
@@ -129,15 +149,30 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_of(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """Return (pointer to one head of x, offsets inside a tile, strides), for `load_rows` and `store_rows`."""
-    return head_pointer(x, batch, head, strides, ALIGN), tile_offsets(strides, ROWS, PAD, ALIGN), strides
+    """Return (pointer to one head of x, offsets inside a tile, strides), for `load_rows` and
+    `store_rows`.
+    """
+    return (
+        head_pointer(x, batch, head, strides, ALIGN),
+        tile_offsets(strides, ROWS, PAD, ALIGN),
+        strides,
+    )
 
 
 @triton.jit
 def full_tile_source(
-    x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr
+    x,
+    batch,
+    head,
+    strides,
+    ROWS: tl.constexpr,
+    PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA `rows_of`."""
+    """Return the source of `load_full_tile`: (descriptor, head, strides),
+    or without TMA `rows_of`.
+    """
     if TMA:
         return x, head, strides
     else:
@@ -156,7 +191,8 @@ def load_full_tile(
     ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return the tile (ROWS, PAD) from row ``first`` on. All rows must exist; columns from WIDTH on are 0.
+    """Return the tile (ROWS, PAD) from row ``first`` on. All rows must exist; columns from WIDTH on
+    are 0.
 
     ``head`` counts from the head of ``source``.
     """
@@ -164,7 +200,12 @@ def load_full_tile(
         return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
     else:
         strides = source[2]
-        x = source[0] + row_start(first, strides[1], ALIGN) + row_start(head, strides[2], ALIGN) + source[1]
+        x = (
+            source[0]
+            + row_start(first, strides[1], ALIGN)
+            + row_start(head, strides[2], ALIGN)
+            + source[1]
+        )
         if WIDTH == PAD:
             return tl.load(x)
         else:
@@ -172,16 +213,24 @@ def load_full_tile(
 
 
 @triton.jit
-def load_rows(source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
-    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and columns from WIDTH on."""
+def load_rows(
+    source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
+):
+    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and columns from
+    WIDTH on.
+    """
     keep = valid[:, None]
     if WIDTH != PAD:
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
-    return tl.load(source[0] + row_start(first, source[2][1], ALIGN) + source[1], mask=keep, other=0.0)
+    return tl.load(
+        source[0] + row_start(first, source[2][1], ALIGN) + source[1], mask=keep, other=0.0
+    )
 
 
 @triton.jit
-def store_rows(target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1):
+def store_rows(
+    target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
+):
     """Write the ``valid`` rows of tile x, in the dtype of the destination, a `rows_of`."""
     keep = valid[:, None]
     if WIDTH != PAD:
@@ -192,7 +241,9 @@ def store_rows(target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, 
 
 @triton.jit
 def visible_columns(span, rows):
-    """Return (left, right) of each row: in the span's band it sees the columns left <= j < right."""
+    """Return (left, right) of each row: in the span's band it sees the columns left <= j <
+    right.
+    """
     row_first, row_stop = tl.load(span + 2), tl.load(span + 3)
     start, stop = tl.load(span + 4), tl.load(span + 5)
     left = tl.maximum(rows + tl.load(span + 6), start)
@@ -209,15 +260,19 @@ def visible_mask(left, right, COLUMNS: tl.constexpr):
 
 @triton.jit
 def chained_stop(span, COLUMNS: tl.constexpr):
-    """Return the column behind a chained span's tile (`key_order`), or the first column of another span."""
+    """Return the column behind a chained span's tile (`key_order`), or the first column of another
+    span.
+    """
     return tl.load(span) + tl.where(tl.load(span + 3) < 0, COLUMNS, 0)
 
 
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
-    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the columns that a band touches.
+    """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
+    columns that a band touches.
 
-    Two words of a row, of which 64 bits are columns each, take few registers. COLUMNS is at most 128.
+    Two words of a row, of which 64 bits are columns each, take few registers. COLUMNS is at most
+    128.
     """
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0
@@ -230,7 +285,9 @@ def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
         low |= bits_from(left) & ~bits_from(right)
         if COLUMNS > 64:
             high |= bits_from(left - 64) & ~bits_from(right - 64)
-        touched = touched | ((columns + first >= tl.load(band + 4)) & (columns + first < tl.load(band + 5)))
+        touched = touched | (
+            (columns + first >= tl.load(band + 4)) & (columns + first < tl.load(band + 5))
+        )
         band += 8
     if COLUMNS > 64:
         word = tl.where((columns < 64)[None, :], low[:, None], high[:, None])

@@ -1,8 +1,9 @@
-"""Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and element size.
+"""Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and
+element size.
 
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in "dkdv" and "fused". In
-"parts", rows are pairs of a query and a head; its configurations of a GPU have equal tiles, with and without TMA.
-"""
+A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
+"dkdv" and "fused". In "parts", rows are pairs of a query and a head; its configurations of a GPU
+have equal tiles, with and without TMA."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,31 +27,59 @@ class Config:
     stages: int = 2
     partial_stages: int = 2  # of the loop over partial tiles
     tma: bool = False  # load full tiles by descriptors: needs Hopper and suitable tensors
-    apart: bool = False  # dk and dv in two launches, with half the accumulators: 5 MMAs a tile, not 4
-    partial_columns: int = 0  # of partial tiles, a divisor of columns: narrow ones waste less; 0 means columns
+    # dk and dv in two launches, with half the accumulators: 5 MMAs a tile, not 4
+    apart: bool = False
+    # of partial tiles, a divisor of columns: narrow ones waste less; 0 means columns
+    partial_columns: int = 0
 
 
 KERNELS = ("forward", "dq", "dkdv", "fused", "parts")
-Table = dict[tuple[str, int], tuple[Config, ...]]  # (kernel, larger padded width, at least 64), best first
+# (kernel, larger padded width, at least 64), best first
+Table = dict[tuple[str, int], tuple[Config, ...]]
 
-# Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small tiles is faster than two with
-# large ones (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and dv at width 128 is faster still, but spills 64 bytes. dq
-# at width 256 spills 20 bytes and is still 1.3 times as fast as without spills. At width 512 the tiles are the largest that
-# spill nothing; no GPU has timed them.
+# Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small
+# tiles is faster than two with large ones (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and
+# dv at width 128 is faster still, but spills 64 bytes. dq at width 256 spills 20 bytes and is still
+# 1.3 times as fast as without spills. At width 512 the tiles are the largest that spill nothing; no
+# GPU has timed them.
 HOPPER: Table = {
-    ("forward", 64): (Config(64, 128, 4, 2, tma=True, partial_columns=64), Config(128, 64, 8, 3, partial_columns=32)),
-    ("forward", 128): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
+    ("forward", 64): (
+        Config(64, 128, 4, 2, tma=True, partial_columns=64),
+        Config(128, 64, 8, 3, partial_columns=32),
+    ),
+    ("forward", 128): (
+        Config(64, 64, 4, 3, tma=True, partial_columns=32),
+        Config(128, 64, 8, 3, partial_columns=32),
+    ),
     ("forward", 256): (Config(128, 64, 8, 2, tma=True, partial_columns=32), Config(128, 32, 8, 2)),
     ("forward", 512): (Config(64, 16, 8, 2, tma=True), Config(32, 32, 8, 2)),
-    ("dq", 64): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
-    ("dq", 128): (Config(64, 64, 4, 2, tma=True, partial_columns=32), Config(128, 64, 8, 2, partial_columns=32)),
+    ("dq", 64): (
+        Config(64, 64, 4, 3, tma=True, partial_columns=32),
+        Config(128, 64, 8, 3, partial_columns=32),
+    ),
+    ("dq", 128): (
+        Config(64, 64, 4, 2, tma=True, partial_columns=32),
+        Config(128, 64, 8, 2, partial_columns=32),
+    ),
     ("dq", 256): (Config(128, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("dq", 512): (Config(32, 16, 8, 2),),
-    ("dkdv", 64): (Config(64, 64, 4, 3, tma=True, partial_columns=32), Config(128, 64, 8, 3, partial_columns=32)),
-    ("dkdv", 128): (Config(64, 32, 4, 3, tma=True, partial_columns=16), Config(128, 32, 8, 3, partial_columns=16)),
-    ("dkdv", 256): (Config(128, 32, 8, 2, apart=True, partial_columns=16), Config(64, 16, 8, 2, apart=True)),
+    ("dkdv", 64): (
+        Config(64, 64, 4, 3, tma=True, partial_columns=32),
+        Config(128, 64, 8, 3, partial_columns=32),
+    ),
+    ("dkdv", 128): (
+        Config(64, 32, 4, 3, tma=True, partial_columns=16),
+        Config(128, 32, 8, 3, partial_columns=16),
+    ),
+    ("dkdv", 256): (
+        Config(128, 32, 8, 2, apart=True, partial_columns=16),
+        Config(64, 16, 8, 2, apart=True),
+    ),
     ("dkdv", 512): (Config(32, 16, 8, 2, apart=True),),
-    ("fused", 64): (Config(128, 64, 8, 3, tma=True, partial_columns=32), Config(128, 64, 8, 2, partial_columns=32)),
+    ("fused", 64): (
+        Config(128, 64, 8, 3, tma=True, partial_columns=32),
+        Config(128, 64, 8, 2, partial_columns=32),
+    ),
     ("fused", 128): (Config(64, 32, 8, 2, tma=True), Config(64, 32, 8, 2)),
     ("fused", 256): (Config(32, 16, 8, 2),),
     ("parts", 64): (Config(64, 64, 4, 4, tma=True), Config(64, 64, 4, 4)),
@@ -94,8 +123,12 @@ FORCED: dict[str, Config] = {}
 backend.FORCED.append(FORCED)
 
 
-def tile_bytes(kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2) -> int:
-    """Return the bytes of owned and visited tiles, and of row statistics of visited queries. Forward and parts own Q only."""
+def tile_bytes(
+    kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
+) -> int:
+    """Return the bytes of owned and visited tiles, and of row statistics of visited queries.
+    Forward and parts own Q only.
+    """
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -109,27 +142,40 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
     if itemsize > 2:
         need += itemsize * config.rows * config.columns * (2 if kernel in ("dkdv", "fused") else 1)
     if kernel == "fused":
-        need += itemsize * config.rows * config.columns + max(4, itemsize) * config.columns * (d + 32)
+        need += itemsize * config.rows * config.columns + max(4, itemsize) * config.columns * (
+            d + 32
+        )
     return need
 
 
-def choose(kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool) -> Config:
-    """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises ValueError if none fits."""
+def choose(
+    kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool
+) -> Config:
+    """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises
+    ValueError if none fits.
+    """
     if max(d, dv) > WIDEST:
         raise ValueError(
-            f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to {d} and {dv}: "
+            f"the Triton kernels support heads up to {WIDEST} wide, got widths that are padded to "
+            f"{d} and {dv}: "
             "use canon.reference"
         )
     if kernel in FORCED:
         return FORCED[kernel]
     if is_cpu(device):
         return INTERPRETED_PARTS if kernel == "parts" else INTERPRETED
-    return fitting(kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device))
+    return fitting(
+        kernel, d, dv, itemsize, gpu_of(device).shared_memory, describable, is_hopper(device)
+    )
 
 
 @lru_cache
-def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool) -> Config:
-    """Return the first configuration with at most ``limit`` bytes of shared memory. Raises ValueError if there is none."""
+def fitting(
+    kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool
+) -> Config:
+    """Return the first configuration with at most ``limit`` bytes of shared memory. Raises
+    ValueError if there is none.
+    """
     width = max(64, d, dv)
     if itemsize == 2:
         table = (HOPPER if hopper else AMPERE).get((kernel, width), ())
@@ -142,7 +188,8 @@ def fitting(kernel: str, d: int, dv: int, itemsize: int, limit: int, describable
             return config
     need = min(shared_bytes(kernel, config, d, dv, itemsize) for config in candidates)
     raise ValueError(
-        f"the {kernel} kernel needs at least {need} bytes of shared memory for widths {d} and {dv} of {itemsize}-byte "
+        f"the {kernel} kernel needs at least {need} bytes of shared memory for widths {d} and "
+        f"{dv} of {itemsize}-byte "
         f"elements, but this device has {limit}: use a narrower dtype or canon.reference"
     )
 
@@ -154,7 +201,9 @@ def is_hopper(device: torch.device) -> bool:
 
 @contextmanager
 def forcing(forced: dict, kernels: tuple[str, ...], **configs: Any) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), on any device and in all threads. Raises ValueError for unknown kernels."""
+    """Use these configurations, kernel=Config(...), on any device and in all threads. Raises
+    ValueError for unknown kernels.
+    """
     if unknown := set(configs) - set(kernels):
         raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
     before = dict(forced)

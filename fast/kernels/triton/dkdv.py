@@ -1,15 +1,17 @@
-"""The dk and dv kernel, the fused kernel for dq, dk and dv, and the sum of dk and dv over a group of heads.
+"""The dk and dv kernel, the fused kernel for dq, dk and dv, and the sum of dk and dv over a group
+of heads.
 
 With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
 
-    s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk += scale ds^T q
+    s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk +=
+                         scale ds^T q
 
-A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of queries: registers sum
-the group in a fixed order. FUSED also adds dq += scale ds k by float32 atomics. If GROUP > HEADS, `sum_heads_kernel` sums
-the parts.
+A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of
+queries: registers sum the group in a fixed order. FUSED also adds dq += scale ds k by float32
+atomics. If GROUP > HEADS, `sum_heads_kernel` sums the parts.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA for each query head:
-TensorAuto/OpenTau, pull request 376.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA
+for each query head: TensorAuto/OpenTau, pull request 376.
 """
 
 import triton
@@ -56,7 +58,9 @@ def dkdv_step(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2. ``visible``: None is all."""
+    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2.
+    ``visible``: None is all.
+    """
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     if SOFTCAP is not None:
@@ -95,7 +99,12 @@ def add_dq(
     PRECISION: tl.constexpr,
 ):
     """Add scale ds k to dq of one tile of queries, by atomics. ``ds`` is (keys, queries)."""
-    x = pointer + tl.cast(first, tl.int64) * strides[1] + tl.cast(head, tl.int64) * strides[2] + offset
+    x = (
+        pointer
+        + tl.cast(first, tl.int64) * strides[1]
+        + tl.cast(head, tl.int64) * strides[2]
+        + offset
+    )
     part = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=scale.dtype) * scale
     keep = valid[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
@@ -149,7 +158,8 @@ def dkdv_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). Each of the ``heads`` = o owners has HEADS query heads of one group.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). Each of the ``heads`` = o owners has HEADS query
+    heads of one group.
 
     A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0.
     """
@@ -174,10 +184,16 @@ def dkdv_kernel(
     q_head = head_pointer(q, batch, head_first, q_strides, ALIGN)
     dout_head = head_pointer(dout, batch, head_first, dout_strides, ALIGN)
     q_source = full_tile_source(q_tiles, batch, head_first, q_strides, BN, D_PAD, ALIGN, TMA)
-    dout_source = full_tile_source(dout_tiles, batch, head_first, dout_strides, BN, DV_PAD, ALIGN, TMA)
+    dout_source = full_tile_source(
+        dout_tiles, batch, head_first, dout_strides, BN, DV_PAD, ALIGN, TMA
+    )
     dq_head = head_pointer(dq, batch, head_first, dq_strides, ALIGN)
-    lse_head = statistic_head_pointer(lse, batch, head_first, statistic_stride_b, statistic_stride_h)
-    delta_head = statistic_head_pointer(delta, batch, head_first, statistic_stride_b, statistic_stride_h)
+    lse_head = statistic_head_pointer(
+        lse, batch, head_first, statistic_stride_b, statistic_stride_h
+    )
+    delta_head = statistic_head_pointer(
+        delta, batch, head_first, statistic_stride_b, statistic_stride_h
+    )
     q_offset = tile_offsets(q_strides, PARTIAL_BN, D_PAD, ALIGN)
     dout_offset = tile_offsets(dout_strides, PARTIAL_BN, DV_PAD, ALIGN)
     dk_acc = tl.zeros([BM, D_PAD], ACC)
@@ -196,14 +212,28 @@ def dkdv_kernel(
                 q_at = q_head + row_start(head, q_strides[2], ALIGN)
                 dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
                 q_tile = load_rows((q_at, q_offset, q_strides), begin, touched, D, D_PAD, ALIGN)
-                dout_tile = load_rows((dout_at, dout_offset, dout_strides), begin, touched, DV, DV_PAD, ALIGN)
+                dout_tile = load_rows(
+                    (dout_at, dout_offset, dout_strides), begin, touched, DV, DV_PAD, ALIGN
+                )
                 lse_at = statistic_pointers(lse_head, begin, head, statistic_stride_h, PARTIAL_BN)
-                delta_at = statistic_pointers(delta_head, begin, head, statistic_stride_h, PARTIAL_BN)
+                delta_at = statistic_pointers(
+                    delta_head, begin, head, statistic_stride_h, PARTIAL_BN
+                )
                 lse_row = tl.load(lse_at, mask=touched, other=0.0)
                 delta_row = tl.load(delta_at, mask=touched, other=0.0)
                 visited = q_tile, dout_tile, lse_row, delta_row
                 dk_acc, dv_acc, _ = dkdv_step(
-                    visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
+                    visited,
+                    k_tile,
+                    v_tile,
+                    dk_acc,
+                    dv_acc,
+                    scale_log2,
+                    visible,
+                    MAKE_DK,
+                    MAKE_DV,
+                    PRECISION,
+                    SOFTCAP,
                 )
         for step in tl.range(steps, num_stages=PARTIAL_STAGES):
             i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
@@ -212,7 +242,9 @@ def dkdv_kernel(
             q_at = q_head + row_start(head, q_strides[2], ALIGN)
             dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
             q_tile = load_rows((q_at, q_offset, q_strides), i, in_band, D, D_PAD, ALIGN)
-            dout_tile = load_rows((dout_at, dout_offset, dout_strides), i, in_band, DV, DV_PAD, ALIGN)
+            dout_tile = load_rows(
+                (dout_at, dout_offset, dout_strides), i, in_band, DV, DV_PAD, ALIGN
+            )
             lse_at = statistic_pointers(lse_head, i, head, statistic_stride_h, PARTIAL_BN)
             lse_row = tl.load(lse_at, mask=in_band, other=0.0)
             delta_at = statistic_pointers(delta_head, i, head, statistic_stride_h, PARTIAL_BN)
@@ -220,11 +252,34 @@ def dkdv_kernel(
             visible = visible_mask(left - i, right - i, PARTIAL_BN)
             visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
+                visited,
+                k_tile,
+                v_tile,
+                dk_acc,
+                dv_acc,
+                scale_log2,
+                visible,
+                MAKE_DK,
+                MAKE_DV,
+                PRECISION,
+                SOFTCAP,
             )
             if FUSED:
                 dq_offset = tile_offsets(dq_strides, PARTIAL_BN, D_PAD, ALIGN)
-                add_dq(dq_head, dq_offset, i, dq_strides, head, in_band, ds, k_tile, scale_acc, D, D_PAD, PRECISION)
+                add_dq(
+                    dq_head,
+                    dq_offset,
+                    i,
+                    dq_strides,
+                    head,
+                    in_band,
+                    ds,
+                    k_tile,
+                    scale_acc,
+                    D,
+                    D_PAD,
+                    PRECISION,
+                )
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
@@ -237,17 +292,48 @@ def dkdv_kernel(
             delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_stride_h, BN))
             visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, None, MAKE_DK, MAKE_DV, PRECISION, SOFTCAP
+                visited,
+                k_tile,
+                v_tile,
+                dk_acc,
+                dv_acc,
+                scale_log2,
+                None,
+                MAKE_DK,
+                MAKE_DV,
+                PRECISION,
+                SOFTCAP,
             )
             if FUSED:
                 dq_offset, all_queries = tile_offsets(dq_strides, BN, D_PAD, ALIGN), queries >= 0
-                add_dq(dq_head, dq_offset, i, dq_strides, head, all_queries, ds, k_tile, scale_acc, D, D_PAD, PRECISION)
+                add_dq(
+                    dq_head,
+                    dq_offset,
+                    i,
+                    dq_strides,
+                    head,
+                    all_queries,
+                    ds,
+                    k_tile,
+                    scale_acc,
+                    D,
+                    D_PAD,
+                    PRECISION,
+                )
 
     if MAKE_DK:
         dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D_PAD, ALIGN)
         store_rows(dk_rows, first, valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
     if MAKE_DV:
-        store_rows(rows_of(dv, batch, owner, dv_strides, BM, DV_PAD, ALIGN), first, valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_rows(
+            rows_of(dv, batch, owner, dv_strides, BM, DV_PAD, ALIGN),
+            first,
+            valid,
+            dv_acc,
+            DV,
+            DV_PAD,
+            ALIGN,
+        )
 
 
 @kernel(*ROW_NUMBERS)
@@ -272,7 +358,9 @@ def sum_heads_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the parts, in order."""
+    """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the
+    parts, in order.
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
     dk_acc = tl.zeros([BM, D_PAD], ACC)
@@ -284,6 +372,22 @@ def sum_heads_kernel(
         if DV > 0:
             dv_part = rows_of(dv_parts, batch, part, dv_parts_strides, BM, DV_PAD, ALIGN)
             dv_acc += load_rows(dv_part, first, valid, DV, DV_PAD, ALIGN)
-    store_rows(rows_of(dk, batch, head, dk_strides, BM, D_PAD, ALIGN), first, valid, dk_acc, D, D_PAD, ALIGN)
+    store_rows(
+        rows_of(dk, batch, head, dk_strides, BM, D_PAD, ALIGN),
+        first,
+        valid,
+        dk_acc,
+        D,
+        D_PAD,
+        ALIGN,
+    )
     if DV > 0:
-        store_rows(rows_of(dv, batch, head, dv_strides, BM, DV_PAD, ALIGN), first, valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_rows(
+            rows_of(dv, batch, head, dv_strides, BM, DV_PAD, ALIGN),
+            first,
+            valid,
+            dv_acc,
+            DV,
+            DV_PAD,
+            ALIGN,
+        )

@@ -4,8 +4,8 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of keys a
 
     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel without atomics for dq:
-jax-ml/jax-triton, pull request 177.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel
+without atomics for dq: jax-ml/jax-triton, pull request 177.
 """
 
 import triton
@@ -33,7 +33,18 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def dq_step(
-    q, k, v, dout, lse2, delta, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
+    q,
+    k,
+    v,
+    dout,
+    lse2,
+    delta,
+    acc,
+    scale,
+    visible,
+    PRECISION: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TMA: tl.constexpr,
 ):
     """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
 
@@ -46,9 +57,14 @@ def dq_step(
     p = tl.exp2(s * scale - lse2[:, None])
     if TMA:  # costs nothing, and the rounding of ds to 16 bits hides that of this sum
         minus_delta = tl.broadcast_to(-delta[:, None], s.shape).to(acc.dtype)
-        ds = p * tl.dot(dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype)
+        ds = p * tl.dot(
+            dout, tl.trans(v), minus_delta, input_precision=PRECISION, out_dtype=acc.dtype
+        )
     else:
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype) - delta[:, None])
+        ds = p * (
+            tl.dot(dout, tl.trans(v), input_precision=PRECISION, out_dtype=acc.dtype)
+            - delta[:, None]
+        )
     if SOFTCAP is not None:
         ds *= slope
     if visible is not None:
@@ -108,7 +124,9 @@ def dq_kernel(
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
+    q_tile = load_rows(
+        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
+    )
     dout_rows = rows_of(dout, batch, head, dout_strides, BM, DV_PAD, ALIGN)
     dout_tile = load_rows(dout_rows, first, valid, DV, DV_PAD, ALIGN)
     lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
@@ -150,7 +168,18 @@ def dq_kernel(
             v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
             acc = dq_step(
-                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, visible, PRECISION, SOFTCAP, TMA
+                q_tile,
+                k_tile,
+                v_tile,
+                dout_tile,
+                lse2,
+                delta_row,
+                acc,
+                scale_log2,
+                visible,
+                PRECISION,
+                SOFTCAP,
+                TMA,
             )
 
     for index in range(full, end):
@@ -159,7 +188,18 @@ def dq_kernel(
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
             acc = dq_step(
-                q_tile, k_tile, v_tile, dout_tile, lse2, delta_row, acc, scale_log2, None, PRECISION, SOFTCAP, TMA
+                q_tile,
+                k_tile,
+                v_tile,
+                dout_tile,
+                lse2,
+                delta_row,
+                acc,
+                scale_log2,
+                None,
+                PRECISION,
+                SOFTCAP,
+                TMA,
             )
 
     dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)

@@ -1,7 +1,9 @@
-"""The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the spans of its work tile.
+"""The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the
+spans of its work tile.
 
-The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled and rounded; a row gets NaN
-if |m| exceeds `largest_maximum`. Partial spans have their own loop, so the loop over full tiles needs no comparison.
+The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled
+and rounded; a row gets NaN if |m| exceeds `largest_maximum`. Partial spans have their own loop, so
+the loop over full tiles needs no comparison.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
 """
@@ -32,13 +34,19 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.constexpr_function
 def largest_maximum(accumulate):
-    """Return the largest m with a rounding error of at most 1/2: the largest P is between 2^-1 and 2."""
+    """Return the largest m with a rounding error of at most 1/2: the largest P is between 2^-1 and
+    2.
+    """
     return 2.0**53 if accumulate == tl.float64 else 2.0**24
 
 
 @triton.jit
-def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three. ``visible``: None is all."""
+def softmax_step(
+    q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three.
+    ``visible``: None is all.
+    """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if SOFTCAP is not None:
         s, _ = capped(s, scale, SOFTCAP)
@@ -50,17 +58,23 @@ def softmax_step(q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SO
     if visible is not None:  # no visible key so far: exp2(-inf - 0) = 0, while -inf - -inf is NaN
         m_use = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * scale - m_use[:, None])
-    shrink = tl.exp2(m - m_use)  # the same rounded m as in P; the FMA above does not round s * scale
+    # the same rounded m as in P; the FMA above does not round s * scale
+    shrink = tl.exp2(m - m_use)
     l = l * shrink + tl.sum(p, 1)
-    acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION, out_dtype=acc.dtype)
+    acc = tl.dot(
+        p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION, out_dtype=acc.dtype
+    )
     return m_new, l, acc
 
 
 @triton.jit
 def raise_maximum(pointer, m, mask=None):
-    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics: their order changes nothing."""
+    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics: their
+    order changes nothing.
+    """
     x = (m * LN2).to(tl.float32)
-    tl.atomic_max(pointer, tl.where(x == 0.0, 0.0, x), mask=mask, sem="relaxed")  # -0 would count as the lowest number
+    # -0 would count as the lowest number
+    tl.atomic_max(pointer, tl.where(x == 0.0, 0.0, x), mask=mask, sem="relaxed")
 
 
 @kernel(*TILE_NUMBERS, statistics=("lse",), pointers=("max_logits",))
@@ -105,8 +119,8 @@ def forward_kernel(
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
     MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores.
-    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors. KEY_ORDER: spans in key order, all of them partial (`key_order`).
-    """
+    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors. KEY_ORDER: spans in key order, all of
+    them partial (`key_order`)."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -117,7 +131,9 @@ def forward_kernel(
     v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
+    q_tile = load_rows(
+        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
+    )
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
     acc = tl.zeros([BM, DV_PAD], ACC)
@@ -132,7 +148,9 @@ def forward_kernel(
                 visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
                 k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
                 v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
-                m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
+                m, l, acc = softmax_step(
+                    q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
+                )
             begin = chained_stop(span, PARTIAL_BN)
         for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
@@ -140,14 +158,18 @@ def forward_kernel(
             k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
+            m, l, acc = softmax_step(
+                q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
+            )
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP)
+            m, l, acc = softmax_step(
+                q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP
+            )
 
     if MAX_LOGITS:
         raise_maximum(max_logits + head, tl.max(tl.where(valid, m, float("-inf")), 0))
@@ -156,9 +178,21 @@ def forward_kernel(
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
-    store_rows(rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN), first, valid, acc, DV, DV_PAD, ALIGN)
+    store_rows(
+        rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN),
+        first,
+        valid,
+        acc,
+        DV,
+        DV_PAD,
+        ALIGN,
+    )
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
-    tl.store(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, natural, mask=valid)
+    tl.store(
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
+        natural,
+        mask=valid,
+    )
 
 
 @kernel("sign", *ROW_NUMBERS)
@@ -177,9 +211,13 @@ def sign_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale. ``sign`` is -1 or 0."""
+    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale. ``sign`` is
+    -1 or 0.
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
-    x = load_rows(rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN)
+    x = load_rows(
+        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
+    )
     target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
     store_rows(target, first, valid, x.to(ACC) * sign, D, D_PAD, ALIGN)

@@ -1,27 +1,34 @@
 """Launch the Triton kernels: choose work tables and configurations, and pass strides and grids.
 
-Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results overwrite given tensors; only the fused
-method adds to dq.
+Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results overwrite given
+tensors; only the fused method adds to dq.
 
-**Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21. A larger maximum gives
-NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale - m). In the backward pass, lse has a spacing of 1
-there, so P would be off by a factor, without a NaN. All scores at -inf count as no visible key.
+**Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21.
+A larger maximum gives NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale -
+m). In the backward pass, lse has a spacing of 1 there, so P would be off by a factor, without a
+NaN. All scores at -inf count as no visible key.
 
-In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude (`checks.LARGEST_DS`). Beyond, dq of its
-query and dk of its key are infinite or NaN, so a gradient scaler sees it. A factor would cost an instruction for each cell.
+In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude
+(`checks.LARGEST_DS`). Beyond, dq of its query and dk of its key are infinite or NaN, so a gradient
+scaler sees it. A factor would cost an instruction for each cell.
 
-**NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads: 0 * NaN is NaN.
+**NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads:
+0 * NaN is NaN.
 
-    in      out                 lse              dq                           dk                      dv
-    q       its query           its query        its query                    keys of shared tiles    keys that it sees
-    k       queries that        the same         the same, and queries        keys that those         keys that those
-            see it                               of shared tiles              queries see             queries see
-    v       queries of          none             the same as out              keys that those         none
-            shared tiles                                                      queries see
-    dout    none                none             its query                    keys that it sees       keys of shared tiles
+    in     out                 lse         dq                  dk                  dv
+    q      its query           its query   its query           keys of shared      keys that it sees
+                                                               tiles
+    k      queries that see    the same    the same, and       keys that those     keys that those
+           it                              queries of shared   queries see         queries see
+                                           tiles
+    v      queries of shared   none        the same as out     keys that those     none
+           tiles                                               queries see
+    dout   none                none        its query           keys that it sees   keys of shared
+                                                                                   tiles
 
-Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256 tokens away sees some key
-under 256 tokens away. Under a sink, a NaN in lse also counts as one in dout.
+Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256
+tokens away sees some key under 256 tokens away. Under a sink, a NaN in lse also counts as one in
+dout.
 """
 
 import warnings
@@ -56,7 +63,9 @@ COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
 def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
-    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused" adds in any order here."""
+    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
+    adds in any order here.
+    """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
         return "head_parallel"
@@ -70,7 +79,9 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest scores, by atomics."""
+    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
+    scores, by atomics.
+    """
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
     config, table = plan("forward", q, v, mask, k, v)
@@ -81,11 +92,20 @@ def forward(
     options = {"GROUP": group, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
     options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(forward_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, out, lse), options)
+    run(
+        forward_kernel,
+        len(table.tiles) * batch_heads(q),
+        config,
+        arguments,
+        l2_heads,
+        (q, k, v, out, lse),
+        options,
+    )
 
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
-    """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with -inf before they scale.
+    """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with
+    -inf before they scale.
 
     The sign of a scale that rounds to 0 in the kernels is 0.
     """
@@ -114,7 +134,9 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
     run_rows(delta_kernel, out.shape, tensors, tensors, options)
 
 
-def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> RowStatistics:
+def make_row_statistics(
+    dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
+) -> RowStatistics:
     """Compute delta and return `row_statistics`."""
     result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
@@ -128,11 +150,20 @@ def empty_statistics(lse: Tensor) -> None:
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
     """Return lse and delta (b, h, t) with equal strides."""
     lse, delta = map(contiguous_rows, (lse, delta))
-    return (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    return (
+        (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
+    )
 
 
 def dq(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, statistics: RowStatistics, mask: AnyMask, scale: Scale, dq: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    statistics: RowStatistics,
+    mask: AnyMask,
+    scale: Scale,
+    dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d)."""
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
@@ -143,7 +174,15 @@ def dq(
     options = {"GROUP": group, "SOFTCAP": softcap, "KEY_ORDER": isinstance(mask, PlacedMask)}
     options |= mma_options(config, q, v, k, dout, dq)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
-    run(dq_kernel, len(table.tiles) * batch_heads(q), config, arguments, l2_heads, (q, k, v, dout, lse, dq), options)
+    run(
+        dq_kernel,
+        len(table.tiles) * batch_heads(q),
+        config,
+        arguments,
+        l2_heads,
+        (q, k, v, dout, lse, dq),
+        options,
+    )
 
 
 def dkdv(
@@ -159,32 +198,62 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query
+    heads.
 
-    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics. ``ordered`` requests repeatable bits, which
-    raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
-    """
+    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics. ``ordered``
+    requests repeatable bits, which raises RuntimeError, or warns under
+    `torch.use_deterministic_algorithms(True, warn_only=True)`."""
     if ordered:
         refuse_atomics()
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
-    tensors = (q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta, dq_or_any, dk, dv)
+    tensors = (
+        q,
+        k,
+        v,
+        dout,
+        tile_source(q, config),
+        tile_source(dout, config),
+        lse,
+        delta,
+        dq_or_any,
+        dk,
+        dv,
+    )
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
-    options: dict = {"FUSED": dq is not None, "GROUP": q.shape[2] // k.shape[2], "HEADS": heads, "SOFTCAP": softcap}
-    options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, dout, dq_or_any, dk, dv)}
+    options: dict = {
+        "FUSED": dq is not None,
+        "GROUP": q.shape[2] // k.shape[2],
+        "HEADS": heads,
+        "SOFTCAP": softcap,
+    }
+    options |= {
+        "KEY_ORDER": isinstance(mask, PlacedMask),
+        **mma_options(config, q, v, k, dout, dq_or_any, dk, dv),
+    }
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
         options |= {"MAKE_DK": make_dk, "MAKE_DV": make_dv}
-        run(dkdv_kernel, len(table.tiles) * batch_heads(dk), config, arguments, l2_heads, strided, options)
+        run(
+            dkdv_kernel,
+            len(table.tiles) * batch_heads(dk),
+            config,
+            arguments,
+            l2_heads,
+            strided,
+            options,
+        )
 
 
 def refuse_atomics() -> None:
     """Raise RuntimeError, or warn if PyTorch's deterministic mode only warns."""
     message = (
-        'backward="fused" adds to dq in any order except on Hopper, but torch.use_deterministic_algorithms(True) is set'
+        'backward="fused" adds to dq in any order except on Hopper, but '
+        "torch.use_deterministic_algorithms(True) is set"
     )
     if not torch.is_deterministic_algorithms_warn_only_enabled():
         raise RuntimeError(f'{message}: use "split" or "head_parallel"')
@@ -192,10 +261,16 @@ def refuse_atomics() -> None:
 
 
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b, s, h, ...)."""
+    """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b,
+    s, h, ...).
+    """
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
-    options = {"GROUP": dk_parts.shape[2] // dk.shape[2], "DV": width, "DV_PAD": padded(max(1, width))}
+    options = {
+        "GROUP": dk_parts.shape[2] // dk.shape[2],
+        "DV": width,
+        "DV_PAD": padded(max(1, width)),
+    }
     options |= row_options(*tensors, accumulate=dk_parts.dtype)
     run_rows(sum_heads_kernel, dk.shape, tensors, tensors, options)
 
@@ -209,7 +284,8 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two parts.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two
+    parts.
 
     ``rows`` (int64, distinct): the only tokens that the other part has, and that are merged.
     """
@@ -219,11 +295,19 @@ def merge(
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     table = other_lse if rows is None else rows
     options = row_options(out, other_out, new_out, accumulate=accumulate_dtype(new_lse.dtype))
-    run_rows(merge_kernel, other_out.shape, (*tensors, table), tensors, options | {"INDEXED": rows is not None})
+    run_rows(
+        merge_kernel,
+        other_out.shape,
+        (*tensors, table),
+        tensors,
+        options | {"INDEXED": rows is not None},
+    )
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs on tokens and heads of this ``shape`` (b, t, h, ...), ROWS tokens of a head in a CTA."""
+    """Launch a kernel without MMAs on tokens and heads of this ``shape`` (b, t, h, ...), ROWS
+    tokens of a head in a CTA.
+    """
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -235,7 +319,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
     for x in strided:
         if x.ndim == 3 and contiguous_rows(x) is not x:
             raise ValueError(
-                f"{kernel.__name__} needs row statistics with a last stride of 1, got strides {x.stride()}"
+                f"{kernel.__name__} needs row statistics with a last stride of 1, got strides "
+                f"{x.stride()}"
             )
     arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
@@ -245,8 +330,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
     """Yield the strides of each tensor: a tuple for (b, t, h, d), two numbers for (b, h, t).
 
-    Triton always specialises on the numbers of a tuple; those of row statistics depend on the tokens, so they are arguments.
-    """
+    Triton always specialises on the numbers of a tuple; those of row statistics depend on the
+    tokens, so they are arguments."""
     for x in tensors:
         if x.ndim == 4:
             yield kernel_strides(x)
@@ -262,9 +347,12 @@ def contiguous_rows(x: Tensor) -> Tensor:
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
     """Return the strides for a kernel: 0 for an axis of length 1, except the last.
 
-    Triton compiles a variant for each divisibility and bit length of such a stride, which may be any.
+    Triton compiles a variant for each divisibility and bit length of such a stride, which may be
+    any.
     """
-    return *[0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)], x.stride(-1)
+    return *[
+        0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)
+    ], x.stride(-1)
 
 
 def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
@@ -290,7 +378,12 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
 def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
     """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
     width = tensors[0].shape[-1]
-    options = {"D": width, "D_PAD": padded(width), "ALIGN": stride_divisor(*tensors), "BM": ROWS.rows}
+    options = {
+        "D": width,
+        "D_PAD": padded(width),
+        "ALIGN": stride_divisor(*tensors),
+        "BM": ROWS.rows,
+    }
     return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
@@ -310,11 +403,12 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it limits the width of loads.
+    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it
+    limits the width of loads.
 
-    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel twice. 0 if an offset inside
-    a tile, of at most 256 tokens and columns, may exceed 32 bits: then kernels use 64 bits, which take more registers.
-    """
+    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel
+    twice. 0 if an offset inside a tile, of at most 256 tokens and columns, may exceed 32 bits: then
+    kernels use 64 bits, which take more registers."""
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
@@ -332,25 +426,34 @@ def head_bytes(*tensors: Tensor) -> int:
 
 
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each`` repeatedly."""
+    """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each``
+    repeatedly.
+    """
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor) -> tuple[Config, WorkTable]:
+def plan(
+    kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor
+) -> tuple[Config, WorkTable]:
     """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
     if config.tma and not describable:  # only if `forced`
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
-    if isinstance(mask, PlacedMask):  # widths of tiles may not depend on how much of a tile the rows see
+    # widths of tiles may not depend on how much of a tile the rows see
+    if isinstance(mask, PlacedMask):
         config = replace(config, partial_columns=0)
     partial = config.partial_columns or config.columns
-    return config, work_table(mask, config.rows, config.columns, partial, transposed, True, q.device)
+    return config, work_table(
+        mask, config.rows, config.columns, partial, transposed, True, q.device
+    )
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
-    """Return what full tiles of x (b, t, h, d) are loaded from: a descriptor if ``config.tma``, else x."""
+    """Return what full tiles of x (b, t, h, d) are loaded from: a descriptor if ``config.tma``,
+    else x.
+    """
     if not config.tma:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, config.columns, 1, x.shape[3]])

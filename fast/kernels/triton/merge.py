@@ -1,6 +1,8 @@
-"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory, possibly in place.
+"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory,
+possibly in place.
 
-    lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
+    lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse')
+                                                 other_out
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
@@ -47,16 +49,24 @@ def merge_kernel(
     BM: tl.constexpr,
     INDEXED: tl.constexpr,
 ):
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t). The out of a part is not read where its lse is -inf.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t). The out of a part is not read where its
+    lse is -inf.
 
-    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``; others stay unchanged.
-    """
+    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``; others
+    stay unchanged."""
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
-    a = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + token, mask=valid, other=0.0)
-    b = statistic_head_pointer(other_lse, batch, head, other_lse_stride_b, other_lse_stride_h) + other_token
+    a = tl.load(
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + token,
+        mask=valid,
+        other=0.0,
+    )
+    b = (
+        statistic_head_pointer(other_lse, batch, head, other_lse_stride_b, other_lse_stride_h)
+        + other_token
+    )
     b = tl.load(b, mask=valid, other=0.0)
     a, b = a.to(ACC), b.to(ACC)
     a_masked, b_masked = a == float("-inf"), b == float("-inf")
@@ -64,7 +74,9 @@ def merge_kernel(
     top = tl.where(a_masked & b_masked, 0.0, top)
     a_weight, b_weight = tl.exp(a - top), tl.exp(b - top)
     total = a_weight + b_weight
-    merged = tl.where(a_masked & b_masked, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total)))
+    merged = tl.where(
+        a_masked & b_masked, float("-inf"), top + tl.log(tl.where(total == 0.0, 1.0, total))
+    )
     total = tl.where(total == 0.0, 1.0, total)
 
     other_rows = rows_of(other_out, batch, head, other_out_strides, BM, D_PAD, ALIGN)
@@ -83,6 +95,9 @@ def merge_kernel(
     else:
         target = rows_of(new_out, batch, head, new_out_strides, BM, D_PAD, ALIGN)
         store_rows(target, first, valid, both, D, D_PAD, ALIGN)
-    tl.debug_barrier()  # new_lse may be lse: one warp writes all rows, so all warps must have read them
-    new_rows = statistic_head_pointer(new_lse, batch, head, new_lse_stride_b, new_lse_stride_h) + token
+    # new_lse may be lse: one warp writes all rows, so all warps must have read them
+    tl.debug_barrier()
+    new_rows = (
+        statistic_head_pointer(new_lse, batch, head, new_lse_stride_b, new_lse_stride_h) + token
+    )
     tl.store(new_rows, merged, mask=valid)

@@ -1,10 +1,12 @@
-"""Two kernels for few queries (`canon.fast.tables.key_parts`): one sums each part of the keys, one merges the parts in order.
+"""Two kernels for few queries (`canon.fast.tables.key_parts`): one sums each part of the keys, one
+merges the parts in order.
 
-    parts_kernel           a CTA for each (part, tile of rows, key head)     reads K and V once for all heads of a group
-    merge_parts_kernel     a CTA for each (query, query head)               adds in the order of the keys
+    parts_kernel         a CTA for each (part, tile of rows, key head); the heads of a group share
+                         what it reads of K and V
+    merge_parts_kernel   a CTA for each (query, query head); it adds in the order of the keys
 
-A row of a tile is a query and one of the query heads that share a key head. The grid and the tile sizes do not depend on the
-number of queries.
+A row of a tile is a query and one of the query heads that share a key head. The grid and the tile
+sizes do not depend on the number of queries.
 
 Source: Dao et al., Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -36,7 +38,9 @@ MERGE, INTERPRETED_MERGE = Config(1, 1, 1, 1), Config(128, 1, 1, 1)  # rows of a
 AT_ONCE = 8  # parts that a CTA of the merge loads at a time
 
 
-@kernel("scale_log2", "work_count", "columns", "rows", "batch_heads", "heads", pointers=("max_logits",))
+@kernel(
+    "scale_log2", "work_count", "columns", "rows", "batch_heads", "heads", pointers=("max_logits",)
+)
 def parts_kernel(
     q,
     k,
@@ -71,20 +75,34 @@ def parts_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2, of each part.
+    """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2, of
+    each part.
 
-    ``heads`` are key heads. ``rows`` are queries times GROUP. Rows that see no key of the part get 0 and -inf.
-    """
+    ``heads`` are key heads. ``rows`` are queries times GROUP. Rows that see no key of the part get
+    0 and -inf."""
     pid = tl.program_id(0)
-    head, batch = pid % heads, pid // heads // work_count  # key heads of a token are neighbours in memory
+    # key heads of a token are neighbours in memory
+    head, batch = pid % heads, pid // heads // work_count
     entry = work + pid // heads % work_count * 4
-    first, begin, end, part = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
+    first, begin, end, part = (
+        tl.load(entry),
+        tl.load(entry + 1),
+        tl.load(entry + 2),
+        tl.load(entry + 3),
+    )
     scale = tl.full((), scale_log2, ACC)
     row = first + tl.arange(0, BM)
     valid, query = row < rows, row // GROUP
-    start = tl.cast(query, tl.int64) * q_strides[1] + tl.cast(head * GROUP + row % GROUP, tl.int64) * q_strides[2]
+    start = (
+        tl.cast(query, tl.int64) * q_strides[1]
+        + tl.cast(head * GROUP + row % GROUP, tl.int64) * q_strides[2]
+    )
     width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
-    q_tile = head_pointer(q, batch, 0, q_strides, ALIGN) + start[:, None] + width.to(tl.int64) * q_strides[3]
+    q_tile = (
+        head_pointer(q, batch, 0, q_strides, ALIGN)
+        + start[:, None]
+        + width.to(tl.int64) * q_strides[3]
+    )
     q_tile = tl.load(q_tile, mask=valid[:, None] & (width < D), other=0.0)
     k_rows = rows_of(k, batch, head, k_strides, BN, D_PAD, ALIGN)
     v_rows = rows_of(v, batch, head, v_strides, BN, DV_PAD, ALIGN)
@@ -101,7 +119,9 @@ def parts_kernel(
     for j in range(begin, end, BN):
         bits = j % 64 + tl.arange(0, BN)
         visible = ((seen[:, None] >> bits[None, :]) & 1) != 0
-        seen = tl.load(words + (j + BN) // 64 * columns + query, mask=valid & (j + BN < end), other=0)
+        seen = tl.load(
+            words + (j + BN) // 64 * columns + query, mask=valid & (j + BN < end), other=0
+        )
         if TMA:
             k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
             v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
@@ -110,7 +130,9 @@ def parts_kernel(
             kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
             k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
-        m, l, acc = softmax_step(q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP)
+        m, l, acc = softmax_step(
+            q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
+        )
 
     if MAX_LOGITS:
         raise_maximum(max_logits + head * GROUP + row % GROUP, m, valid)
@@ -122,7 +144,9 @@ def parts_kernel(
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
     lse = tl.where(fully_masked | low, m, m + tl.log2(l))
     target = (tl.cast(part, tl.int64) * batch_heads + batch * heads + head) * rows + row
-    tl.store(outs + target[:, None] * DV + value_width, acc, mask=valid[:, None] & (value_width < DV))
+    tl.store(
+        outs + target[:, None] * DV + value_width, acc, mask=valid[:, None] & (value_width < DV)
+    )
     tl.store(lses + target, lse, mask=valid)
 
 
@@ -146,7 +170,8 @@ def merge_parts_kernel(
     AT_ONCE: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts of `parts_kernel`, added in order.
+    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts of `parts_kernel`, added in
+    order.
 
     ``all_rows`` are ``rows`` of all batches and key heads.
     """
@@ -179,7 +204,9 @@ def merge_parts_kernel(
     total = tl.where(fully_masked, 1.0, tl.where(in_range, total, float("nan")))
     row, batch_head = place % rows, place // rows
     query, batch, head = row // GROUP, batch_head // heads, batch_head % heads * GROUP + row % GROUP
-    target = out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
+    target = (
+        out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
+    )
     target += tl.arange(0, DV_PAD).to(tl.int64)[None, :] * out_strides[3]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_width)
     natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * LN2)
@@ -196,14 +223,17 @@ def forward_in_parts(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward` does."""
+    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`
+    does.
+    """
     merge_parts(*sum_parts(q, k, v, mask, scale, max_logits), out, lse, k.shape[2])
 
 
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible cell, in order.
+    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible
+    cell, in order.
 
     Rows are batches x key heads x queries x heads of a group.
     """
@@ -211,7 +241,9 @@ def sum_parts(
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
     if WORD % config.columns:
-        raise ValueError(f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}")
+        raise ValueError(
+            f"the kernel of the parts needs tiles of keys that divide {WORD}, got {config.columns}"
+        )
     table = part_table(mask, h // g, config.rows, key_parts.PART, q.device)
     config = replace(config, tma=config.tma and describable and table.loads_all)
     outs = torch.empty(table.parts, b * t * h, dv, dtype=accumulate_dtype(q.dtype), device=q.device)
@@ -223,7 +255,15 @@ def sum_parts(
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
     tensors += (lses if max_logits is None else max_logits,)
-    arguments = (*tensors, *table[:2], scale, len(table.work), table.words.shape[1], t * (h // g), b * g)
+    arguments = (
+        *tensors,
+        *table[:2],
+        scale,
+        len(table.work),
+        table.words.shape[1],
+        t * (h // g),
+        b * g,
+    )
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
     return outs, lses
 
@@ -232,7 +272,20 @@ def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads:
     """Write out (b, t, h, dv) and natural lse (b, h, t) from the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
-    options = {"GROUP": share, "DV": dv, "DV_PAD": launch.padded(dv), "ACC": launch.triton_dtype(lses.dtype)}
+    options = {
+        "GROUP": share,
+        "DV": dv,
+        "DV_PAD": launch.padded(dv),
+        "ACC": launch.triton_dtype(lses.dtype),
+    }
     options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
     arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h)
-    launch.run(merge_parts_kernel, -(-b * t * h // config.rows), config, arguments, key_heads, (out, lse), options)
+    launch.run(
+        merge_parts_kernel,
+        -(-b * t * h // config.rows),
+        config,
+        arguments,
+        key_heads,
+        (out, lse),
+        options,
+    )

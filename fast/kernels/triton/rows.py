@@ -1,8 +1,8 @@
 """Gather, scatter and sum rows (tokens) by an index table; copy and fill rows beside a mask.
 
-`add_rows` reads each received row once, in the order of the table and without atomics, so bits repeat. The copies and fills
-are kernels, and not operators of PyTorch, because `canon.fast.replay` records kernels only.
-"""
+`add_rows` reads each received row once, in the order of the table and without atomics, so bits
+repeat. The copies and fills are kernels, and not operators of PyTorch, because `canon.fast.replay`
+records kernels only."""
 
 import triton.language as tl
 from torch import Tensor
@@ -46,11 +46,17 @@ def take_rows_kernel(
     valid = index < tokens
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    values = tl.load(row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0)
+    values = tl.load(
+        row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0
+    )
     tl.store(row_pointers(out, batch, head, target, out_strides, D_PAD, ALIGN), values, mask=keep)
     keep = valid[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
-    values = tl.load(row_pointers(v, batch, head, row, v_strides, DV_PAD, ALIGN), mask=keep, other=0.0)
-    tl.store(row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep)
+    values = tl.load(
+        row_pointers(v, batch, head, row, v_strides, DV_PAD, ALIGN), mask=keep, other=0.0
+    )
+    tl.store(
+        row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep
+    )
 
 
 @kernel(*ROW_NUMBERS)
@@ -69,14 +75,18 @@ def row_kernel(
     BM: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
+    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:,
+    i].
+    """
     start, batch, head = cta_rows(heads, batch_heads, BM)
     index = start + tl.arange(0, BM)
     valid = index < tokens
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
-    part_rows = row_pointers(part, batch, head, tl.cast(index, tl.int64), part_strides, D_PAD, ALIGN)
+    part_rows = row_pointers(
+        part, batch, head, tl.cast(index, tl.int64), part_strides, D_PAD, ALIGN
+    )
     values = tl.load(x_rows, mask=keep, other=0.0)
     if ADD:
         tl.store(x_rows, values + tl.load(part_rows, mask=keep, other=0.0), mask=keep)
@@ -103,14 +113,18 @@ def add_rows_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j < first[i + 1], in order."""
+    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j <
+    first[i + 1], in order.
+    """
     start, batch, head = cta_rows(heads, batch_heads, BM)
     row = start + tl.arange(0, BM)
     valid, token = row < tokens, tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    acc = tl.load(row_pointers(x, batch, head, token, x_strides, D_PAD, ALIGN), mask=keep, other=0.0).to(ACC)
+    acc = tl.load(
+        row_pointers(x, batch, head, token, x_strides, D_PAD, ALIGN), mask=keep, other=0.0
+    ).to(ACC)
     for i in range(0, tl.max(number, 0)):
         more = i < number
         place = tl.load(places + begin + i, mask=more, other=0)
@@ -145,11 +159,17 @@ def statistics_kernel(
     index = start + tl.arange(0, BM)
     valid = index < tokens
     row = tl.load(rows + index, mask=valid, other=0)
-    values = tl.load(statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid)
+    values = tl.load(
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid
+    )
     target = statistic_head_pointer(lse_part, batch, head, lse_part_stride_b, lse_part_stride_h)
     tl.store(target + index, values, mask=valid)
-    values = tl.load(statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + row, mask=valid)
-    target = statistic_head_pointer(delta_part, batch, head, delta_part_stride_b, delta_part_stride_h)
+    values = tl.load(
+        statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + row, mask=valid
+    )
+    target = statistic_head_pointer(
+        delta_part, batch, head, delta_part_stride_b, delta_part_stride_h
+    )
     tl.store(target + index, values, mask=valid)
 
 
@@ -169,7 +189,9 @@ def copy_kernel(
     BM: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` (int8) is 1, and 0 where it is 0."""
+    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` (int8) is 1, and 0 where it is
+    0.
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     written = rows < tokens
@@ -178,7 +200,9 @@ def copy_kernel(
         state = tl.load(states + rows, mask=written, other=-1)
         read = state == 1
         written = state >= 0
-    values = load_rows(rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, read, D, D_PAD, ALIGN)
+    values = load_rows(
+        rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, read, D, D_PAD, ALIGN
+    )
     target = rows_of(copy, batch, head, copy_strides, BM, D_PAD, ALIGN)
     store_rows(target, first, written, values, D, D_PAD, ALIGN)
 
@@ -228,7 +252,9 @@ def statistic_kernel(
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b, t, g, dv)."""
+    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b,
+    t, g, dv).
+    """
     dv = v.shape[-1]
     options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
@@ -240,11 +266,15 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is int64."""
+    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is
+    int64.
+    """
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
-    launch.run_rows(statistics_kernel, (b, n, h), (*tensors, rows), tensors, {"BM": launch.ROWS.rows})
+    launch.run_rows(
+        statistics_kernel, (b, n, h), (*tensors, rows), tensors, {"BM": launch.ROWS.rows}
+    )
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
@@ -260,7 +290,8 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
     """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows of each token.
 
-    Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are int64.
+    Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are
+    int64.
     """
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
@@ -270,10 +301,12 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
     """Write copy (b, t, h, d) = x, in the dtype of the copy.
 
-    ``states`` (int8, one for each token): copy x where it is 1, write 0 where it is 0, and leave the others uninitialised.
-    """
+    ``states`` (int8, one for each token): copy x where it is 1, write 0 where it is 0, and leave
+    the others uninitialised."""
     options = launch.row_options(x, copy) | {"HAS_STATES": states is not None}
-    launch.run_rows(copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options)
+    launch.run_rows(
+        copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options
+    )
 
 
 def zero_rows(x: Tensor) -> None:
@@ -282,7 +315,9 @@ def zero_rows(x: Tensor) -> None:
 
 
 def copy_statistic(x: Tensor, result: Tensor) -> None:
-    """Write result (b, h, t) = x, whose last stride is 1. Another last stride of the result excludes replay."""
+    """Write result (b, h, t) = x, whose last stride is 1. Another last stride of the result
+    excludes replay.
+    """
     if launch.contiguous_rows(result) is not result:
         result.copy_(x)
     else:

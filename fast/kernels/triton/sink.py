@@ -3,8 +3,8 @@
     a = sigmoid(lse - sink)                      out = a out_keys
     r = rowsum(dout * out_keys)                  dout_keys = a dout          dlse = a (1 - a) r
 
-a and a (1 - a) are computed from e = exp(-|lse - sink|): no overflow, no cancellation. Rows with lse -inf get 0. Source:
-`canon.reference.local`.
+a and a (1 - a) are computed from e = exp(-|lse - sink|): no overflow, no cancellation. Rows with
+lse -inf get 0. Source: `canon.reference.local`.
 """
 
 import triton
@@ -24,7 +24,9 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr):
+def sink_weights(
+    lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr
+):
     """Return a, a (1 - a) and whether the query sees a key, for these rows of one head."""
     lse_rows = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows
     lse_row = tl.load(lse_rows, mask=valid, other=float("-inf")).to(ACC)
@@ -58,7 +60,9 @@ def sink_kernel(
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    x = load_rows(rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN).to(ACC)
+    x = load_rows(
+        rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
+    ).to(ACC)
     target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
     store_rows(target, first, valid, x * a[:, None], D, D_PAD, ALIGN)
 
@@ -88,11 +92,15 @@ def sink_backward_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where lse is -inf."""
+    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where
+    lse is -inf.
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
-    a, slope, active = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
+    a, slope, active = sink_weights(
+        lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC
+    )
     dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
     dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
@@ -114,7 +122,9 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Write dlse (b, h, t) and, unless None, dout_keys (b, t, h, dv). ``out`` is that of the keys."""
+    """Write dlse (b, h, t) and, unless None, dout_keys (b, t, h, dv).
+    ``out`` is that of the keys.
+    """
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

@@ -1,4 +1,5 @@
-"""The delta kernel. delta = rowsum(dout * out) - dlse is the row statistic that the backward needs besides lse.
+"""The delta kernel. delta = rowsum(dout * out) - dlse is the row statistic that the backward needs
+besides lse.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691).
 """
@@ -6,14 +7,30 @@ Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org
 import triton
 import triton.language as tl
 
-from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, load_rows, rows_of, statistic_head_pointer
+from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    cta_rows,
+    kernel,
+    load_rows,
+    rows_of,
+    statistic_head_pointer,
+)
 
 
 @triton.jit
 def row_dot(
-    out_rows, dout_rows, first, active, D: tl.constexpr, D_PAD: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr
+    out_rows,
+    dout_rows,
+    first,
+    active,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ACC: tl.constexpr,
 ):
-    """Return rowsum(dout * out) of the rows from ``first`` on, 0 where not ``active``. Both arguments are `rows_of`."""
+    """Return rowsum(dout * out) of the rows from ``first`` on, 0 where not ``active``. Both
+    arguments are `rows_of`.
+    """
     out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     return tl.sum(out_tile * dout_tile, 1)
@@ -44,12 +61,16 @@ def delta_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write delta (b, h, t) = rowsum(dout * out) - dlse, and 0 in fully masked rows (lse = -inf)."""
+    """Write delta (b, h, t) = rowsum(dout * out) - dlse,
+    and 0 in fully masked rows (lse = -inf).
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     rows = first + tl.arange(0, BM)
     valid = rows < tokens
     lse_row = tl.load(
-        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows, mask=valid, other=0.0
+        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
+        mask=valid,
+        other=0.0,
     )
     active = valid & (lse_row > float("-inf"))
     out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
@@ -58,4 +79,8 @@ def delta_kernel(
     if HAS_DLSE:
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         total -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
-    tl.store(statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + rows, total, mask=valid)
+    tl.store(
+        statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + rows,
+        total,
+        mask=valid,
+    )

@@ -4,7 +4,14 @@ import triton.language as tl
 from torch import Tensor
 
 from canon.fast.kernels.triton import launch
-from canon.fast.kernels.triton.blocks import ROW_NUMBERS, cta_rows, kernel, load_rows, rows_of, store_rows
+from canon.fast.kernels.triton.blocks import (
+    ROW_NUMBERS,
+    cta_rows,
+    kernel,
+    load_rows,
+    rows_of,
+    store_rows,
+)
 from canon.route.checks import accumulate_dtype
 
 
@@ -25,7 +32,9 @@ def sum_ranks_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank order and in ACC."""
+    """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank
+    order and in ACC.
+    """
     first, batch, head = cta_rows(heads, batch_heads, BM)
     valid = first + tl.arange(0, BM) < tokens
     source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
@@ -33,11 +42,14 @@ def sum_ranks_kernel(
     for rank in range(1, RANKS):
         part = source[0] + tl.cast(rank, tl.int64) * rank_stride
         acc += load_rows((part, source[1], received_strides), first, valid, D, D_PAD).to(ACC)
-    store_rows(rows_of(total, batch, head, total_strides, BM, D_PAD, ALIGN), first, valid, acc, D, D_PAD)
+    store_rows(
+        rows_of(total, batch, head, total_strides, BM, D_PAD, ALIGN), first, valid, acc, D, D_PAD
+    )
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and rounded once.
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and rounded
+    once.
 
     The sum is float32 (float64 for float64), whatever the dtype of received.
     """

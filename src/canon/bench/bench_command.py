@@ -11,8 +11,8 @@
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count visible cells: forward 4 h d
-area, backward 2.5 times that.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count
+visible cells: forward 4 h d area, backward 2.5 times that.
 """
 
 import argparse
@@ -60,36 +60,76 @@ BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], 
     "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
     "tune": ("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend)),
 }
-Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]  # rows, what is printed, fields of the record
+# rows, what is printed, fields of the record
+Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add = parser.add_argument
-    add("what", choices=["kernels", *BENCHES, *SEVERAL_GPUS, "plans"], help="the subject, from the list above")
-    add("--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE")
+    add(
+        "what",
+        choices=["kernels", *BENCHES, *SEVERAL_GPUS, "plans"],
+        help="the subject, from the list above",
+    )
+    add(
+        "--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE"
+    )
     add("--mask", action="append", help=MASKS, metavar="MASK")
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
-    add("--only", default="", help="contenders, or kernels, whose names hold this text, or one of several: A|B")
-    add("--rounds", type=int, default=DEFAULTS["rounds"], help="how often all are timed (default 10)")
-    text = "kernels: the only backend that is forced (default all); tune: triton or gluon (default triton)"
+    add(
+        "--only",
+        default="",
+        help="contenders, or kernels, whose names hold this text, or one of several: A|B",
+    )
+    add(
+        "--rounds",
+        type=int,
+        default=DEFAULTS["rounds"],
+        help="how often all are timed (default 10)",
+    )
+    text = (
+        "kernels: the only backend that is forced (default all); tune: triton or gluon "
+        "(default triton)"
+    )
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    add("--config", action="append", default=[], help="tune: a candidate (repeatable)", metavar="CONFIG")
+    add(
+        "--config",
+        action="append",
+        default=[],
+        help="tune: a candidate (repeatable)",
+        metavar="CONFIG",
+    )
     widths = "64,128,256"
-    text = f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths (default {widths})"
+    text = (
+        f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths "
+        f"(default {widths})"
+    )
     sets = parser.add_mutually_exclusive_group()
     sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    sets.add_argument("--auto", action="store_true", help="kernels: the automatic choice and all methods on 12 shapes")
+    sets.add_argument(
+        "--auto",
+        action="store_true",
+        help="kernels: the automatic choice and all methods on 12 shapes",
+    )
     text = "kernels: a causal mask and a full one of equal area; --shape without masks"
     sets.add_argument("--partial", action="store_true", help=text)
     text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all)"
     add("--ranks", type=int, action="append", metavar="N", help=text)
-    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help="plans: packs for each number of ranks (20)")
+    add(
+        "--packs",
+        type=int,
+        default=DEFAULTS["packs"],
+        metavar="N",
+        help="plans: packs for each number of ranks (20)",
+    )
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Return 1 if Canon disagreed anywhere, 2 if it cannot be measured."""
+    """Measure, print, write the record. Return 1 if Canon disagreed anywhere, 2 if it cannot be
+    measured.
+    """
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -111,12 +151,17 @@ def run(options: argparse.Namespace) -> int:
 
 def _wrong(row: dict) -> bool:
     """Return whether Canon failed: a schedule that is no peer, or a contender."""
-    return "failed" in row and (row.get("peer") is False or row.get("contender", "").startswith("canon"))
+    return "failed" in row and (
+        row.get("peer") is False or row.get("contender", "").startswith("canon")
+    )
 
 
 def _check_owners(options: argparse.Namespace) -> None:
     for name, owners in OWNERS.items():
-        if getattr(options, name) not in (None, "", False, [], DEFAULTS.get(name)) and options.what not in owners:
+        if (
+            getattr(options, name) not in (None, "", False, [], DEFAULTS.get(name))
+            and options.what not in owners
+        ):
             raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
 
 
@@ -127,7 +172,9 @@ def _prepared(options: argparse.Namespace) -> Batches:
     if not (torch.cuda.is_available() or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
     if torch.cuda.is_available() and not process_groups.kernel_gpus():
-        raise ValueError("it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU")
+        raise ValueError(
+            "it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU"
+        )
     if options.what == "kernels":
         return _kernels(options, kernels.jobs(options))
     if options.what in SEVERAL_GPUS:
@@ -135,7 +182,9 @@ def _prepared(options: argparse.Namespace) -> Batches:
         return _on_ranks(options, module, module.program(options))
     module = import_module(f"canon.bench.{BENCHES[options.what][0]}")
     found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
-    if options.what == "masks" and any(not shape.mask_name.startswith("documents:") for shape in found):
+    if options.what == "masks" and any(
+        not shape.mask_name.startswith("documents:") for shape in found
+    ):
         raise ValueError("masks needs packed documents: documents:MEAN")
     if options.what == "trees" and any(not shape.mask_name.startswith("tree:") for shape in found):
         raise ValueError("trees needs trees: tree:TRUNK+BRANCHESxTOKENS")
@@ -149,8 +198,14 @@ def _prepared(options: argparse.Namespace) -> Batches:
 def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape]) -> Batches:
     device = _device() if torch.cuda.is_available() else None
     for shape in found:
-        rows = BENCHES[options.what][1](module, (shape, getattr(torch, options.dtype), device), options)
-        yield rows, module.tables(rows), {"peers": installed()} if options.what in ("few", "trees") else {}
+        rows = BENCHES[options.what][1](
+            module, (shape, getattr(torch, options.dtype), device), options
+        )
+        yield (
+            rows,
+            module.tables(rows),
+            {"peers": installed()} if options.what in ("few", "trees") else {},
+        )
         if device is not None:
             torch.cuda.empty_cache()
 
@@ -165,7 +220,11 @@ def _kernels(options: argparse.Namespace, jobs: list) -> Batches:
 def _on_ranks(options: argparse.Namespace, module: ModuleType, program: Any) -> Batches:
     program = replace(program, keep=partial(_keep, options))
     for rows in module.measured(program, options.ranks[0] if options.ranks else None):
-        yield rows, module.tables(rows), {"peers": module.peers()} if options.what == "schedules" else {}
+        yield (
+            rows,
+            module.tables(rows),
+            {"peers": module.peers()} if options.what == "schedules" else {},
+        )
 
 
 def _device() -> torch.device:
@@ -181,5 +240,7 @@ def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
 
 
 def _command(options: argparse.Namespace) -> str:
-    given = {name: getattr(options, name) for name, owners in OWNERS.items() if options.what in owners}
+    given = {
+        name: getattr(options, name) for name, owners in OWNERS.items() if options.what in owners
+    }
     return record.command("canon", "bench", options.what, **given)

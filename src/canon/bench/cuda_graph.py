@@ -1,6 +1,7 @@
 """Capture both passes of attention in a CUDA graph, as a training loop captures a layer.
 
-The capture has new leaves, because autograd synchronises with the stream on which it first saw a leaf.
+The capture has new leaves, because autograd synchronises with the stream on which it first saw a
+leaf.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 WARM_UPS = 3
-DIFFERENT = 2**-7  # relative; one rounding to bfloat16 is 2^-8, and some backward passes add to dq in any order
+# relative; one rounding to bfloat16 is 2^-8, and some backward passes add to dq in any order
+DIFFERENT = 2**-7
 
 
 @dataclass(frozen=True)
@@ -27,15 +29,23 @@ class CapturedPasses:
         for x in self.results:
             x.zero_()
         self.graph.replay()
-        for name, replayed, eager in zip(("out", "dq", "dk", "dv"), self.results, self.expected, strict=True):
-            error, size = (torch.linalg.vector_norm(x, dtype=torch.float32).item() for x in (replayed - eager, eager))
+        for name, replayed, eager in zip(
+            ("out", "dq", "dk", "dv"), self.results, self.expected, strict=True
+        ):
+            error, size = (
+                torch.linalg.vector_norm(x, dtype=torch.float32).item()
+                for x in (replayed - eager, eager)
+            )
             if not error <= DIFFERENT * size:  # NaN fails
                 raise RuntimeError(
-                    f"{name} of a replayed graph differs by {error:.2e} from the eager call's {size:.2e}"
+                    f"{name} of a replayed graph differs by {error:.2e} from the eager call's "
+                    f"{size:.2e}"
                 )
 
 
-def captured(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> CapturedPasses:
+def captured(
+    attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
+) -> CapturedPasses:
     """Return both passes of ``attend`` as a CUDA graph. Raises the error of a failed capture."""
 
     def both() -> list[Tensor]:
@@ -62,7 +72,9 @@ def captured(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dou
 
 
 def _abandon(before: torch.cuda.Stream, pool) -> None:
-    """Restore the stream and close the pool, which `torch.cuda.graph` (2.11) leaves open after an invalid capture."""
+    """Restore the stream and close the pool, which `torch.cuda.graph` (2.11) leaves open after an
+    invalid capture.
+    """
     torch.cuda.set_stream(before)
     with suppress(RuntimeError):  # the pool is closed: the capture ended, but a call inside raised
         device = torch.cuda.current_device()

@@ -5,9 +5,9 @@
     keys travel     the same bits, with K and V of all ranks on every rank
     one GPU         rank_invariant=True over all keys on every rank, without messages
 
-A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". Wall time is that of the slowest
-rank: calls back to back, without a head start. There is no GPU time, because the host waits inside some calls. GPU memory is
-the most that a call adds.
+A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". Wall
+time is that of the slowest rank: calls back to back, without a head start. There is no GPU time,
+because the host waits inside some calls. GPU memory is the most that a call adds.
 """
 
 import argparse
@@ -46,11 +46,14 @@ class Bench:
     rounds: int
     device: str = "cuda"
     calls: int = CALLS
-    keep: Callable[[list[dict]], object] | None = None  # called on rank 0 after each shape, with all rows so far
+    # called on rank 0 after each shape, with all rows so far
+    keep: Callable[[list[dict]], object] | None = None
 
     def __call__(self) -> list[dict]:
         given = self.only, self.rounds, self.calls
-        return of_all_shapes(self, lambda shape, device: [measure(shape, self.dtype, device, *given)])
+        return of_all_shapes(
+            self, lambda shape, device: [measure(shape, self.dtype, device, *given)]
+        )
 
 
 def measure(
@@ -67,7 +70,13 @@ def measure(
         if not asked_for(name, only):
             continue
         out = run()
-        row = {"schedule": name, "shape": str(shape), "ranks": ranks, "transport": dist.get_backend(), "peer": False}
+        row = {
+            "schedule": name,
+            "shape": str(shape),
+            "ranks": ranks,
+            "transport": dist.get_backend(),
+            "peer": False,
+        }
         rows.append(row)
         row |= verdict_row(agreement(Attended(out[-1:, :, -shape.h // shape.g :]), exact, honest))
         if name in BITS and not torch.equal(out, expected):
@@ -98,8 +107,12 @@ def _contenders(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call
     def keys_travel() -> Tensor:
         return whole(q, *keys_of_all_ranks("decode_attention", *shard, mask, None, ranks))
 
-    return {"parts": decode, "sums travel": partial(decode, rank_invariant=True), "keys travel": keys_travel,
-            "one GPU": partial(whole, q, k, v, shape.mask)}  # fmt: skip
+    return {
+        "parts": decode,
+        "sums travel": partial(decode, rank_invariant=True),
+        "keys travel": keys_travel,
+        "one GPU": partial(whole, q, k, v, shape.mask),
+    }
 
 
 def program(options: argparse.Namespace) -> Bench:
@@ -119,5 +132,19 @@ def tables(rows: list[dict]) -> list:
     lines = []
     for row in rows:
         clocks = [f"{1e3 * np.median(row[f'{name}_ms']):.0f}" for name in ("wall", "host")]
-        lines.append((row["shape"], row["schedule"], row.get("failed") or str(row["agrees"]), *clocks, shown_mb(row)))
-    return [table("a call, medians", ("shape", "contender", "agrees", "wall us", "host us", "peak MB"), lines)]
+        lines.append(
+            (
+                row["shape"],
+                row["schedule"],
+                row.get("failed") or str(row["agrees"]),
+                *clocks,
+                shown_mb(row),
+            )
+        )
+    return [
+        table(
+            "a call, medians",
+            ("shape", "contender", "agrees", "wall us", "host us", "peak MB"),
+            lines,
+        )
+    ]

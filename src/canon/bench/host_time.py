@@ -5,8 +5,8 @@
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall times of the loop.
-"""
+"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall
+times of the loop."""
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,12 @@ from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, t
 from canon.fast.local import empty_result
 from canon.testing.judge import Attended, dense, oracle
 
-SHAPES = ["1,512,32,8,128,causal", "1,2048,32,8,128,causal", "2,1024,8,1,256,causal", "1,8192,32,8,128,causal"]
+SHAPES = [
+    "1,512,32,8,128,causal",
+    "1,2048,32,8,128,causal",
+    "2,1024,8,1,256,causal",
+    "1,8192,32,8,128,causal",
+]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain", "loop")
@@ -44,7 +49,9 @@ class NoKernels(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
-def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
+def host(
+    shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str
+) -> list[dict[str, Any]]:
     """Return a row per contender."""
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
@@ -64,7 +71,11 @@ def host(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, on
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
-    medians = {row["contender"]: statistics.median(row["loop_wall_ms"]) for row in rows if row.get("loop_wall_ms")}
+    medians = {
+        row["contender"]: statistics.median(row["loop_wall_ms"])
+        for row in rows
+        if row.get("loop_wall_ms")
+    }
     for row in rows:
         if CUDNN in medians and row["contender"] in medians:
             row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
@@ -76,7 +87,9 @@ def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[C
     return attend, attended(attend, leaves, dout)
 
 
-def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor) -> Iterator[Eager]:
+def _measures(
+    row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor
+) -> Iterator[Eager]:
     q, k, v = leaves
     plain = [x.detach() for x in leaves]
     both = partial(both_passes, attend, leaves, dout)
@@ -101,7 +114,8 @@ def _measures(row: dict, contender: Contender, attend: Callable, leaves: list[Te
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
     title, lines = (
-        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; memory of the chain",
+        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; "
+        "memory of the chain",
         [],
     )
     for row in rows:

@@ -18,9 +18,27 @@ import torch
 
 from canon.bench import roofline, shapes
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import Contender, both_passes, contenders, installed, last_head, of_last_head, verdict_of
+from canon.bench.peers import (
+    Contender,
+    both_passes,
+    contenders,
+    installed,
+    last_head,
+    of_last_head,
+    verdict_of,
+)
 from canon.bench.shapes import Shape
-from canon.bench.timing import Eager, Run, ceilings, clocks, eager_rounds, peak_mb, shown_mb, table, take_turns
+from canon.bench.timing import (
+    Eager,
+    Run,
+    ceilings,
+    clocks,
+    eager_rounds,
+    peak_mb,
+    shown_mb,
+    table,
+    take_turns,
+)
 from canon.testing.judge import dense, oracle
 
 
@@ -28,7 +46,9 @@ def jobs(options: argparse.Namespace) -> list[tuple[Shape, ...]]:
     """Return the jobs; rounds alternate between the shapes of one job. Raises ValueError."""
     texts, masks = options.shape or [], options.mask or []
     if (options.sweep or options.auto) and (texts or masks):
-        raise ValueError("--sweep and --auto have shapes and masks of their own: leave --shape and --mask out")
+        raise ValueError(
+            "--sweep and --auto have shapes and masks of their own: leave --shape and --mask out"
+        )
     if options.sweep:
         widths = options.sweep.split(",")
         if not all(width.strip().isdigit() and int(width) for width in widths):
@@ -52,7 +72,9 @@ def measured(
     more: dict[str, Any] = {"ceilings": ceilings(dtype, device), "peers": installed()}
     for job in found:
         chosen: dict[str, Any] = {"others": others, "backend": options.backend}
-        parts = measure(job, dtype, device, options.only, options.rounds, more["ceilings"], **chosen)
+        parts = measure(
+            job, dtype, device, options.only, options.rounds, more["ceilings"], **chosen
+        )
         rows = [row for part in parts for row in part]
         if options.auto:
             more["auto"] = [*more.get("auto", []), *roofline.auto_verdicts(rows)]
@@ -63,9 +85,16 @@ def measured(
 
 
 def measure(
-    job: Sequence[Shape], dtype: torch.dtype, device: torch.device, only: str, rounds: int, ceilings: dict[str, float],
-    *, others: bool = True, backend: str | None = None
-) -> list[list[dict]]:  # fmt: skip
+    job: Sequence[Shape],
+    dtype: torch.dtype,
+    device: torch.device,
+    only: str,
+    rounds: int,
+    ceilings: dict[str, float],
+    *,
+    others: bool = True,
+    backend: str | None = None,
+) -> list[list[dict]]:
     """Return, for each shape, a row per contender."""
     timed = Timed()
     found = partial(contenders, device=device, only=only, others=others, backend=backend)
@@ -111,7 +140,9 @@ def _prepare(
             forwards.add(contender.forward)
             row["forward_ms"] = []
             timed.runs.append((partial(forward, q, k, v), row["forward_ms"]))
-            timed.eager.append(Eager.listed(row, "forward", partial(forward, *(x.detach() for x in (q, k, v)))))
+            timed.eager.append(
+                Eager.listed(row, "forward", partial(forward, *(x.detach() for x in (q, k, v))))
+            )
     return rows
 
 
@@ -123,7 +154,9 @@ def _passes(contender: Contender, shape: Shape, leaves: tuple, dout: torch.Tenso
     return forward, backward, of_last_head(shape, out, *backward())
 
 
-def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device) -> None:
+def _replay(
+    row: dict, contender: Contender, inputs: tuple, rounds: int, device: torch.device
+) -> None:
     """Time a replayed graph, then free it: all pools together may exceed the GPU."""
     try:
         made = contender.inside(captured)(*inputs)
@@ -135,30 +168,52 @@ def _replay(row: dict, contender: Contender, inputs: tuple, rounds: int, device:
 
 
 def _row(shape: Shape, contender: Contender) -> dict:
-    row = {"contender": contender.name, "forward_of": contender.forward, "canon": contender.canon, "shape": str(shape)}
-    return row | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")} | {"mask": shape.mask_name}
+    row = {
+        "contender": contender.name,
+        "forward_of": contender.forward,
+        "canon": contender.canon,
+        "shape": str(shape),
+    }
+    return (
+        row
+        | {name: getattr(shape, name) for name in ("b", "n", "h", "g", "d")}
+        | {"mask": shape.mask_name}
+    )
 
 
 def conclusions(more: dict[str, Any]) -> list:
     """Return the tables of --auto and --partial, and a line with the ceilings and the peers."""
     auto = [
-        (x["shape"], x["pass"], x["best"], f"{x['auto_to_best']:.2f} x", str(x["within"])) for x in more.get("auto", ())
+        (x["shape"], x["pass"], x["best"], f"{x['auto_to_best']:.2f} x", str(x["within"]))
+        for x in more.get("auto", ())
     ]
-    costs = [(x["partial"], x["full"], x["contender"], x["pass"], f"{x['cost']:+.1%}", str(x["within"]))
-             for x in more.get("partial", ())]  # fmt: skip
+    costs = [
+        (x["partial"], x["full"], x["contender"], x["pass"], f"{x['cost']:+.1%}", str(x["within"]))
+        for x in more.get("partial", ())
+    ]
     columns = ("shape", "pass", "fastest", "auto takes", "within 10 %")
     tables = [table('"auto" against the fastest method', columns, auto)] if auto else []
     columns = ("partial", "full", "contender", "pass", "cost", "within 8 %")
     tables += [table("partial masks, equal area", columns, costs)] if costs else []
-    measured = "{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy".format(**more["ceilings"])
-    return [*tables, "; ".join([f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())])]
+    measured = ("{matmul_tflops:.0f} TFLOP/s in a product, {copy_tbs:.2f} TB/s in a copy").format(
+        **more["ceilings"]
+    )
+    return [
+        *tables,
+        "; ".join(
+            [f"ceilings: {measured}", *(f"{name}: {text}" for name, text in more["peers"].items())]
+        ),
+    ]
 
 
 def speeds(rows: list[dict]) -> Iterator[Any]:
     """Yield a table for each shape."""
     times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
     columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares, "peak MB")
-    text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the roofline, ratio to the fastest peer"
+    text = (
+        "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the "
+        "roofline, ratio to the fastest peer"
+    )
     for shape in dict.fromkeys(row["shape"] for row in rows):
         lines = [_line(row) for row in rows if row["shape"] == shape]
         yield table(f"{shape}: {text}; memory of both passes", columns, lines)

@@ -1,7 +1,9 @@
-"""`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside dense attention.
+"""`canon bench layers`: measure time and peak memory of 18 checkpointed attention layers, beside
+dense attention.
 
-A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones. Without weights, its memory is
-that of activations and gradients: 2 b n h d bytes a layer in 16 bits.
+A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones.
+Without weights, its memory is that of activations and gradients: 2 b n h d bytes a layer in 16
+bits.
 """
 
 from collections.abc import Sequence
@@ -13,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from canon.bench.peers import Attend, Contender, attended, attention, contenders, forced, measured_both
+from canon.bench.peers import (
+    Attend,
+    Contender,
+    attended,
+    attention,
+    contenders,
+    forced,
+    measured_both,
+)
 from canon.bench.shapes import Shape, asked_for
 from canon.bench.timing import Run, clocks, shown_mb, table
 from canon.testing.judge import Attended, dense, oracle
@@ -24,13 +34,17 @@ PEERS = "eager|SDPA mask|canon auto"
 WITHOUT = "rank invariant"
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str) -> list[dict[str, Any]]:
+def measure(
+    shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str
+) -> list[dict[str, Any]]:
     """Return a row per contender."""
     q, k, v, dout = shape.inputs(dtype, device)
     exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found, made = layer_contenders(shape, device, only), partial(_made, shape, leaves, dout)
-    return measured_both(found, made, exact, honest, rounds, device, shape=str(shape), layers=LAYERS)
+    return measured_both(
+        found, made, exact, honest, rounds, device, shape=str(shape), layers=LAYERS
+    )
 
 
 def layer_contenders(shape: Shape, device: torch.device, only: str) -> list[Contender]:
@@ -57,7 +71,9 @@ def layer(attend: Attend, key_heads: int, x: Tensor) -> Tensor:
     return x + attend(x, x[:, :, :key_heads], x[:, :, -key_heads:])
 
 
-def _made(shape: Shape, leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> tuple[Run, Attended]:
+def _made(
+    shape: Shape, leaves: Sequence[Tensor], dout: Tensor, contender: Contender
+) -> tuple[Run, Attended]:
     attend = contender.make()
     step = contender.inside(partial(both, attend, shape.g, leaves[0], dout))
     got = contender.inside(partial(attended, attend, leaves, dout))()
@@ -70,6 +86,8 @@ def tables(rows: Sequence[dict]) -> list:
     columns, lines = ("shape", "contender", "wall (host) ms", "GPU ms", "peak MB"), []
     for row in rows:
         reason = row.get("failed") or row.get("declined")
-        cells = [reason[:60], ""] if reason else [clocks(row, "both"), f"{median(row['both_ms']):.2f}"]
+        cells = (
+            [reason[:60], ""] if reason else [clocks(row, "both"), f"{median(row['both_ms']):.2f}"]
+        )
         lines.append((row["shape"], row["contender"], *cells, shown_mb(row)))
     return [table(f"both passes of {LAYERS} checkpointed layers", columns, lines)]

@@ -22,24 +22,43 @@ from canon.bench.timing import eager, peak_mb, table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 
-SHAPES = ["1,65536,32,8,128,documents:131", "1,65536,32,8,128,documents:900", "1,1048576,8,1,128,documents:2048"]
+SHAPES = [
+    "1,65536,32,8,128,documents:131",
+    "1,65536,32,8,128,documents:900",
+    "1,1048576,8,1,128,documents:2048",
+]
 RANKS = 8
 WARMING = 2  # rounds that may compile and import
 H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memory of a CTA
 
 
-def masks(shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int) -> list[dict[str, Any]]:
-    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None without a GPU."""
+def masks(
+    shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int
+) -> list[dict[str, Any]]:
+    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None
+    without a GPU.
+    """
     from canon.fast.kernels.launcher import Gpu
 
     mean = int(shape.mask_name.partition(":")[2])
     lists = [documents(shape.n, mean, seed=1000 + seed) for seed in range(2 * (rounds + WARMING))]
-    given = {"heads": (shape.h, shape.g), "widths": (shape.d, shape.d), "batch": shape.b, "dtype": dtype}
+    given = {
+        "heads": (shape.h, shape.g),
+        "widths": (shape.d, shape.d),
+        "batch": shape.b,
+        "dtype": dtype,
+    }
     given["device"] = device or Gpu(*H200)
     rows: list[dict[str, Any]] = []
     call = None if device is None else _both_passes(shape, dtype, device)
-    for case, measure in (("one GPU", partial(_one_gpu, call, device)), (f"magi, {RANKS} ranks", _magi)):
-        times = [measure(lists[2 * place : 2 * place + 2], given, place) for place in range(rounds + WARMING)]
+    for case, measure in (
+        ("one GPU", partial(_one_gpu, call, device)),
+        (f"magi, {RANKS} ranks", _magi),
+    ):
+        times = [
+            measure(lists[2 * place : 2 * place + 2], given, place)
+            for place in range(rounds + WARMING)
+        ]
         counts = [len(ends) - 1 for ends in lists[2 * WARMING :: 2]]
         rows.append({"shape": str(shape), "case": case, "documents": counts})
         rows[-1] |= {name: [each[name] for each in times[WARMING:]] for name in times[0]}
@@ -55,7 +74,11 @@ def _both_passes(shape: Shape, dtype: torch.dtype, device: torch.device) -> Call
 
 
 def _one_gpu(
-    call: Callable[[Mask], None] | None, device: torch.device | None, lists: Sequence, given: dict, _: int
+    call: Callable[[Mask], None] | None,
+    device: torch.device | None,
+    lists: Sequence,
+    given: dict,
+    _: int,
 ) -> dict[str, float]:
     times = {}
     times["made_ms"], mask = _timed(partial(Mask.documents, lists[0]))
@@ -87,12 +110,18 @@ def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
     return times
 
 
-def _planned(function: str, mask: Mask, layout: Any, rank: int | None, given: dict) -> tuple[dict[str, float], Any]:
+def _planned(
+    function: str, mask: Mask, layout: Any, rank: int | None, given: dict
+) -> tuple[dict[str, float], Any]:
     from canon import fast
 
     times = {}
-    times["plan_ms"], plans = _timed(partial(fast.prepare, function, mask, layout, rank=rank, **given))
-    times["pickle_ms"], copy = _timed(lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)))
+    times["plan_ms"], plans = _timed(
+        partial(fast.prepare, function, mask, layout, rank=rank, **given)
+    )
+    times["pickle_ms"], copy = _timed(
+        lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL))
+    )
     PLANS.clear()  # the plans of this process: those of the copy are loaded instead
     times["load_ms"], _ = _timed(copy.load)
     return times | {"pickle_kb": len(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)) / 1000}, copy
@@ -121,7 +150,9 @@ def tables(rows: Sequence[dict]) -> list:
     ]
     lines = []
     for row in rows:
-        medians = [f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names]
+        medians = [
+            f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names
+        ]
         peak = f"{median(row['peak_mb']):.0f}" if "peak_mb" in row else ""
         lines.append((row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak))
     title = "new packed masks: milliseconds; memory of a call"

@@ -1,9 +1,10 @@
 """Sample packs of documents with a published distribution of lengths.
 
-Long documents are cut into quarter packs and a rest. All pieces are shuffled and packed in order. A piece that crosses the
-end of a pack continues in the next pack.
+Long documents are cut into quarter packs and a rest. All pieces are shuffled and packed in order. A
+piece that crosses the end of a pack continues in the next pack.
 
-Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI, 2025).
+Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI,
+2025).
 """
 
 from functools import lru_cache
@@ -29,18 +30,24 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal packs. Raises ValueError."""
+    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal
+    packs. Raises ValueError.
+    """
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)
     if count > len(order):
-        raise ValueError(f"the distribution fills {len(order)} packs of {tokens} tokens, not {count}")
+        raise ValueError(
+            f"the distribution fills {len(order)} packs of {tokens} tokens, not {count}"
+        )
     return [_pack(ends, int(index) * tokens, tokens) for index in order[:count]]
 
 
 @lru_cache(maxsize=4)
 def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    middles, documents = np.array([((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]).T
+    middles, documents = np.array(
+        [((shortest + longest) // 2, n) for shortest, longest, n in HISTOGRAM]
+    ).T
     whole, rest = np.divmod(np.repeat(middles, documents), tokens // 4)
     pieces = np.concatenate([np.full(whole.sum(), tokens // 4), rest[rest > 0]])
     rng = np.random.default_rng(seed)
@@ -52,5 +59,8 @@ def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack(ends: np.ndarray, start: int, tokens: int) -> list[int]:
-    first, last = np.searchsorted(ends, start, "right"), np.searchsorted(ends, start + tokens, "left")
+    first, last = (
+        np.searchsorted(ends, start, "right"),
+        np.searchsorted(ends, start + tokens, "left"),
+    )
     return [0, *(ends[first:last] - start).tolist(), tokens]

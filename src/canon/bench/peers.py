@@ -1,6 +1,8 @@
-"""List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and the peers.
+"""List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and
+the peers.
 
-canon BACKEND METHOD             forced; "in order": under `torch.use_deterministic_algorithms(True)`
+canon BACKEND METHOD             forced; "in order": under
+                                 `torch.use_deterministic_algorithms(True)`
 canon auto                       a call without options; and with ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
 SDPA mask, eager, eager float32  dense masks, small shapes
@@ -30,8 +32,10 @@ from canon.testing.judge import Agreement, Attended, agreement
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 FLASH4 = "flash-attn-4"
 LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
-DECLINED = ValueError, NotImplementedError, ModuleNotFoundError  # the last one: a backend is not installed
-EAGER_BOUND = 8.0  # of "eager", which rounds scores: a score s changes its weight by s roundings, not by one
+# the last one: a backend is not installed
+DECLINED = ValueError, NotImplementedError, ModuleNotFoundError
+# of "eager", which rounds scores: a score s changes its weight by s roundings, not by one
+EAGER_BOUND = 8.0
 LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with dense masks
 
 
@@ -53,7 +57,9 @@ class Contender:
     def agreeing(
         self, row: dict[str, Any], call: Callable[[], tuple], exact: Attended, honest: Attended
     ) -> tuple | None:
-        """Return the results of ``call`` if the last one agrees. Otherwise write the reason into the row."""
+        """Return the results of ``call`` if the last one agrees. Otherwise write the reason into
+        the row.
+        """
         try:
             made = call()
         except Exception as error:  # a peer may lack a width or a mask
@@ -79,9 +85,16 @@ def verdict_row(verdict: Agreement, bound: float = 1.0) -> dict[str, Any]:
 
 
 def contenders(
-    shape: Shape, device: torch.device, only: str, *, others: bool = True, backend: str | None = None
+    shape: Shape,
+    device: torch.device,
+    only: str,
+    *,
+    others: bool = True,
+    backend: str | None = None,
 ) -> list[Contender]:
-    """Return Canon and, with ``others``, the peers for this mask. ``only`` and ``backend`` filter."""
+    """Return Canon and, with ``others``, the peers for this mask.
+    ``only`` and ``backend`` filter.
+    """
     found = [*_canon(shape, backend)]
     if others:
         found += [*_torch(shape, device), *_dense(shape, device), *_flash4(shape, device)]
@@ -89,10 +102,17 @@ def contenders(
 
 
 def measured_both(
-    found: Iterable[Contender], call: Callable[[Contender], tuple[Run, Attended]], exact: Attended, honest: Attended,
-    rounds: int, device: torch.device, **fields: Any,
-) -> list[dict[str, Any]]:  # fmt: skip
-    """Return a row with ``fields`` for each contender. ``call`` returns both of its passes, and results for the judge."""
+    found: Iterable[Contender],
+    call: Callable[[Contender], tuple[Run, Attended]],
+    exact: Attended,
+    honest: Attended,
+    rounds: int,
+    device: torch.device,
+    **fields: Any,
+) -> list[dict[str, Any]]:
+    """Return a row with ``fields`` for each contender. ``call`` returns both of its passes, and
+    results for the judge.
+    """
     rows, runs, eager = [], [], []
     for contender in found:
         rows.append(row := {"contender": contender.name, **fields, "canon": contender.canon})
@@ -116,7 +136,9 @@ def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> None:
 
 
 def last_head(shape: Shape, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
-    """Return views of the last sequence and of the last key head with its queries: a wrong offset shows there."""
+    """Return views of the last sequence and of the last key head with its queries: a wrong offset
+    shows there.
+    """
     group = shape.h // shape.g
     return [q[-1:, :, -group:], k[-1:, :, -1:], v[-1:, :, -1:], dout[-1:, :, -group:]]
 
@@ -148,12 +170,20 @@ def _canon(shape: Shape, chosen: str | None) -> Iterator[Contender]:
         for method in methods:
             if (backend, method) == ("cuda", "fused"):
                 continue  # this backend has no fused kernel
-            name, make, around = f"canon {backend}", partial(attention, shape, method), partial(forced, backend)
+            name, make, around = (
+                f"canon {backend}",
+                partial(attention, shape, method),
+                partial(forced, backend),
+            )
             yield Contender(f"{name} {method}", make, name, declines=True, around=around)
         if backend == "gluon":
             make = partial(attention, shape, "fused")
             yield Contender(
-                f"{name} fused in order", make, name, declines=True, around=partial(forced, "gluon", in_order=True)
+                f"{name} fused in order",
+                make,
+                name,
+                declines=True,
+                around=partial(forced, "gluon", in_order=True),
             )
     yield Contender("canon auto", partial(attention, shape, "auto"), "canon auto")
     name = "canon auto, rank invariant"
@@ -183,7 +213,10 @@ def forced(backend: str, in_order: bool = False) -> Iterator[None]:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Use deterministic algorithms, without filling new memory with NaN."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before, warned = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -207,12 +240,17 @@ def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
 def _sdpa_by(backend: str, shape: Shape) -> Attend:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    options: dict[str, Any] = {"is_causal": shape.mask_name == "causal", "enable_gqa": shape.h != shape.g}
+    options: dict[str, Any] = {
+        "is_causal": shape.mask_name == "causal",
+        "enable_gqa": shape.h != shape.g,
+    }
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(1, 2)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options).transpose(
+                1, 2
+            )
 
     return attend
 
@@ -226,7 +264,9 @@ def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def _eager(scores_dtype: torch.dtype | None, shape: Shape, device: torch.device) -> Attend:
-    """Return softmax(q k^T / sqrt(d) + mask) v as models write it, with scores and softmax in ``scores_dtype`` (None: of q)."""
+    """Return softmax(q k^T / sqrt(d) + mask) v as models write it, with scores and softmax in
+    ``scores_dtype`` (None: of q).
+    """
     hidden = ~shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -245,7 +285,9 @@ def _masked_sdpa(shape: Shape, device: torch.device) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = _by_query_head(q, k, v)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen).transpose(
+            1, 2
+        )
 
     return attend
 
@@ -253,7 +295,11 @@ def _masked_sdpa(shape: Shape, device: torch.device) -> Attend:
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
-    return (q, k, v) if group == 1 else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    return (
+        (q, k, v)
+        if group == 1
+        else (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+    )
 
 
 DENSE: dict[str, Callable[[Shape, torch.device], Attend]] = {
@@ -269,7 +315,8 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
     lengths = [b - a for a, b in pairwise(packed(shape.n, shape.mask_name) or ())] * shape.b
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     options: dict[str, Any] = {"window_size": (-1, 0)}
-    repeated = 1  # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    # torch 2.11 has no grouped heads here: it gets a copy of each key head for each query head
+    repeated = 1
     if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         options["enable_gqa"] = shape.h != shape.g
     else:
@@ -278,27 +325,39 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
     def attend(q, k, v):
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
-        out = varlen.varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options)
+        out = varlen.varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, max(lengths), max(lengths), **options
+        )
         return out.unflatten(0, (shape.b, shape.n))
 
     return attend
 
 
-def flex(shape: Shape, device: torch.device, kernel_options: dict[str, Any] | None = None) -> Attend:
+def flex(
+    shape: Shape, device: torch.device, kernel_options: dict[str, Any] | None = None
+) -> Attend:
     """Return compiled FlexAttention with the BlockMask of the shape's mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
     block_mask = None
     if shape.mask.area < shape.n * shape.keys:
-        make = torch.compile(create_block_mask) if shape.n * shape.keys > LARGEST_DENSE else create_block_mask
-        block_mask = make(visible(shape, device), None, None, shape.n, shape.keys, device=device.type)
+        make = (
+            torch.compile(create_block_mask)
+            if shape.n * shape.keys > LARGEST_DENSE
+            else create_block_mask
+        )
+        block_mask = make(
+            visible(shape, device), None, None, shape.n, shape.keys, device=device.type
+        )
     compiled = torch.compile(flex_attention, dynamic=False)
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = shape.h != shape.g
-        out = compiled(q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=kernel_options)
+        out = compiled(
+            q, k, v, block_mask=block_mask, enable_gqa=grouped, kernel_options=kernel_options
+        )
         return out.transpose(1, 2)
 
     return attend
@@ -308,7 +367,9 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     """Return the mask as FlexAttention's function of batch, head, query i and key j."""
     if cu_seqlens := packed(shape.n, shape.mask_name):
         ends = torch.tensor(cu_seqlens, device=device)
-        document = (torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1).int()
+        document = (
+            torch.searchsorted(ends, torch.arange(shape.n, device=device), right=True) - 1
+        ).int()
         return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
     kind, _, number = shape.mask_name.partition(":")
     if kind == "causal":
@@ -323,7 +384,10 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
         return lambda b, h, i, j: (i >= j) | (j < end)
     if sizes := tree(shape.n, shape.mask_name):
         trunk, branches, tokens = sizes
-        ends = torch.tensor([shape.n] * trunk + [trunk + (1 + i // tokens) * tokens for i in range(branches * tokens)])
+        ends = torch.tensor(
+            [shape.n] * trunk
+            + [trunk + (1 + i // tokens) * tokens for i in range(branches * tokens)]
+        )
         ends = ends.to(device)  # behind the last query that sees a key
         return lambda b, h, i, j: (i >= j) & (i < ends[j])
     if (of_blocks := blocks(shape.n, shape.mask_name)) is not None:
@@ -349,11 +413,17 @@ def flash4_module() -> tuple[Any, str]:
 
 def _flash4(shape: Shape, device: torch.device) -> list[Contender]:
     module, _ = flash4_module()
-    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks", "tree"):  # it has no such masks
+    # it has no such masks
+    if module is None or shape.mask_name.partition(":")[0] in ("prefix", "blocks", "tree"):
         return []
-    make = partial(_flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device)
+    make = partial(
+        _flash4_packed if packed(shape.n, shape.mask_name) else _flash4_dense, module, shape, device
+    )
     names = {FLASH4: False, f"{FLASH4} deterministic": True}  # the same forward pass
-    return [Contender(name, partial(make, deterministic), FLASH4) for name, deterministic in names.items()]
+    return [
+        Contender(name, partial(make, deterministic), FLASH4)
+        for name, deterministic in names.items()
+    ]
 
 
 def _flash4_dense(module, shape: Shape, device: torch.device, deterministic: bool) -> Attend:
@@ -371,8 +441,12 @@ def _flash4_packed(_, shape: Shape, device: torch.device, deterministic: bool) -
     return flash4_varlen(lengths, lengths, device, deterministic=deterministic)
 
 
-def flash4_varlen(queries: list[int], keys: list[int], device: torch.device, **options: Any) -> Attend:
-    """Return flash-attn-4 over sequences of these lengths. The last query of each sees all its keys."""
+def flash4_varlen(
+    queries: list[int], keys: list[int], device: torch.device, **options: Any
+) -> Attend:
+    """Return flash-attn-4 over sequences of these lengths. The last query of each sees all its
+    keys.
+    """
     module, version = flash4_module()
     if module is None:
         raise ModuleNotFoundError(version)

@@ -1,7 +1,8 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
-The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an all-gather that moves.
-The time is that of the processor: other programs on the machine do not add to it.
+The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an
+all-gather that moves. The time is that of the processor: other programs on the machine do not add
+to it.
 """
 
 import argparse
@@ -31,12 +32,19 @@ def plans(options: argparse.Namespace) -> list[dict]:
         cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[:999] + 1
         random = [0, *sorted(cuts.tolist()), tokens]
         rows += [
-            _row("packs", ranks, [Mask.documents(ends) for ends in sampled_packs(tokens, options.packs)]),
+            _row(
+                "packs",
+                ranks,
+                [Mask.documents(ends) for ends in sampled_packs(tokens, options.packs)],
+            ),
             _row("one causal document", ranks, [Mask.causal(tokens)]),
             _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
             _row("1000 documents", ranks, [Mask.documents(even)]),
             _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
-            *(_row(f"a tree of 2000 nodes, depth {depth}", ranks, [tree(tokens, depth, 2000)]) for depth in (4, 200)),
+            *(
+                _row(f"a tree of 2000 nodes, depth {depth}", ranks, [tree(tokens, depth, 2000)])
+                for depth in (4, 200)
+            ),
         ]
     if not options.ranks:
         ranks, tokens = LARGE
@@ -45,7 +53,9 @@ def plans(options: argparse.Namespace) -> list[dict]:
 
 
 def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the path before them."""
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the
+    path before them.
+    """
     draw, parents, path = Random(depth), [], [-1]
     for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]

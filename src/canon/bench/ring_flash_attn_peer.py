@@ -1,10 +1,11 @@
 """Run ring-flash-attn's zigzag ring over the kernels that are installed.
 
-ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Without it, a module with these functions calls
-flash-attn-4. An empty module replaces its Hugging Face adapters, which import names that transformers 5 lacks.
+ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Without it, a module with
+these functions calls flash-attn-4. An empty module replaces its Hugging Face adapters, which import
+names that transformers 5 lacks.
 
-Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4, flash_attn/cute/interface.py.
-"""
+Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4,
+flash_attn/cute/interface.py."""
 
 import importlib
 import sys
@@ -28,7 +29,9 @@ def zigzag_function() -> Callable[..., Any] | None:
         return None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False):
-        result = module.zigzag_ring_flash_attn_func(q, k, v, causal=True, return_attn_probs=return_lse)
+        result = module.zigzag_ring_flash_attn_func(
+            q, k, v, causal=True, return_attn_probs=return_lse
+        )
         return result[:2] if return_lse else result
 
     return attend
@@ -50,13 +53,44 @@ def _provide_kernels() -> None:
         kernels = importlib.import_module("flash_attn.cute.interface")
     module = ModuleType("flash_attn.flash_attn_interface")
 
-    def forward(q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-                return_softmax):  # fmt: skip
-        out, lse = kernels._flash_attn_fwd(q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True)[:2]
+    def forward(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        return_softmax,
+    ):
+        out, lse = kernels._flash_attn_fwd(
+            q, k, v, softmax_scale=softmax_scale, causal=causal, return_lse=True
+        )[:2]
         return out, lse, None, None
 
-    def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left,
-                 window_size_right, softcap, alibi_slopes, deterministic, rng_state=None):  # fmt: skip
+    def backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        softmax_lse,
+        dq,
+        dk,
+        dv,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size_left,
+        window_size_right,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        rng_state=None,
+    ):
         options = {"softmax_scale": softmax_scale, "causal": causal, "deterministic": deterministic}
         kernels._flash_attn_bwd(q, k, v, out, dout, softmax_lse, dq=dq, dk=dk, dv=dv, **options)
 

@@ -21,7 +21,8 @@ def compulsory_bytes(shape: Shape, itemsize: int, name: str) -> float:
     """Return the least bytes that a pass must move."""
     queries = shape.b * shape.n * shape.h
     keys = shape.b * shape.keys * shape.g
-    times = {"forward": 2, "backward": 4}[name]  # q and out, k and v; q, out, dout and dq, k, v, dk and dv
+    # q and out, k and v; q, out, dout and dq, k, v, dk and dv
+    times = {"forward": 2, "backward": 4}[name]
     return times * itemsize * shape.d * (queries + keys) + 4.0 * queries
 
 
@@ -37,7 +38,9 @@ def add_speeds(rows: list[dict], shape: Shape, itemsize: int, ceilings: dict[str
         best = roofline(shape, itemsize, name, ceilings)
         timed = [row for row in rows if row.get(f"{name}_ms")]
         for row in timed:
-            row[f"{name}_tflops"] = factor * shape.operations / statistics.median(row[f"{name}_ms"]) / 1e9
+            row[f"{name}_tflops"] = (
+                factor * shape.operations / statistics.median(row[f"{name}_ms"]) / 1e9
+            )
             row[f"{name}_roofline"] = row[f"{name}_tflops"] / best
         peer = max((row[f"{name}_tflops"] for row in timed if not row["canon"]), default=None)
         for row in timed if peer else []:
@@ -49,13 +52,22 @@ def auto_verdicts(rows: list[dict]) -> list[dict]:
     verdicts = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         for name in PASSES:
-            timed = [row for row in rows if row["shape"] == shape and row["canon"] and row.get(f"{name}_ms")]
+            timed = [
+                row
+                for row in rows
+                if row["shape"] == shape and row["canon"] and row.get(f"{name}_ms")
+            ]
             times = {row["contender"]: statistics.median(row[f"{name}_ms"]) for row in timed}
             times = {contender: x for contender, x in times.items() if "invariant" not in contender}
             auto = times.pop("canon auto", None)
             if auto and times:
                 best = min(times, key=lambda contender: times[contender])
-                verdict = {"shape": shape, "pass": name, "best": best, "auto_to_best": auto / times[best]}
+                verdict = {
+                    "shape": shape,
+                    "pass": name,
+                    "best": best,
+                    "auto_to_best": auto / times[best],
+                }
                 verdicts.append(verdict | {"within": auto <= CLOSE * times[best]})
     return verdicts
 
@@ -70,6 +82,11 @@ def partial_costs(partial: list[dict], full: list[dict]) -> list[dict]:
             key = f"{name}_tflops"
             if key in row and key in other:
                 cost = other[key] / row[key] - 1
-                told = {"contender": row["contender"], "partial": row["shape"], "full": other["shape"], "pass": name}
+                told = {
+                    "contender": row["contender"],
+                    "partial": row["shape"],
+                    "full": other["shape"],
+                    "pass": name,
+                }
                 costs.append(told | {"cost": cost, "within": cost <= PARTIAL_COST})
     return costs

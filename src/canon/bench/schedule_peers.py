@@ -1,7 +1,8 @@
-"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel and ring-flash-attn.
+"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel and
+ring-flash-attn.
 
-torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around`` opens it, untimed.
-Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around``
+opens it, untimed. Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +28,9 @@ MAGI: dict[str, dict[str, Any]] = {  # names of the records
 
 @dataclass(frozen=True)
 class Schedule:
-    """A function of this rank's q, k, v and ``return_lse``. ``around`` opens what both passes must run in."""
+    """A function of this rank's q, k, v and ``return_lse``. ``around`` opens what both passes must
+    run in.
+    """
 
     name: str
     layout: Layout
@@ -41,7 +44,9 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
     from canon import fast
 
     n, mask = shape.n, shape.mask
-    layouts = {kind: getattr(Layout, kind)(n, ranks) for kind in ("contiguous", "zigzag", "striped")}
+    layouts = {
+        kind: getattr(Layout, kind)(n, ranks) for kind in ("contiguous", "zigzag", "striped")
+    }
     found = [
         Schedule(f"ring {kind}", layout, partial(fast.ring_attention, mask=mask, layout=layout))
         for kind, layout in layouts.items()
@@ -53,7 +58,13 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
             ends |= {"backward_last_stride": 1} if shape.g >= 2 * stride else {}
             for name, options in (("", {}), (", small ends", ends)):
                 if stride > 1 or not options:
-                    attend = partial(fast.strided_attention, mask=mask, layout=layout, head_stride=stride, **options)
+                    attend = partial(
+                        fast.strided_attention,
+                        mask=mask,
+                        layout=layout,
+                        head_stride=stride,
+                        **options,
+                    )
                     found.append(Schedule(f"strided {kind} {stride}{name}", layout, attend))
     planned = fast.dispatch(mask, ranks)
     strided = partial(fast.strided_attention, mask=mask, layout=layouts["zigzag"])
@@ -64,10 +75,17 @@ def schedules(shape: Shape, ranks: int, only: str) -> list[Schedule]:
     ]
     for name, options in MAGI.items():
         for kept in (False, True):
-            attend = partial(fast.magi_attention, mask=mask, layout=planned, keep_kv=kept, **options)
+            attend = partial(
+                fast.magi_attention, mask=mask, layout=planned, keep_kv=kept, **options
+            )
             found.append(Schedule(name + kept * ", keys kept", planned, attend))
-    zigzag, planned = Layout.zigzag(n, ranks, multiple_of=128), fast.dispatch(mask, ranks, rank_invariant=True)
-    strided = partial(fast.strided_attention, mask=mask, layout=zigzag, head_stride=shape.g, rank_invariant=True)
+    zigzag, planned = (
+        Layout.zigzag(n, ranks, multiple_of=128),
+        fast.dispatch(mask, ranks, rank_invariant=True),
+    )
+    strided = partial(
+        fast.strided_attention, mask=mask, layout=zigzag, head_stride=shape.g, rank_invariant=True
+    )
     found.append(Schedule(f"strided zigzag {shape.g}, rank invariant", zigzag, strided))
     magi = partial(fast.magi_attention, mask=mask, layout=planned, rank_invariant=True)
     found.append(Schedule("magi, rank invariant", planned, magi))
@@ -95,12 +113,17 @@ def peer_schedules(shape: Shape, ranks: int, only: str, device: str) -> list[Sch
     return [schedule for schedule in found if asked_for(schedule.name, only)]
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, backend: str, grouped: bool, return_lse: bool = False):
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, *, backend: str, grouped: bool, return_lse: bool = False
+):
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    with sdpa_kernel(getattr(SDPBackend, backend)):  # by its name each time: the open context has replaced it
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    # by its name each time: the open context has replaced it
+    with sdpa_kernel(getattr(SDPBackend, backend)):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=grouped
+        )
     out = out.transpose(1, 2)
     return (out, None) if return_lse else out
 
@@ -114,5 +137,7 @@ def _context_parallel(rotation: str, device: str) -> Iterator[None]:
     set_rotate_method(rotation)
     everyone = dist.group.WORLD
     unused = torch.zeros(2 * dist.get_world_size(), device=device)
-    with context_parallel(DeviceMesh.from_group(everyone, device), buffers=[unused], buffer_seq_dims=[0]):
+    with context_parallel(
+        DeviceMesh.from_group(everyone, device), buffers=[unused], buffer_seq_dims=[0]
+    ):
         yield

@@ -1,4 +1,6 @@
-"""Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included) and ceilings."""
+"""Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included)
+and ceilings.
+"""
 
 import random
 import statistics
@@ -12,7 +14,8 @@ import torch.distributed as dist
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds; a longer run is its own warm-up
-LEAD = 4_000_000  # clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
+# clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
+LEAD = 4_000_000
 CLOCKS = 3e9  # further clocks for each second of launching
 MATMUL = 8192  # rows and columns of the product that sets the ceiling
 COPIED = 1 << 30  # bytes
@@ -28,7 +31,8 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
         run()
         launching = time.perf_counter() - start
     events = [torch.cuda.Event(enable_timing=True) for _ in range(times + 1)]
-    torch.cuda._sleep(LEAD + int(times * min(launching, 0.02) * CLOCKS))  # at most: a first call may have compiled
+    # at most: a first call may have compiled
+    torch.cuda._sleep(LEAD + int(times * min(launching, 0.02) * CLOCKS))
     events[0].record()
     for event in events[1:]:
         run()
@@ -38,13 +42,17 @@ def milliseconds(run: Run, times: int = 10, *, warm: int = 2) -> list[float]:
 
 
 def take_turns(runs: list[tuple[Run, list[float]]], rounds: int) -> None:
-    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock drifts for all."""
+    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock
+    drifts for all.
+    """
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
     for _ in range(rounds):
         shuffled.shuffle(order)
         for run, times, expected in order:
-            times += milliseconds(run, 1, warm=0) if expected > LONG else milliseconds(run, 3, warm=1)
+            times += (
+                milliseconds(run, 1, warm=0) if expected > LONG else milliseconds(run, 3, warm=1)
+            )
 
 
 @dataclass
@@ -63,7 +71,9 @@ class Eager:
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the median wall time of a pass, and its host time in brackets; "-" if the row has none."""
+    """Return the median wall time of a pass, and its host time in brackets; "-" if the row has
+    none.
+    """
     if not row.get(f"{name}_wall_ms"):
         return "-"
     wall, host = (statistics.median(row[f"{name}_{clock}_ms"]) for clock in ("wall", "host"))
@@ -71,7 +81,9 @@ def clocks(row: dict, name: str) -> str:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call, averaged over ``calls``. Host time ends when the last call has returned."""
+    """Return (wall, host) milliseconds of a call, averaged over ``calls``. Host time ends when the
+    last call has returned.
+    """
     synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
@@ -137,7 +149,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def ceilings(dtype: torch.dtype, device: torch.device, size: int = MATMUL, copied: int = COPIED) -> dict[str, float]:
+def ceilings(
+    dtype: torch.dtype, device: torch.device, size: int = MATMUL, copied: int = COPIED
+) -> dict[str, float]:
     """Return medians: TFLOP/s of a square product, and TB/s of a copy, read and written."""
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     product = torch.empty_like(a)

@@ -2,9 +2,9 @@
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries again: in chunks,
-on ranks, beside other documents, branches, sequences or heads. A column is a dtype, a head width and a kernel backend. A cell
-names the first token and head with other bits.
+The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries
+again: in chunks, on ranks, beside other documents, branches, sequences or heads. A column is a
+dtype, a head width and a kernel backend. A cell names the first token and head with other bits.
 """
 
 import argparse
@@ -50,7 +50,9 @@ Part = tuple[slice, Tensor, Tensor]  # tokens of the sequence, out (t, h, dv), l
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype and a head width, and the kernels that compute them. ``backend`` is None for modules without backends."""
+    """A dtype and a head width, and the kernels that compute them. ``backend`` is None for modules
+    without backends.
+    """
 
     dtype: str
     width: int
@@ -59,7 +61,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to compute the queries of the sequence, by a function of the module, on ``ranks`` ranks."""
+    """A way to compute the queries of the sequence, by a function of the module, on ``ranks``
+    ranks.
+    """
 
     name: str
     function: str
@@ -87,12 +91,20 @@ class Trial:
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
         """Return out and lse of a function of the module, with the option."""
-        return getattr(self.module, function)(*tensors, rank_invariant=True, return_lse=True, **arguments)
+        return getattr(self.module, function)(
+            *tensors, rank_invariant=True, return_lse=True, **arguments
+        )
 
     def chunks(self, size: int, sampled: int | None = None) -> Iterator[slice]:
         """Yield chunks of ``size`` tokens, evenly spread, the first and the last among them."""
         count = -(-self.tokens // size)
-        picked = torch.linspace(0, count - 1, min(count, sampled or self.sampled)).round().long().unique().tolist()
+        picked = (
+            torch.linspace(0, count - 1, min(count, sampled or self.sampled))
+            .round()
+            .long()
+            .unique()
+            .tolist()
+        )
         yield from (slice(size * i, min(size * (i + 1), self.tokens)) for i in picked)
 
 
@@ -115,7 +127,9 @@ def prefill(x: Trial, size: int) -> Iterator[Part]:
 
 
 def decode(x: Trial) -> Iterator[Part]:
-    """Compute single queries over keys that the ranks divide among them, contiguous in rank order."""
+    """Compute single queries over keys that the ranks divide among them,
+    contiguous in rank order.
+    """
     q, k, v = x.sequence
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for some in x.chunks(1, x.sampled if ranks == 1 else max(2, x.sampled // 3)):
@@ -141,7 +155,9 @@ def among_documents(x: Trial) -> Iterator[Part]:
 
 
 def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree. Other tokens of the pool are the other branches."""
+    """Compute the sequence as the last of three branches of a tree. Other tokens of the pool are
+    the other branches.
+    """
     tokens, half = list(range(BEFORE, BEFORE + x.tokens)), BEFORE // 2
     forks = [(x.tokens // 2, slice(0, half)), (x.tokens * 3 // 4, slice(half, BEFORE - 50))]
     others = [tokens[:fork] + list(range(BEFORE))[rest] for fork, rest in forks]
@@ -152,7 +168,9 @@ def branch(x: Trial) -> Iterator[Part]:
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or its heads as the last half of the heads (dim 2)."""
+    """Compute the sequence as the last of two in a batch (dim 0), or its heads as the last half of
+    the heads (dim 2).
+    """
     q, k, v = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", q, k, v, mask=Mask.causal(x.tokens))
     yield slice(0, x.tokens), out[-1, :, -x.q.shape[2] :], lse[-1, -x.q.shape[2] :]
@@ -162,7 +180,10 @@ def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
     """Return all rows, the base first. Rows on several ranks come once for each number of ranks."""
     rows = [Row("whole call", "attention", whole)]
     chunks = (size for size in CHUNKS[device] if size < tokens)
-    rows += [Row(f"prefill in chunks of {size:,}", "attention", partial(prefill, size=size)) for size in chunks]
+    rows += [
+        Row(f"prefill in chunks of {size:,}", "attention", partial(prefill, size=size))
+        for size in chunks
+    ]
     rows.append(Row("decoding token by token", "decode_attention", decode))
     rows.append(Row(f"among documents, moved by {BEFORE}", "attention", among_documents))
     rows.append(Row(f"branch of a tree, multiple_of={TILE}", "attention", branch))
@@ -171,9 +192,13 @@ def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
     for function, layouts in ON_RANKS.items():
         for layout in layouts:
             compute = partial(on_ranks, function=function, layout=layout)
-            name, promised = f"{function}, {layout}", layout != "striped"  # it has no runs of 128 tokens
+            # it has no runs of 128 tokens
+            name, promised = f"{function}, {layout}", layout != "striped"
             rows += [Row(name, function, compute, count, promised) for count in range(2, ranks + 1)]
-    rows += [Row("decoding, keys on ranks", "decode_attention", decode, count) for count in range(2, ranks + 1)]
+    rows += [
+        Row("decoding, keys on ranks", "decode_attention", decode, count)
+        for count in range(2, ranks + 1)
+    ]
     return rows
 
 
@@ -185,11 +210,17 @@ _lock = threading.Lock()  # ranks that are threads share inputs and the base
 
 @lru_cache(maxsize=4)
 def _trial(
-    module: str, documents: Documents, tokens: int, heads: tuple[int, int], column: Column, device: str
+    module: str,
+    documents: Documents,
+    tokens: int,
+    heads: tuple[int, int],
+    column: Column,
+    device: str,
 ) -> Trial:
     layout = Layout.contiguous(documents.tokens, 1)
     q, k, v = projected(documents, layout, heads, (column.width, column.width))
-    drift = torch.linspace(-3, 3, documents.tokens)[:, None, None]  # so that the rounding of partial sums shows
+    # so that the rounding of partial sums shows
+    drift = torch.linspace(-3, 3, documents.tokens)[:, None, None]
     inputs = (x[None].to(device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
     return Trial(import_module(module), tokens, SAMPLED[device], *inputs)
 
@@ -202,7 +233,9 @@ def _base(x: Trial) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A picklable program for every rank of a world: it returns a verdict for each row and column on rank 0."""
+    """A picklable program for every rank of a world: it returns a verdict for each row and column
+    on rank 0.
+    """
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -210,11 +243,14 @@ class BitsRunner(CaseRunner):
     heads: tuple[int, int] = (1, 1)
 
     def __call__(self) -> list[dict[str, Any]]:
-        torch.set_num_threads(1)  # on a CPU, several threads may divide the sums of a matrix product by its shape
+        # on a CPU, several threads may divide the sums of a matrix product by its shape
+        torch.set_num_threads(1)
         results = []
         for column in self.columns:
             with _lock:
-                x = _trial(self.module, self.source.documents, self.tokens, self.heads, column, self.device)
+                x = _trial(
+                    self.module, self.source.documents, self.tokens, self.heads, column, self.device
+                )
             with torch.no_grad(), replace(self, backend=column.backend)._kernels():
                 for row in self.rows:
                     head = {"row": row.name, "ranks": row.ranks, **asdict(column)}
@@ -223,7 +259,9 @@ class BitsRunner(CaseRunner):
 
 
 def _verdict(x: Trial, row: Row) -> dict[str, Any]:
-    """Return the verdict on a row. ValueError, TypeError and NotImplementedError are raised on every rank."""
+    """Return the verdict on a row. ValueError, TypeError and NotImplementedError are raised on
+    every rank.
+    """
     if not has_option(x.module, row.function):
         return {"verdict": "no option"}
     try:
@@ -231,11 +269,16 @@ def _verdict(x: Trial, row: Row) -> dict[str, Any]:
         return {} if dist.get_rank() else _compared(x, row, parts)
     except (ValueError, TypeError, NotImplementedError) as error:
         declined = isinstance(error, NotImplementedError) or not row.promised
-        return {"verdict": "declined" if declined else "failed", "why": f"{type(error).__name__}: {error}"}
+        return {
+            "verdict": "declined" if declined else "failed",
+            "why": f"{type(error).__name__}: {error}",
+        }
 
 
 def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the verdict on the results of a row: the first place with other bits than the base, and calls with such places."""
+    """Return the verdict on the results of a row: the first place with other bits than the base,
+    and calls with such places.
+    """
     out, lse = _base(x)
     if row.compute is whole:
         return {"verdict": "equal", "digest": digest(out)[:12]}
@@ -245,13 +288,19 @@ def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
         if place is not None:
             places.append(place._replace(token=some.start + place.token))
     calls = {"calls": len(parts), "other_calls": len(places)}
-    return {"verdict": "differs", **calls, **places[0]._asdict()} if places else {"verdict": "equal", **calls}
+    return (
+        {"verdict": "differs", **calls, **places[0]._asdict()}
+        if places
+        else {"verdict": "equal", **calls}
+    )
 
 
 def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
     """Return the columns: the dtypes, widths and backends that the device allows."""
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    backends = [arguments.backend] if arguments.backend else ["triton", "gluon"] if hopper else ["triton"]
+    backends = (
+        [arguments.backend] if arguments.backend else ["triton", "gluon"] if hopper else ["triton"]
+    )
     half = ["bfloat16", "float16"] if device == "cuda" else ["bfloat16"]
     columns = []
     for dtype in arguments.dtype or [*half, "float32"]:
@@ -263,23 +312,38 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
 
 
 def run(arguments: argparse.Namespace, console: Console, device: str, module: Any) -> int:
-    """Print the matrix, write the record, and return the number of wrong cells. Raises ValueError for bad arguments."""
+    """Print the matrix, write the record, and return the number of wrong cells. Raises ValueError
+    for bad arguments.
+    """
     if not has_option(module, "attention"):
         raise ValueError(
-            f"--bits compares with the whole call of attention(..., rank_invariant=True), and {arguments.module} has no "
+            "--bits compares with the whole call of attention(..., rank_invariant=True), and "
+            f"{arguments.module} has no "
             "function attention with this keyword"
         )
     tokens, heads = SIZES[device]
     tokens = arguments.tokens or tokens
-    ranks = arguments.ranks or (min(RANKS, process_groups.kernel_gpus()) if arguments.world == "gpus" else RANKS)
+    ranks = arguments.ranks or (
+        min(RANKS, process_groups.kernel_gpus()) if arguments.world == "gpus" else RANKS
+    )
     text = b"".join(Documents.of(arguments.documents).texts)
     pool = BEFORE + tokens + BEHIND
     documents = Documents(("pool",), ((text * -(-pool // len(text)))[:pool],))
-    rows = [row for row in rows_of(tokens, device, ranks) if fnmatch(row.name, f"*{arguments.only or ''}*")]
+    rows = [
+        row
+        for row in rows_of(tokens, device, ranks)
+        if fnmatch(row.name, f"*{arguments.only or ''}*")
+    ]
     if not (rows and (columns := _columns(arguments, device))):
-        raise ValueError(f"--bits: no row matches {arguments.only!r}, or --backend supports none of the dtypes")
-    console.print(f"{arguments.module}: {tokens:,} tokens, {heads[0]}/{heads[1]} heads, up to {ranks} ranks. Each row computes "
-                  "out and lse again, with rank_invariant=True.", highlight=False)  # fmt: skip
+        raise ValueError(
+            f"--bits: no row matches {arguments.only!r}, or --backend supports none of the dtypes"
+        )
+    console.print(
+        f"{arguments.module}: {tokens:,} tokens, {heads[0]}/{heads[1]} heads, up to "
+        f"{ranks} ranks. Each row computes "
+        "out and lse again, with rank_invariant=True.",
+        highlight=False,
+    )
     given = arguments.module, (), FromDocuments(documents), device, Path(), None
     runner = BitsRunner(*given, columns=tuple(columns), tokens=tokens, heads=heads)
     results: list[dict[str, Any]] = []
@@ -290,17 +354,23 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
     finally:
         _trial.cache_clear()
         _base.cache_clear()
-    return bits_report.report(results, [row.name for row in rows], arguments, console, tokens=tokens, ranks=ranks)
+    return bits_report.report(
+        results, [row.name for row in rows], arguments, console, tokens=tokens, ranks=ranks
+    )
 
 
 def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]]:
-    """Return the verdicts of one number of ranks. A world that fails gives the error to each of its cells."""
+    """Return the verdicts of one number of ranks. A world that fails gives the error to each of its
+    cells.
+    """
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
     try:
         return process_groups.run(kind, runner, ranks, timeout=1800)[0]
     except (RuntimeError, TimeoutError) as error:
         heads = [
-            {"row": row.name, "ranks": ranks, **asdict(column)} for column in runner.columns for row in runner.rows
+            {"row": row.name, "ranks": ranks, **asdict(column)}
+            for column in runner.columns
+            for row in runner.rows
         ]
         return [head | {"verdict": "failed", "why": str(error)} for head in heads]

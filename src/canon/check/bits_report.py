@@ -1,4 +1,6 @@
-"""Show the results of `canon check --bits`: a table for each dtype and kernel backend, and the record."""
+"""Show the results of `canon check --bits`: a table for each dtype and kernel backend, and the
+record.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +15,13 @@ from canon.check import sources
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
-STYLES = {"equal": "green", "differs": "bold red", "failed": "bold red", "declined": "dim", "no option": "dim"}
+STYLES = {
+    "equal": "green",
+    "differs": "bold red",
+    "failed": "bold red",
+    "declined": "dim",
+    "no option": "dim",
+}
 WORST = (
     "failed",
     "differs",
@@ -38,21 +46,32 @@ def report(
     for dtype, backend in dict.fromkeys((x["dtype"], x["backend"]) for x in results):
         some = [x for x in results if (x["dtype"], x["backend"]) == (dtype, backend)]
         console.print(_table(some, names, dtype + (f", {backend}" if backend else "")))
-    reasons = {x["row"]: x["why"].splitlines()[0] for x in reversed(results) if "why" in x}  # of the fewest ranks
+    # of the fewest ranks
+    reasons = {x["row"]: x["why"].splitlines()[0] for x in reversed(results) if "why" in x}
     for row, why in reversed(reasons.items()):
         console.print(f"{row}: {why}", markup=False, highlight=False)
-    given = {name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "only")}
-    command = record.command("canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given)
+    given = {
+        name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "only")
+    }
+    command = record.command(
+        "canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given
+    )
     kept = {"module": arguments.module, "source": sources.digest(arguments.module), **sizes}
     path = record.write(arguments.record or RECORD, command, results, **kept)
     console.print(f"Record: {path}.", highlight=False)
-    cells = [_cell(results, name, *column) for name in names for column in dict.fromkeys(map(_column, results))]
+    cells = [
+        _cell(results, name, *column)
+        for name in names
+        for column in dict.fromkeys(map(_column, results))
+    ]
     compared = (cell["verdict"] for cell in cells if "digest" not in cell)
     judged = [verdict for verdict in compared if verdict in ("equal", "differs", "failed")]
     wrong = len(judged) - judged.count("equal")
     line = f"{judged.count('equal')} of {len(judged)} cells have equal bits"
     style = "bold red" if wrong or not judged else "bold green"
-    console.print(f"[{style}]{line}" + f", {wrong} do not." * bool(wrong) + "." * (not wrong), highlight=False)
+    console.print(
+        f"[{style}]{line}" + f", {wrong} do not." * bool(wrong) + "." * (not wrong), highlight=False
+    )
     return wrong + (not judged)
 
 
@@ -61,7 +80,9 @@ def _column(result: dict[str, Any]) -> tuple[str, int, str | None]:
 
 
 def _cell(results: Sequence[dict[str, Any]], row: str, *column: Any) -> dict[str, Any]:
-    """Return the worst verdict on a row of a column; among equally bad ones that on the fewest ranks."""
+    """Return the worst verdict on a row of a column; among equally bad ones that on the fewest
+    ranks.
+    """
     cells = [x for x in results if x["row"] == row and _column(x) == column]
     return min(cells, key=lambda x: WORST.index(x["verdict"]))
 
@@ -76,7 +97,9 @@ def _table(results: Sequence[dict[str, Any]], names: Sequence[str], title: str) 
         ranks = sorted({x["ranks"] for x in results if x["row"] == name})
         several = f", {ranks[0]} to {ranks[-1]} ranks" if len(ranks) > 1 else ""
         cells = [_cell(results, name, *column) for column in columns]
-        shown.add_row(name + several, *(Text(_text(x, bool(several)), STYLES[x["verdict"]]) for x in cells))
+        shown.add_row(
+            name + several, *(Text(_text(x, bool(several)), STYLES[x["verdict"]]) for x in cells)
+        )
     return shown
 
 

@@ -17,18 +17,22 @@ from canon.route.checks import accumulate_dtype
 from canon.testing.judge import Attended, AttendedWithSink, Results
 from canon.testing.latent_judge import AttendedLatent
 
-DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}  # arguments with these values are not passed
+# arguments with these values are not passed
+DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}
 
 
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
-    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the whole sequence."""
+    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the
+    whole sequence.
+    """
     whole = lambda full, rank, dim: full
     of_keys = layout.shard if case.distributed else whole
     of_queries = whole if case.function in REPLICATED else of_keys
     sharders = zip((x.q, x.k, x.v, x.dout), (of_queries, of_keys, of_keys, of_queries), strict=True)
     shards = (shard(t, rank, t.dim() - 3) for t, shard in sharders)
     q, k, v, dout = (placed(t, case.shape, heads_first=True) for t in shards)
-    if case.used == "sum":  # autograd passes the gradient of out.sum() as one number with strides of 0
+    # autograd passes the gradient of out.sum() as one number with strides of 0
+    if case.used == "sum":
         dout = dout.new_ones(()).expand(dout.shape)
     dlse = of_queries(x.dlse, rank, x.dlse.dim() - 1)
     function: Callable = _CALLS.get(case.function, _attention)
@@ -48,11 +52,19 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
         tensors = (q, k.squeeze(-2), v.squeeze(-2), placed(x.up_weight, case.shape))
     leaves = [t.detach().requires_grad_(not forward) for t in tensors]
     if case.variant == "plain":  # the mask is causal: None means the same
-        out = getattr(module, case.function)(*leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ()))
+        out = getattr(module, case.function)(
+            *leaves, *((None, layout) if case.function in TAKE_A_LAYOUT else ())
+        )
         _check_returned(case, out)
-        return _results(case, x, out, None, () if forward else torch.autograd.grad(out, leaves, dout))
+        return _results(
+            case, x, out, None, () if forward else torch.autograd.grad(out, leaves, dout)
+        )
     arguments = (*leaves, x.mask, layout) if case.function in TAKE_A_LAYOUT else (*leaves, x.mask)
-    options = _options(case) | {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
+    options = _options(case) | {
+        "scale": x.scale,
+        "backward": case.method,
+        "return_lse": case.returns_lse,
+    }
     options = {name: value for name, value in options.items() if value != DEFAULTS.get(name, ...)}
     if case.has_sink:
         leaves.append(x.sink.detach().requires_grad_(not forward))
@@ -62,9 +74,13 @@ def _attention(module, case, q, k, v, dout, dlse, x, layout) -> Results:
     out, lse = results if case.returns_lse else (results, None)
     if forward:
         return _results(case, x, out, lse)
-    outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(case.used, (out, dout))
+    outputs, grads = {"both": ((out, lse), (dout, dlse)), "lse": (lse, dlse)}.get(
+        case.used, (out, dout)
+    )
     unused = case.used == "lse"  # lse depends on neither v nor the sink: their gradients are 0
-    grads = torch.autograd.grad(outputs, leaves, grads, allow_unused=unused, materialize_grads=unused)
+    grads = torch.autograd.grad(
+        outputs, leaves, grads, allow_unused=unused, materialize_grads=unused
+    )
     return _results(case, x, out, lse, grads)
 
 
@@ -79,11 +95,15 @@ def _check_returned(case: Case, results: Any) -> None:
         raise RuntimeError(f"{case.function} returned {kinds}, expected {expected}")
 
 
-def _results(case: Case, x: Inputs, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor] = ()) -> Any:
+def _results(
+    case: Case, x: Inputs, out: Tensor, lse: Tensor | None, grads: Sequence[Tensor] = ()
+) -> Any:
     """Return the results. Gradients of latent and k_rope get the axis of one head."""
     out, lse = out.detach(), None if lse is None else lse.detach()
     if x.up_weight is not None:
-        return AttendedLatent(out, lse, *grads[:1], *(t.unsqueeze(-2) for t in grads[1:3]), *grads[3:])
+        return AttendedLatent(
+            out, lse, *grads[:1], *(t.unsqueeze(-2) for t in grads[1:3]), *grads[3:]
+        )
     return (AttendedWithSink if case.has_sink else Attended)(out, lse, *grads)
 
 
@@ -97,7 +117,9 @@ def _softcap(x: Inputs) -> dict[str, Any]:
 
 
 def _forward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    options = _softcap(x) | ({"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {})
+    options = _softcap(x) | (
+        {"out_dtype": accumulate_dtype(q.dtype)} if case.variant == "part" else {}
+    )
     return Attended(*module.attention_forward(q, k, v, x.mask, scale=x.scale, **options))
 
 
@@ -109,7 +131,9 @@ def _backward(module, case, q, k, v, dout, dlse, x, layout) -> Results:
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(-1, -2) - dlse
         options = {"delta": delta, "grad_dtype": accumulate_dtype(q.dtype)}
     options |= _softcap(x)
-    grads = module.attention_backward(dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options)
+    grads = module.attention_backward(
+        dout, q, k, v, out, lse, x.mask, scale=x.scale, method=case.method, **options
+    )
     return Attended(None, None, *grads)
 
 
@@ -122,7 +146,9 @@ def _decode(module, case, q, k, v, dout, dlse, x, layout) -> Results:
         return Attended(out)
     mask = tuple(map(of_rank, x.mask)) if isinstance(x.mask, tuple) else of_rank(x.mask)
     options = _softcap(x) | ({"sink": x.sink} if case.has_sink else {})
-    results = module.decode_attention(q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **options)
+    results = module.decode_attention(
+        q, k, v, mask, scale=x.scale, return_lse=case.returns_lse, **options
+    )
     _check_returned(case, results)
     out, lse = results if case.returns_lse else (results, None)
     return AttendedWithSink(out, lse) if case.has_sink else Attended(out, lse)
@@ -139,7 +165,9 @@ def _prepare(module, case, q, k, v, dout, dlse, x, layout) -> Results:
 
 
 def _merge(module, case, q, k, v, dout, dlse, x, layout) -> Results:
-    """Merge two parts of the keys, one third and two thirds, that the reference computed. Fully masked rows of out hold NaN."""
+    """Merge two parts of the keys, one third and two thirds, that the reference computed. Fully
+    masked rows of out hold NaN.
+    """
     middle, n = x.mask.keys // 3, x.mask.keys
     parts: list[Tensor] = []
     for keys in (range(0, middle), range(middle, n)):

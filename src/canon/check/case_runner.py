@@ -1,7 +1,8 @@
 """Run cases on all ranks of a process group.
 
     each rank   inputs -> shards -> module, twice or more; reference, once -> gather
-    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is done
+    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is
+                done
 
 An exception of the module ends all ranks, because the others may be waiting inside the module.
 """
@@ -59,14 +60,16 @@ class CaseRunner:
         module = import_module(self.module)
         with self._kernels():
             for case in self.cases:
-                dist.barrier()  # it ends threads after an interrupt; cases on one rank have no other wait
+                # it ends threads after an interrupt; cases on one rank have no other wait
+                dist.barrier()
                 try:
                     result = self._result(module, case)
                 except (Exception, SystemExit) as error:
                     raise CaseFailed(case.name, f"{type(error).__name__}: {error}") from error
                 if result is not None:
                     with self.sink.open("a") as lines:
-                        lines.write(json.dumps(result) + "\n")  # one write: another thread reads the lines meanwhile
+                        # one write: another thread reads the lines meanwhile
+                        lines.write(json.dumps(result) + "\n")
 
     def rehearse(self) -> None:
         """Run the module once on every case, without the reference and the judge."""
@@ -77,7 +80,9 @@ class CaseRunner:
                     self._program(case)[0](module)
 
     def _program(self, case: Case) -> tuple[Callable[[Any], Any], tuple]:
-        """Return the function of a half that computes the case on this rank, and (mask, layout, inputs)."""
+        """Return the function of a half that computes the case on this rank, and (mask, layout,
+        inputs).
+        """
         rank, mask, x = dist.get_rank(), self.source.mask(case), None
         if case.dtype:
             with _inputs_lock:
@@ -96,21 +101,37 @@ class CaseRunner:
         first, unequal_runs, seconds = self._repeated(program, module, case, exchange)
         of_reference, reference_seconds = _timed(program, reference, case, self.device)
         if exchange:
-            found = _judged_exchange(first, of_reference, answers(case, mask, layout, x, dist.get_rank()), unequal_runs)
+            found = _judged_exchange(
+                first, of_reference, answers(case, mask, layout, x, dist.get_rank()), unequal_runs
+            )
         else:
             found = self._judged(module, case, layout, x, first, of_reference, unequal_runs)
         if dist.get_rank():
             return None
-        verdict = "disagrees" if found["faults"] else "not judged" if found.get("not_judged") else "agrees"
+        verdict = (
+            "disagrees"
+            if found["faults"]
+            else "not judged"
+            if found.get("not_judged")
+            else "agrees"
+        )
         found["faults"] += found.pop("not_judged", [])
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
         found |= {"seconds": seconds, "reference_seconds": [reference_seconds]}
-        return {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict, **found}
+        return {
+            "case": case.name,
+            **shape,
+            "options": dict(case.options),
+            "verdict": verdict,
+            **found,
+        }
 
     def _repeated(
         self, program: Callable[[Any], Any], module: Any, case: Case, exchange: bool
     ) -> tuple[Any, list[str], list[float]]:
-        """Return the first result, the runs with other bits, and the seconds of the first and last run."""
+        """Return the first result, the runs with other bits, and the seconds of the first and last
+        run.
+        """
         first, cold = _timed(program, module, case, self.device)
         unequal_runs, warm = [], cold
         for number in range(2, self.runs + 1):
@@ -129,7 +150,9 @@ class CaseRunner:
         of_reference: Results,
         unequal_runs: list,
     ) -> dict[str, Any]:
-        """Return faults, measures and same_bits on rank 0, {} on the other ranks. A collective of distributed cases."""
+        """Return faults, measures and same_bits on rank 0, {} on the other ranks. A collective of
+        distributed cases.
+        """
         unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
         if case.distributed:
             by_rank = enumerate(_gather_objects(unequal_runs))
@@ -152,7 +175,8 @@ class CaseRunner:
         faults += [*worst_places(verdict.faults, judged, exact, layout), *verdict.faults]
         faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
-        if not (case.method == "fused" and self.device == "cuda"):  # its atomics add dq in no fixed order
+        # its atomics add dq in no fixed order
+        if not (case.method == "fused" and self.device == "cuda"):
             faults += unequal_runs
         errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
         measures = [
@@ -168,7 +192,9 @@ class CaseRunner:
         if exempt:
             found["exempt"] = {name: count for name, (count, _) in exempt.items()}
             if all_of := ", ".join(name for name, (count, of) in exempt.items() if count == of):
-                found["not_judged"] = [f"every value of {all_of} is NaN or infinite, as the planted value allows"]
+                found["not_judged"] = [
+                    f"every value of {all_of} is NaN or infinite, as the planted value allows"
+                ]
         return found
 
     @contextmanager
@@ -185,7 +211,9 @@ class CaseRunner:
             yield
 
 
-def _judged_exchange(first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]) -> dict[str, Any]:
+def _judged_exchange(
+    first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
+) -> dict[str, Any]:
     """Return faults, measures and same_bits of all ranks. Every rank judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
@@ -197,7 +225,11 @@ def _judged_exchange(first: dict, of_reference: dict, expected: dict, unequal_ru
         for fault in faults:
             ranks_of.setdefault(fault, []).append(str(number))
     faults = [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
-    return {"faults": faults, "measures": list(worst.values()), "same_bits": all(same for _, _, same in by_rank)}
+    return {
+        "faults": faults,
+        "measures": list(worst.values()),
+        "same_bits": all(same for _, _, same in by_rank),
+    }
 
 
 def _different_rows(a: Results, b: Results) -> str:
@@ -217,20 +249,35 @@ def _different_rows(a: Results, b: Results) -> str:
 def _unequal_ranks(mine: Results) -> list[str]:
     by_rank = _gather_objects(type(mine)(*(None if x is None else x.cpu() for x in mine)))
     differ = {number: _different_rows(by_rank[0], other) for number, other in enumerate(by_rank)}
-    return [f"rank {number} has other bits than rank 0, in {where}" for number, where in differ.items() if where]
+    return [
+        (f"rank {number} has other bits than rank 0, in {where}")
+        for number, where in differ.items()
+        if where
+    ]
 
 
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
-    if not (case.distributed and dict(case.options).get("rank_invariant") and hasattr(module, "attention")):
+    if not (
+        case.distributed
+        and dict(case.options).get("rank_invariant")
+        and hasattr(module, "attention")
+    ):
         return []
     one = call(module, on_one_rank(case), x, Layout.contiguous(x.q.shape[-3], 1), 0)
-    where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))  # the check adds dsink over the ranks
-    return [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"] if where else []
+    # the check adds dsink over the ranks
+    where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))
+    return (
+        [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"]
+        if where
+        else []
+    )
 
 
 def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
     differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
-    return ", ".join(f"{rows} of {len(a[name])} rows of {name}" for name, rows in differ.items() if rows)
+    return ", ".join(
+        (f"{rows} of {len(a[name])} rows of {name}") for name, rows in differ.items() if rows
+    )
 
 
 def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
@@ -242,9 +289,11 @@ def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) ->
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way to float32.
+    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way
+    to float32.
 
-    With a dout of ones, and one query that sees a key, dv is the rounded operand P itself: this is correct.
+    With a dout of ones, and one query that sees a key, dv is the rounded operand P itself: this is
+    correct.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -253,7 +302,9 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
             continue
         wide = name in {"lse", "dsink"} or case.variant == "part" or case.function == "merge"
         expected = torch.promote_types(narrow, torch.float32) if wide else narrow
-        may_be_rounded = expected == narrow or (name == "dv" and case.used == "sum") or rounded(true.float())
+        may_be_rounded = (
+            expected == narrow or (name == "dv" and case.used == "sum") or rounded(true.float())
+        )
         if x.dtype != expected:
             faults.append(f"{name} is {x.dtype}, expected {expected}")
         elif not may_be_rounded and rounded(x):
@@ -282,7 +333,9 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def _assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is under test: it is not used."""
+    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is
+    under test: it is not used.
+    """
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:

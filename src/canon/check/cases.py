@@ -6,9 +6,10 @@ sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last          a mask with the last queries only
 few           a mask with 17 queries and 5,000 keys or more: the documents come several times
-cancelling    causal over two heavy keys with opposite values, so that partial results are larger than out: merging them in
-              16 bits shows. The dtype has 16 bits if possible.
-nan in k      one element of a visible token of k is NaN; the results of all queries that see it are, too
+cancelling    causal over two heavy keys with opposite values, so that partial results are larger
+              than out: merging them in 16 bits shows. The dtype has 16 bits if possible.
+nan in k      one element of a visible token of k is NaN; the results of all queries that see it
+              are, too
 
 Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
 """
@@ -32,17 +33,25 @@ LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a t
     "striped": lambda mask, ranks: Layout.striped(mask.keys, ranks),
     "planned": lambda mask, ranks: reference.dispatch(mask, ranks, **interleaving(mask, ranks)),
 }
-TILED_LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # with ``rank_invariant=True``; "striped" has no whole tiles
+# with ``rank_invariant=True``; "striped" has no whole tiles
+TILED_LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks, TILE),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, TILE),
     "striped": LAYOUTS["striped"],
     "dispatch": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
 }
 METHODS = ("split", "fused", "head_parallel")
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
 TAKE_A_LAYOUT = {"ring_attention", "latent_attention", "strided_attention", "magi_attention"}
-PLANS = {"dispatch", "cast_plan", "plan_report"}  # pure functions of masks: their cases have no dtype
-EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # cases without attention: `canon.check.exchanges`
+# pure functions of masks: their cases have no dtype
+PLANS = {"dispatch", "cast_plan", "plan_report"}
+# cases without attention: `canon.check.exchanges`
+EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}
 FIXED_LAYOUTS = {"zigzag_attention": "zigzag", "striped_attention": "striped"}
 REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
 RINGS = "ring_attention", "zigzag_attention", "striped_attention", "latent_attention"
@@ -52,7 +61,11 @@ STRIDED = {  # variant: mask, layout, options
     "": ("documents", "contiguous", {}),
     "split_last": ("documents", "zigzag", {"head_stride": 2, "backward_last_stride": 1}),
     "ring_backward": ("causal", "striped", {"backward_schedule": "ring"}),
-    "split_first": ("window", "zigzag", {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1}),
+    "split_first": (
+        "window",
+        "zigzag",
+        {"head_stride": 2, "forward_first_stride": 1, "backward_first_stride": 1},
+    ),
     "one_by_one": ("full", "striped", {}),
     "sink": ("documents", "zigzag", {"sink": True, "head_stride": 2}),
     "branches": ("tree", "zigzag", {"head_stride": 2}),
@@ -80,9 +93,12 @@ PREPARED = {  # function: layout
     "strided_attention": "contiguous", "magi_attention": "planned",
 }  # fmt: skip
 CASTS = (  # variant, mask, layout
-    ("one_cast", "documents", "planned"), ("two_casts", "documents", "planned"), ("one_cast", "documents", "striped"),
-    ("two_casts", "documents", "striped"), ("two_casts", "window", "zigzag"),
-)  # fmt: skip
+    ("one_cast", "documents", "planned"),
+    ("two_casts", "documents", "planned"),
+    ("one_cast", "documents", "striped"),
+    ("two_casts", "documents", "striped"),
+    ("two_casts", "window", "zigzag"),
+)
 PLANTED = (  # function, mask, layout, options, planted
     ("attention", "causal", None, {}, "inf in dout"),
     ("attention", "documents", None, {"variant": "sink", "sink": True}, "nan in k"),
@@ -97,10 +113,15 @@ PLANTED = (  # function, mask, layout, options, planted
     ("attention", "few in a window", None, {"used": "forward"}, "nan in v"),
 )
 CAST_PLANS = {  # mask: layout, casts, own_keys_first
-    "documents": ("planned", 2, True), "causal": ("zigzag", 1, False), "window": ("striped", 1, True),
-    "block_causal": ("planned", 3, True), "full": ("contiguous", 1, True), "tree": ("planned", 2, True),
-}  # fmt: skip
-# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`, ...).
+    "documents": ("planned", 2, True),
+    "causal": ("zigzag", 1, False),
+    "window": ("striped", 1, True),
+    "block_causal": ("planned", 3, True),
+    "full": ("contiguous", 1, True),
+    "tree": ("planned", 2, True),
+}
+# Names without a case: both halves share them, or they compute no result (`backend`, `warm_up`,
+# ...).
 OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
@@ -108,7 +129,9 @@ VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
     """Return arguments of `dispatch` with which chunks of few tokens interleave."""
     tokens = (mask[0] if isinstance(mask, tuple) else mask).queries
-    return dict(chunk=max(1, tokens // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000)
+    return dict(
+        chunk=max(1, tokens // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +150,10 @@ class Shape:
 SHAPES = {  # by mask: (on the CPU, on GPUs)
     "documents": (Shape((4, 2), (32, 32)), Shape((8, 2), (128, 128))),
     "causal": (Shape((2, 1), (64, 32), batch=1), Shape((4, 1), (128, 64), batch=1)),
-    "window": (Shape((2, 2), (48, 48), contiguous=False), Shape((4, 4), (96, 96), contiguous=False)),
+    "window": (
+        Shape((2, 2), (48, 48), contiguous=False),
+        Shape((4, 4), (96, 96), contiguous=False),
+    ),
     "block_causal": (Shape((3, 1), (32, 32), scale=0.15), Shape((6, 1), (64, 64), scale=0.11)),
     "full": (Shape((1, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
 }
@@ -158,14 +184,22 @@ class Case:
     method: str = "auto"
     variant: str = ""  # name of the options
     options: tuple[tuple[str, Any], ...] = ()
-    # The differentiated results: both, out or lse (both are returned), "no lse" or "sum" (of out; lse is not returned),
-    # "forward" (none) or "forward, no lse" (none; only out is returned).
+    # The differentiated results: both, out or lse (both are returned), "no lse" or "sum" (of out;
+    # lse is not returned), "forward" (none) or "forward, no lse" (none; only out is returned).
     used: str = "both"
     planted: str = ""  # a value and a tensor, such as "nan in k"
 
     @property
     def name(self) -> str:
-        parts = (self.function, self.layout, self.mask, self.dtype, self.method, self.variant, self.planted)
+        parts = (
+            self.function,
+            self.layout,
+            self.mask,
+            self.dtype,
+            self.method,
+            self.variant,
+            self.planted,
+        )
         return "/".join(part for part in parts if part and part != "auto")
 
     @property
@@ -179,7 +213,8 @@ class Case:
 
     @property
     def has_latents(self) -> bool:
-        return "latent_attention" in (self.function, self.variant)  # `prepare` names the prepared function as variant
+        # `prepare` names the prepared function as variant
+        return "latent_attention" in (self.function, self.variant)
 
     @property
     def returns_lse(self) -> bool:
@@ -215,21 +250,50 @@ def declined_by(backend: str | None, case: Case) -> str:
 
 
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
-    """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two cases."""
+    """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two
+    cases.
+    """
     alternating = [name for name in dtypes if name != "float64"] or ["float64"]
     cases: list[Case] = []
 
     def add(
-        function: str, mask: str, layout: str | None = None, method="auto", dtype="", variant="", used="both", planted="",
+        function: str,
+        mask: str,
+        layout: str | None = None,
+        method="auto",
+        dtype="",
+        variant="",
+        used="both",
+        planted="",
         **options,
-    ) -> None:  # fmt: skip
-        number = list(SHAPES).index(mask) + (list(LAYOUTS).index(layout) if layout else 0) + METHODS.count(method)
-        turns = [name for name in alternating if "cancelling" in mask and DTYPES[name].itemsize == 2] or alternating
+    ) -> None:
+        number = (
+            list(SHAPES).index(mask)
+            + (list(LAYOUTS).index(layout) if layout else 0)
+            + METHODS.count(method)
+        )
+        turns = [
+            name for name in alternating if "cancelling" in mask and DTYPES[name].itemsize == 2
+        ] or alternating
         dtype = "" if function in PLANS else dtype or turns[number % len(turns)]
         shape = SHAPES[mask][gpu]
-        if planted and shape.heads[1] == 1 and shape.batch < 2:  # a key head that the value does not reach
+        # a key head that the value does not reach
+        if planted and shape.heads[1] == 1 and shape.batch < 2:
             shape = replace(shape, heads=(2, 2))
-        cases.append(Case(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted))
+        cases.append(
+            Case(
+                function,
+                mask,
+                dtype,
+                shape,
+                layout,
+                method,
+                variant,
+                tuple(options.items()),
+                used,
+                planted,
+            )
+        )
 
     _add_local(add)
     _add_rings(add)
@@ -262,8 +326,15 @@ def _add_local(add: Callable[..., None]) -> None:
     for mask in ("documents", "block_causal"):
         add("attention_forward", mask)
         add("merge", mask)
-    for mask, method in (("documents", "split"), ("documents", "fused"), ("documents", "head_parallel"), ("window", "split"),
-                         ("block_causal", "fused"), ("sequences", "split"), ("tree", "head_parallel")):  # fmt: skip
+    for mask, method in (
+        ("documents", "split"),
+        ("documents", "fused"),
+        ("documents", "head_parallel"),
+        ("window", "split"),
+        ("block_causal", "fused"),
+        ("sequences", "split"),
+        ("tree", "head_parallel"),
+    ):
         add("attention_backward", mask, method=method)
     for mask in ("documents", "few in a window"):
         add("attention", mask, variant="softcap", softcap=1.5)
@@ -292,7 +363,11 @@ def _add_rings(add: Callable[..., None]) -> None:
     for function, layout in (("ring_attention", "contiguous"), *FIXED_LAYOUTS.items()):
         add(function, "documents", layout, variant="sink", sink=True)
         add(function, "window", layout, variant="softcap", softcap=1.5)
-    for function, layout in (("ring_attention", "zigzag"), ("ring_attention", "striped"), *FIXED_LAYOUTS.items()):
+    for function, layout in (
+        ("ring_attention", "zigzag"),
+        ("ring_attention", "striped"),
+        *FIXED_LAYOUTS.items(),
+    ):
         add(function, "cancelling", layout, used="forward")
 
 
@@ -310,25 +385,38 @@ def _add_decode(add: Callable[..., None]) -> None:
 def _add_exchanges(add: Callable[..., None]) -> None:
     for function in ("group_cast", "group_reduce"):
         for variant, mask, layout in CASTS:
-            add(function, mask, layout, variant=variant, casts=1 + (variant == "two_casts"), own_keys_first=True)
+            add(
+                function,
+                mask,
+                layout,
+                variant=variant,
+                casts=1 + (variant == "two_casts"),
+                own_keys_first=True,
+            )
     for mask, (layout, casts, own_keys_first) in CAST_PLANS.items():
         add("dispatch", mask)
         add("cast_plan", mask, layout, casts=casts, own_keys_first=own_keys_first)
         add("plan_report", mask, layout)
     add("dispatch", "sequences")
-    for layout, mask in zip(LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True):
+    for layout, mask in zip(
+        LAYOUTS, ("documents", "window", "block_causal", "causal"), strict=True
+    ):
         add("Layout", mask, layout)
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the module has the functions that a case calls, with the parameters of `OPTIONAL` that it passes."""
+    """Return whether the module has the functions that a case calls, with the parameters of
+    `OPTIONAL` that it passes.
+    """
     if case.function == "prepare" and not hasattr(module, case.variant):
         return False
     options = dict(case.options)
     passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
     of = {function: parameters_of(module, function) for function, _ in passed}
-    return all(name in of[f] or any(x.kind is x.VAR_KEYWORD for x in of[f].values()) for f, name in passed)
+    return all(
+        name in of[f] or any(x.kind is x.VAR_KEYWORD for x in of[f].values()) for f, name in passed
+    )
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
@@ -359,7 +447,9 @@ def covered(module: Any, reference: Any) -> Coverage:
     tried = {case.function for case in all_cases(["float32"], False)} & set(vars(reference))
 
     def public(half: Any) -> set[str]:
-        names = getattr(half, "__all__", None) or [name for name in vars(half) if not name.startswith("_")]
+        names = getattr(half, "__all__", None) or [
+            name for name in vars(half) if not name.startswith("_")
+        ]
         return {name for name in names if callable(getattr(half, name, None))} - VOCABULARY
 
     in_canon = module.__name__.startswith("canon.")
@@ -368,6 +458,10 @@ def covered(module: Any, reference: Any) -> Coverage:
     own = {name for name, of in home.items() if f"{of}.".startswith(f"{package}.")}
     known = {name for name in tried if callable(getattr(module, name, None))}
     halves = () if in_canon else (reference, sys.modules.get("canon.fast"))
-    imported = {name for name in known if any(getattr(module, name) is getattr(half, name, None) for half in halves)}
+    imported = {
+        name
+        for name in known
+        if any(getattr(module, name) is getattr(half, name, None) for half in halves)
+    }
     untried = (own | public(reference)) - tried
     return Coverage(*map(sorted, (known - imported, imported, tried - known, untried)))

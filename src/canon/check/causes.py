@@ -1,8 +1,8 @@
 """Find the mistake that a wrong result looks as if a module had made.
 
-A mistake is only named if it gives the results of the worst query of out: out and lse both, up to `CLOSE` of their error, and
-rounding. Without lse, none is named. A factor is only named if it holds for a whole tensor. Otherwise the worst place says
-where to look (`places`).
+A mistake is only named if it gives the results of the worst query of out: out and lse both, up to
+`CLOSE` of their error, and rounding. Without lse, none is named. A factor is only named if it holds
+for a whole tensor. Otherwise the worst place says where to look (`places`).
 """
 
 import math
@@ -21,18 +21,29 @@ CLOSE = 0.05  # a mistake explains an error if it leaves at most this part of it
 CLEAR = 0.25  # rounding is at most this part of an error that has a cause
 
 
-def explained(faults: Sequence[str], got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> list[str]:
-    """Return the mistakes that explain faults: a factor of a tensor, keys that a query sees, scale, soft-cap, sink or heads.
+def explained(
+    faults: Sequence[str], got: Any, exact: Any, honest: Sequence[Any], x: Inputs
+) -> list[str]:
+    """Return the mistakes that explain faults: a factor of a tensor, keys that a query sees, scale,
+    soft-cap, sink or heads.
 
     ``honest``: results with the rounding errors of the dtype.
     """
     wrong = {fault.partition(" ")[0] for fault in faults}
-    named = [name for name, t in zip(got._fields, got, strict=True) if name in wrong and t is not None]
+    named = [
+        name for name, t in zip(got._fields, got, strict=True) if name in wrong and t is not None
+    ]
     factors = {}
     for name in named:
-        rounding = max((_distance(getattr(one, name), getattr(exact, name)) for one in honest), default=0.0)
+        rounding = max(
+            (_distance(getattr(one, name), getattr(exact, name)) for one in honest), default=0.0
+        )
         factors[name] = _factor(getattr(got, name), getattr(exact, name), rounding)
-    lines = [f"{name} is {factor:#.3g} times the expected" for name, factor in factors.items() if factor is not None]
+    lines = [
+        (f"{name} is {factor:#.3g} times the expected")
+        for name, factor in factors.items()
+        if factor is not None
+    ]
     if abs((factors.get("lse") or 0.0) * math.log(2) - 1) < 1e-3:
         lines.append("lse is as if its logarithm had base 2: it must be the natural one")
     if "out" in named and got.lse is not None and factors["out"] is None:
@@ -46,7 +57,9 @@ def _distance(a: Tensor, exact: Tensor) -> float:
 
 
 def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
-    got, exact = (t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (got, exact))
+    got, exact = (
+        t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (got, exact)
+    )
     factor, error = float((got * exact).sum() / exact.square().sum()), float((got - exact).norm())
     small = CLOSE * min(error, abs(factor) * float(exact.norm())) + rounding
     explains = float((got - factor * exact).norm()) <= small and rounding <= CLEAR * error
@@ -54,7 +67,9 @@ def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
 
 
 def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> list[str]:
-    """Return the mistake that gives out and lse of the query with the largest error in out, [] if there is none."""
+    """Return the mistake that gives out and lse of the query with the largest error in out, [] if
+    there is none.
+    """
     batched = lambda t: t if t.dim() == 4 else t[None]
     wide = lambda t: t.to(exact.out.device).double()
     out, true = (batched(wide(t)) for t in (got.out, exact.out))
@@ -63,14 +78,22 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
     b, query, head = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     off, off_lse = float(error.max()), float((lse - true_lse)[b, head, query].abs())
     rounding = max(
-        float((batched(wide(one.out)) - true)[b, query, head].norm().nan_to_num(torch.inf)) for one in honest
+        float((batched(wide(one.out)) - true)[b, query, head].norm().nan_to_num(torch.inf))
+        for one in honest
     )
     if not rounding <= CLEAR * off:
         return []
     exactly = 64 * UNIT * (1 + float(lse[b, head, query].abs().nan_to_num(0.0, 0.0)))  # rounding
-    near, near_lse = CLOSE * off + rounding, (CLOSE * off_lse if math.isfinite(off_lse) else 0.0) + exactly
+    near, near_lse = (
+        CLOSE * off + rounding,
+        (CLOSE * off_lse if math.isfinite(off_lse) else 0.0) + exactly,
+    )
     of_query = f"query {query}" + (f" of sequence {b}" if len(out) > 1 else "")
-    sees = [] if true_lse[b, head, query] > -torch.inf else [f"{of_query} sees no key, so its out must be 0"]
+    sees = (
+        []
+        if true_lse[b, head, query] > -torch.inf
+        else [f"{of_query} sees no key, so its out must be 0"]
+    )
     for text, outs, lses in _mistakes(exact, x, b, query, head):
         far = (outs - out[b, query, head]).norm(dim=-1).nan_to_num(torch.inf)
         far_lse = torch.where(lses == lse[b, head, query], 0.0, (lses - lse[b, head, query]).abs())
@@ -82,10 +105,15 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
     return sees
 
 
-def _mistakes(exact: Any, x: Inputs, b: int, query: int, head: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def _mistakes(
+    exact: Any, x: Inputs, b: int, query: int, head: int
+) -> Iterator[tuple[Any, Tensor, Tensor]]:
     """Yield a text, or one for each row, and rows of out and lse of the query under mistakes."""
     device = exact.out.device
-    q, k, v = ((t if t.dim() == 4 else t[None])[b].to(device).double() for t in (x.q.nan_to_num(), x.k, x.v))
+    q, k, v = (
+        (t if t.dim() == 4 else t[None])[b].to(device).double()
+        for t in (x.q.nan_to_num(), x.k, x.v)
+    )
     mask = x.mask[b] if isinstance(x.mask, tuple) else x.mask
     visible = mask.crop(queries=range(query, query + 1)).dense()[0].to(device)
     share = q.shape[1] // k.shape[1]
@@ -99,7 +127,10 @@ def _mistakes(exact: Any, x: Inputs, b: int, query: int, head: int) -> Iterator[
     if visible.any():
         plain = default_scale(x.q, None, x.softcap)
         if plain != x.scaling:
-            yield f"had the default scale 1 / sqrt(d), not {x.scale:.3g}", *attended(plain, own, sink)
+            yield (
+                (f"had the default scale 1 / sqrt(d), not {x.scale:.3g}"),
+                *attended(plain, own, sink),
+            )
         if x.softcap is not None:
             yield "had no soft-cap", *attended(default_scale(x.q, x.scale, None), own, sink)
         if has_sink:
@@ -107,7 +138,9 @@ def _mistakes(exact: Any, x: Inputs, b: int, query: int, head: int) -> Iterator[
         for other in (i for i in range(k.shape[1]) if i != own):
             text = f"in head {head} read head {other} of k and v, not {own}"
             yield text, *attended(x.scaling, other, sink)
-    weighted, top = _weighted(q[query, head], k[:, own], v[:, own], x.scaling, torch.ones_like(visible))
+    weighted, top = _weighted(
+        q[query, head], k[:, own], v[:, own], x.scaling, torch.ones_like(visible)
+    )
     sign = torch.where(visible, -1.0, 1.0).double()[:, None]
     changed = visible.double() @ weighted + sign * weighted
     names = [
@@ -117,14 +150,20 @@ def _mistakes(exact: Any, x: Inputs, b: int, query: int, head: int) -> Iterator[
     yield names, *_normalised(changed, top, sink)
     hidden, missing = (~visible).cumsum(0).tolist(), (visible.sum() - visible.cumsum(0)).tolist()
     names = [
-        f"saw the keys 0 to {i}" + f"; {more} of them are hidden" * (more > 0) + f"; it missed {less} visible keys" * (less > 0)
+        f"saw the keys 0 to {i}"
+        + f"; {more} of them are hidden" * (more > 0)
+        + f"; it missed {less} visible keys" * (less > 0)
         for i, (more, less) in enumerate(zip(hidden, missing, strict=True))
-    ]  # fmt: skip
+    ]
     yield names, *_normalised(weighted.cumsum(0), top, sink)
 
 
-def _weighted(q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp(score - top) times (v, 1) of each key, and top, the largest score of the keys that are ``seen``."""
+def _weighted(
+    q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return exp(score - top) times (v, 1) of each key, and top, the largest score of the keys that
+    are ``seen``.
+    """
     scores = scores_of(q[None], k.nan_to_num(), scaling)[0]
     top = scores[seen].max()
     weights = torch.exp(scores - top)[:, None]

@@ -12,14 +12,26 @@ from rich.text import Text
 from canon.testing.judge import short
 
 MARKS = {  # verdicts
-    "agrees": "green", "disagrees": "bold red", "failed": "bold red", "declined": "dim", "not judged": "yellow",
-}  # fmt: skip
+    "agrees": "green",
+    "disagrees": "bold red",
+    "failed": "bold red",
+    "declined": "dim",
+    "not judged": "yellow",
+}
 NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
 NUMBERS = {"error", "bound", "ratio", "time"}
-TELLING = (  # parts of faults, the most specific first; after them come exceptions, such as those of shapes
-    "no rank can continue", "the ranks disagree", "sees no key", "as if ", "times the expected", "not finite", "-inf at",
-    "is worst", "is off by",
-)  # fmt: skip
+# parts of faults, the most specific first; after them come exceptions, such as those of shapes
+TELLING = (
+    "no rank can continue",
+    "the ranks disagree",
+    "sees no key",
+    "as if ",
+    "times the expected",
+    "not finite",
+    "-inf at",
+    "is worst",
+    "is off by",
+)
 LINE = 300  # characters of a fault that is not printed in full
 
 
@@ -27,11 +39,20 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     """Return a row for each case, with the measure that has the largest error / bound."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
-        shown.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name != "case", overflow="fold")
+        shown.add_column(
+            name,
+            justify="right" if name in NUMBERS else "left",
+            no_wrap=name != "case",
+            overflow="fold",
+        )
     for result in results:
         if (same := _declined_alike(result, results)) and len(same) > 1:
             if result is same[0]:
-                shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, Text("declined", MARKS["declined"]))
+                shown.add_row(
+                    f"{_function(result)}: {len(same)} cases",
+                    *[""] * 5,
+                    Text("declined", MARKS["declined"]),
+                )
             continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
@@ -45,7 +66,9 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the case with the most specific one, and the most specific one of each other case."""
+    """Print all faults of the case with the most specific one, and the most specific one of each
+    other case.
+    """
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
@@ -63,10 +86,16 @@ def _function(result: dict[str, Any]) -> str:
 
 def _reason(result: dict[str, Any]) -> str:
     """Return the first line of a reason, without the rank that raised first."""
-    return re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0] if result["faults"] else ""
+    return (
+        re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0]
+        if result["faults"]
+        else ""
+    )
 
 
-def _declined_alike(result: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _declined_alike(
+    result: dict[str, Any], results: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Return the declined results of the same function and reason; they are shown in one line."""
     if result["verdict"] != "declined":
         return []
@@ -90,11 +119,19 @@ def _place(fault: str) -> int:
 
 
 def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
-    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record held before."""
+    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record
+    held before.
+    """
     agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
     wrong = len(verdicts) - agree - sum(neither.values())
-    line = f"{agree} of {len(verdicts)} cases agree" + "".join(f", {n} {name}" for name, n in neither.items() if n)
+    line = (f"{agree} of {len(verdicts)} cases agree") + "".join(
+        f", {n} {name}" for name, n in neither.items() if n
+    )
     line += f", {taken} taken from the record" * bool(taken)
-    end = f"[bold red]{line}, {wrong} do not." if wrong else f"[bold {'green' if agree else 'red'}]{line}."
+    end = (
+        (f"[bold red]{line}, {wrong} do not.")
+        if wrong
+        else f"[bold {'green' if agree else 'red'}]{line}."
+    )
     console.print(end)
     return wrong

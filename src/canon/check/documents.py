@@ -1,8 +1,8 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a wrong layout gives wrong
-inputs. Weights and embeddings are small integers: every sum is exact, and the inputs have the same bits on every machine.
-"""
+A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a
+wrong layout gives wrong inputs. Weights and embeddings are small integers: every sum is exact, and
+the inputs have the same bits on every machine."""
 
 import re
 import subprocess
@@ -30,10 +30,11 @@ class Documents:
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """Read files, and the text files of folders; those of this repository if ``paths`` is empty.
+        """Read files, and the text files of folders; those of this repository if ``paths`` is
+        empty.
 
-        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files while they fit. Raises
-        ValueError if there is no text.
+        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files
+        while they fit. Raises ValueError if there is no text.
         """
         root = _home() if not paths else None
         files = _text_files([root]) if root else _text_files(paths)
@@ -68,7 +69,9 @@ def _text_files(paths: Iterable[Path]) -> list[Path]:
     files = []
     for path in paths:
         if path.is_dir():
-            below = _tracked(path) or [f for f in path.rglob("*") if not HIDDEN.search(str(f.relative_to(path)))]
+            below = _tracked(path) or [
+                f for f in path.rglob("*") if not HIDDEN.search(str(f.relative_to(path)))
+            ]
             files += sorted(file for file in below if file.is_file() and file.suffix in TEXT)
         elif path.is_file():
             files.append(path)
@@ -103,8 +106,16 @@ def _within(texts: dict[str, bytes], budget: int) -> list[str]:
     return chosen
 
 
-def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widths: tuple[int, int], seed: int = 0):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32, another one for each ``seed``."""
+def projected(
+    documents: Documents,
+    layout: Layout,
+    heads: tuple[int, int],
+    widths: tuple[int, int],
+    seed: int = 0,
+):
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32, another
+    one for each ``seed``.
+    """
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
 
@@ -114,8 +125,12 @@ def projected(documents: Documents, layout: Layout, heads: tuple[int, int], widt
     bytes_ = torch.tensor(list(b"".join(documents.texts)), dtype=torch.int64)
     table, before = integers(256, _WIDTH), integers(256, _WIDTH)
     x = table[bytes_] + before[bytes_.roll(1)]
-    size = (8.0 * 4.0 * _WIDTH) ** 0.5  # embeddings have variance 2 * 4, weights 4: q, k and v have variance 1
-    q, k, v = ((x @ integers(_WIDTH, n * w)).unflatten(1, (n, w)) / size for n, w in ((h, d), (g, d), (g, dv)))
+    # embeddings have variance 2 * 4, weights 4: q, k and v have variance 1
+    size = (8.0 * 4.0 * _WIDTH) ** 0.5
+    q, k, v = (
+        (x @ integers(_WIDTH, n * w)).unflatten(1, (n, w)) / size
+        for n, w in ((h, d), (g, d), (g, dv))
+    )
     positions = _positions(layout, documents.cu_seqlens)
     return _rotated(q, positions), _rotated(k, positions), v
 
@@ -128,7 +143,9 @@ def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al., RoFormer (2021)."""
+    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al.,
+    RoFormer (2021).
+    """
     half = x.shape[-1] // 2
     angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
     cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))

@@ -1,8 +1,8 @@
 """Draw the random cases of `canon check --random`.
 
-Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits of the module. A mask or
-layout is a Python expression. On GPUs a table has few shapes, because each is compiled.
-"""
+Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits
+of the module. A mask or layout is a Python expression. On GPUs a table has few shapes, because each
+is compiled."""
 
 import re
 from collections.abc import Callable, Collection
@@ -29,17 +29,42 @@ from canon.reference import Band, Layout, Mask
 from canon.testing.judge import Masks
 
 WEIGHTS = {
-    "attention": 4, "attention_forward": 2, "attention_backward": 3, "merge": 1, "ring_attention": 4,
-    "zigzag_attention": 2, "striped_attention": 2, "strided_attention": 4, "magi_attention": 4, "dispatch": 1,
-    "cast_plan": 1, "plan_report": 1, "group_cast": 3, "group_reduce": 2, "Layout": 1, "decode_attention": 2, "prepare": 1,
+    "attention": 4,
+    "attention_forward": 2,
+    "attention_backward": 3,
+    "merge": 1,
+    "ring_attention": 4,
+    "zigzag_attention": 2,
+    "striped_attention": 2,
+    "strided_attention": 4,
+    "magi_attention": 4,
+    "dispatch": 1,
+    "cast_plan": 1,
+    "plan_report": 1,
+    "group_cast": 3,
+    "group_reduce": 2,
+    "Layout": 1,
+    "decode_attention": 2,
+    "prepare": 1,
     "latent_attention": 3,
-}  # fmt: skip
+}
 CASTS: list[dict] = [
-    {"own_keys_first": False}, {"own_keys_first": True}, {"own_keys_first": True}, {"casts": 2}, {"casts": 3}, {"casts": 5},
-]  # fmt: skip
+    {"own_keys_first": False},
+    {"own_keys_first": True},
+    {"own_keys_first": True},
+    {"casts": 2},
+    {"casts": 3},
+    {"casts": 5},
+]
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
-FOR_EACH_SEQUENCE = {*ATTEND, "attention_forward", "attention_backward", "decode_attention", "dispatch"}
+FOR_EACH_SEQUENCE = {
+    *ATTEND,
+    "attention_forward",
+    "attention_backward",
+    "decode_attention",
+    "dispatch",
+}
 TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
 SOFTCAPS = 1.0, 20.0  # few, because each compiles kernels of its own
 LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
@@ -57,7 +82,8 @@ class Table:
     heads: tuple[tuple[int, int], ...]
     widths: tuple[int, ...]
     dtypes: tuple[str, ...]
-    rows: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = ()  # the only (heads, widths, dtype), if any
+    # the only (heads, widths, dtype), if any
+    rows: tuple[tuple[tuple[int, int], tuple[int, int], str], ...] = ()
     unusual: bool = True  # any strides, scales of any sign
 
 
@@ -93,7 +119,9 @@ class Drawn(Case):
 
     @property
     def kind(self) -> str:
-        return "sequences" if self.mask.startswith("(") else re.findall(r"Mask\.(\w+)", self.mask)[0]
+        return (
+            "sequences" if self.mask.startswith("(") else re.findall(r"Mask\.(\w+)", self.mask)[0]
+        )
 
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         return evaluated(self.layout) if self.layout else super().layout_of(mask, 1)
@@ -104,10 +132,21 @@ class Drawn(Case):
         draws |= {"layout": self.layout} if self.layout else {}
         if self.dtype:
             draws |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
-            draws |= {"batch": str(shape.batch) if shape.batch else "packed", "scale": str(shape.scale)}
-            draws |= {"strides": "contiguous" if shape.strides is None else f"random, seed {shape.strides}"}
+            draws |= {
+                "batch": str(shape.batch) if shape.batch else "packed",
+                "scale": str(shape.scale),
+            }
+            draws |= {
+                "strides": "contiguous"
+                if shape.strides is None
+                else f"random, seed {shape.strides}"
+            }
             draws |= {"latent, k_rope": f"{shape.latent} wide"} if shape.latent else {}
-            draws |= {"method": self.method, "variant": self.variant or "-", "differentiated": self.used}
+            draws |= {
+                "method": self.method,
+                "variant": self.variant or "-",
+                "differentiated": self.used,
+            }
             draws |= {"planted": self.planted} if self.planted else {}
             draws |= {"dS": f"up to {self.ds * 65504:.0f}"} if self.ds else {}
         return draws | {name: str(value) for name, value in self.options}
@@ -116,7 +155,9 @@ class Drawn(Case):
 @lru_cache(maxsize=64)
 def evaluated(text: str):
     """Evaluate the expression of a mask or a layout."""
-    return eval(text, {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch})
+    return eval(
+        text, {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
+    )
 
 
 @dataclass(frozen=True)
@@ -125,7 +166,8 @@ class Limits:
 
     functions: Collection[str] = tuple(WEIGHTS)
     words: frozenset[str] = frozenset()
-    fit: Callable[[Drawn], Drawn | None] = lambda case: case  # returns a case that the module accepts, or None
+    # returns a case that the module accepts, or None
+    fit: Callable[[Drawn], Drawn | None] = lambda case: case
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -133,7 +175,9 @@ class Limits:
         return frozenset({"causal"}) if "no-mask" in self.words else self.words & set(MASKS)
 
 
-def drawn(seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()) -> Drawn:
+def drawn(
+    seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()
+) -> Drawn:
     """Return case ``index`` of ``seed``. Raises ValueError if no case fits the limits."""
     draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
     for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
@@ -159,9 +203,24 @@ def _work(case: Drawn) -> int:
     return work * case.shape.heads[0]
 
 
-def _drawn(draw: Random, function: str, seed: int, index: int, table: Table, most_ranks: int, limits: Limits) -> Drawn:
-    no_options = bool(limits.words & {"no-options", "no-mask"}) and function in {*ATTEND, "prepare"} | REPLICATED
-    ranks = draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0] if function in DISTRIBUTED else 1
+def _drawn(
+    draw: Random,
+    function: str,
+    seed: int,
+    index: int,
+    table: Table,
+    most_ranks: int,
+    limits: Limits,
+) -> Drawn:
+    no_options = (
+        bool(limits.words & {"no-options", "no-mask"})
+        and function in {*ATTEND, "prepare"} | REPLICATED
+    )
+    ranks = (
+        draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0]
+        if function in DISTRIBUTED
+        else 1
+    )
     invariant = function in RANK_INVARIANT and draw.random() < 0.3 and not no_options
     tokens = table.shared_tokens if function in DISTRIBUTED else table.tokens
     n = size(draw, tokens)
@@ -171,29 +230,53 @@ def _drawn(draw: Random, function: str, seed: int, index: int, table: Table, mos
     if function in DISTRIBUTED - REPLICATED:
         mask = square(draw, n, only=limits.kinds)
         prepared = draw.choice(list(PREPARED)) if function == "prepare" else ""
-        fixed = FIXED_LAYOUTS.get(prepared or function) or ("contiguous" if function == "dispatch" else None)
-        layout = (tiled_layout if invariant else layout_of)(draw, mask, evaluated(mask).queries, ranks, fixed)
+        fixed = FIXED_LAYOUTS.get(prepared or function) or (
+            "contiguous" if function == "dispatch" else None
+        )
+        layout = (tiled_layout if invariant else layout_of)(
+            draw, mask, evaluated(mask).queries, ranks, fixed
+        )
     else:
-        mask, prepared = square(draw, n, only=limits.kinds) if limits.kinds else any_mask(draw, n), ""
+        mask, prepared = (
+            square(draw, n, only=limits.kinds) if limits.kinds else any_mask(draw, n),
+            "",
+        )
     if function in REPLICATED:
         layout = layout_of(
-            draw, mask, evaluated(mask).keys, ranks, draw.choice(["contiguous", "zigzag", "uneven", "empty"])
+            draw,
+            mask,
+            evaluated(mask).keys,
+            ranks,
+            draw.choice(["contiguous", "zigzag", "uneven", "empty"]),
         )
     has_latents = "latent_attention" in (function, prepared)
-    dtype, shape = ("", Shape((1, 1), (1, 1))) if function in PLANS else _shape(draw, table, ranks, has_latents)
+    dtype, shape = (
+        ("", Shape((1, 1), (1, 1)))
+        if function in PLANS
+        else _shape(draw, table, ranks, has_latents)
+    )
     method, variant, used, options = _options(draw, function, shape, dtype, invariant)
     if no_options:
         method, options = "auto", {}
         variant = "plain" if "no-mask" in limits.words and function in ATTEND else variant
     if prepared:
         method, variant, options = "auto", prepared, {}
-    elif function in FOR_EACH_SEQUENCE and not (invariant and layout) and variant != "plain" and draw.random() < 0.15:
+    elif (
+        function in FOR_EACH_SEQUENCE
+        and not (invariant and layout)
+        and variant != "plain"
+        and draw.random() < 0.15
+    ):
         sizes = evaluated(mask).queries, evaluated(mask).keys
         mask, shape = f"({mask}, {ranges(draw, *sizes)})", replace(shape, batch=2)
     elif variant == "plain" and function in REPLICATED:
-        mask, shape = f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})", replace(shape, scale=None)
+        mask, shape = (
+            (f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})"),
+            replace(shape, scale=None),
+        )
     elif variant == "plain":
-        n += -n % ranks  # without a mask, a function that makes its layout assumes shards of equal length
+        # without a mask, a function that makes its layout assumes shards of equal length
+        n += -n % ranks
         mask, shape = f"Mask.causal({n})", replace(shape, contiguous=True, scale=None)
         layout = layout_of(draw, mask, n, ranks, fixed) if layout else None
     attends = dtype and function not in EXCHANGES
@@ -205,24 +288,49 @@ def _drawn(draw: Random, function: str, seed: int, index: int, table: Table, mos
         options["softcap"] = draw.choice(SOFTCAPS)
     of_dout = used in {"both", "out", "no lse"} and function not in {"attention_forward", "merge"}
     narrow = dtype == "float16" and options.get("reduce_dtype") != "float16"
-    ds = draw.choice(DS) if narrow and unplanted and of_dout and not shape.latent and draw.random() < 0.4 else 0.0
+    ds = (
+        draw.choice(DS)
+        if narrow and unplanted and of_dout and not shape.latent and draw.random() < 0.4
+        else 0.0
+    )
     numbers = seed, index, ranks, ds
-    return Drawn(function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used, planted, *numbers)
+    return Drawn(
+        function,
+        mask,
+        dtype,
+        shape,
+        layout,
+        method,
+        variant,
+        tuple(options.items()),
+        used,
+        planted,
+        *numbers,
+    )
 
 
 def _planted(draw: Random, function: str, used: str) -> str:
-    """Return a value and a tensor for one case in eight, else "". A tensor that the case does not use gets none."""
-    without_dout = used == "sum" or used.startswith("forward") or function in {"attention_forward", "merge"}
+    """Return a value and a tensor for one case in eight, else "". A tensor that the case does not
+    use gets none.
+    """
+    without_dout = (
+        used == "sum" or used.startswith("forward") or function in {"attention_forward", "merge"}
+    )
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 
 
 def _may_be_large(dtype: str, shape: Shape, options: dict) -> bool:
-    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's share underflows.
+    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's
+    share underflows.
 
     Rounding of projected keys changes the largest score.
     """
-    return "float16" not in (dtype, options.get("reduce_dtype")) and "sink" not in options and not shape.latent
+    return (
+        "float16" not in (dtype, options.get("reduce_dtype"))
+        and "sink" not in options
+        and not shape.latent
+    )
 
 
 def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[str, Shape]:
@@ -230,7 +338,10 @@ def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[s
         heads, widths, dtype = draw.choice(table.rows)
     else:
         heads = draw.choice([heads for heads in table.heads if ranks <= 4 or heads[0] <= 2])
-        widths, dtype = (draw.choice(table.widths), draw.choice(table.widths)), draw.choice(table.dtypes)
+        widths, dtype = (
+            (draw.choice(table.widths), draw.choice(table.widths)),
+            draw.choice(table.dtypes),
+        )
         widths = widths if draw.random() < 0.6 else (widths[0], widths[0])
     batch = draw.choice([0, 1, 1, 2] if ranks <= 4 and heads[0] <= 2 else [0, 1])
     scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * table.unusual)
@@ -239,12 +350,18 @@ def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[s
     shape = Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
     if has_latents:  # a head of K for each query head, wider than k_rope
         d = max(2, widths[0])
-        latent = (draw.choice(table.widths), draw.randint(1, d - 1)) if table.unusual else (64, max(8, d // 32 * 8))
+        latent = (
+            (draw.choice(table.widths), draw.randint(1, d - 1))
+            if table.unusual
+            else (64, max(8, d // 32 * 8))
+        )
         shape = replace(shape, heads=(heads[0], heads[0]), widths=(d, widths[1]), latent=latent)
     return dtype, shape
 
 
-def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: bool) -> tuple[str, str, str, dict]:
+def _options(
+    draw: Random, function: str, shape: Shape, dtype: str, invariant: bool
+) -> tuple[str, str, str, dict]:
     options: dict = {}
     if function in EXCHANGES:
         if function in {"cast_plan", "group_cast", "group_reduce"}:
@@ -274,8 +391,11 @@ def _options(draw: Random, function: str, shape: Shape, dtype: str, invariant: b
         options |= _strides(draw, shape.heads[1], invariant)
     if invariant:
         return draw.choice(["auto", "split", "head_parallel"]), variant, used, options
-    methods = ["split", "fused", "head_parallel"] if function == "attention_backward" else ["auto", "auto", "split",
-                "fused", "head_parallel"]  # fmt: skip
+    methods = (
+        ["split", "fused", "head_parallel"]
+        if function == "attention_backward"
+        else ["auto", "auto", "split", "fused", "head_parallel"]
+    )
     return draw.choice(methods), variant, used, options
 
 
@@ -285,7 +405,9 @@ def _strides(draw: Random, heads: int, invariant: bool) -> dict:
     ring = draw.random() < 0.2 and not invariant
     options |= {"backward_schedule": "ring"} if ring else {}
     if stride > 1:
-        parts = ["forward_first_stride"] + ["backward_first_stride", "backward_last_stride"] * (not ring)
+        parts = ["forward_first_stride"] + ["backward_first_stride", "backward_last_stride"] * (
+            not ring
+        )
         options |= {name: draw.randint(1, stride - 1) for name in parts if draw.random() < 0.5}
         if heads == stride and {"backward_first_stride", "backward_last_stride"} <= options.keys():
             del options["backward_last_stride"]

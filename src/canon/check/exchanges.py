@@ -1,8 +1,10 @@
 """Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
     dispatch, plan_report    equal to the reference
-    cast_plan                equal to the reference; each rank receives once every token that the mask needs there
-    group_cast               rows equal to the plan's tokens of the full tensor, by source and by row there
+    cast_plan                equal to the reference; each rank receives once every token that the
+                             mask needs there
+    group_cast               rows equal to the plan's tokens of the full tensor, by source and by
+                             row there
     group_reduce             as close to the float64 sum as float32 sums in any order
     Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 
@@ -29,7 +31,9 @@ Tables = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Answer:
-    """An expected table: equal to ``exact``, or as close to it as the sums ``honest`` in other orders."""
+    """An expected table: equal to ``exact``, or as close to it as the sums ``honest`` in other
+    orders.
+    """
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
@@ -37,20 +41,31 @@ class Answer:
     tokens: Tensor | None = None  # the token of each row, if the rows are tokens
 
 
-def tables(module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> Tables:
+def tables(
+    module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int
+) -> Tables:
     """Return the tables of ``module`` on this rank."""
     return _RUNNERS[case.function](module, case, mask, layout, x, rank)
 
 
-def answers(case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int) -> dict[str, Answer]:
-    """Return the expected tables on this rank: those of the reference, unless another way computes them."""
+def answers(
+    case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int
+) -> dict[str, Answer]:
+    """Return the expected tables on this rank: those of the reference, unless another way computes
+    them.
+    """
     if case.function in _ANSWERS:
         return _ANSWERS[case.function](case, mask, layout, x, rank)
-    return {name: Answer(table) for name, table in tables(reference, case, mask, layout, x, rank).items()}
+    return {
+        name: Answer(table)
+        for name, table in tables(reference, case, mask, layout, x, rank).items()
+    }
 
 
 def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
-    """Return all measures and faults. If a table must be equal, its error is the number of wrong rows."""
+    """Return all measures and faults. If a table must be equal, its error is the number of wrong
+    rows.
+    """
     measures, faults = [], []
     for name, answer in expected.items():
         mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
@@ -65,7 +80,10 @@ def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], l
             measures.append(Measure(name, "rows", float(len(rows)), 0.0))
             if len(rows):
                 token = "" if answer.tokens is None else f", token {int(answer.tokens[rows[0]])}"
-                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is row {rows[0]}{token}")
+                faults.append(
+                    f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is "
+                    f"row {rows[0]}{token}"
+                )
     return measures, faults
 
 
@@ -115,7 +133,10 @@ def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     for rows, visible in visible_blocks(mask):
         needed |= visible[mine[rows]].any(0)
     need = places[needed & ~mine][:, [1, 2, 0]]
-    return {"plan": Answer(_cast_plan(reference, case, mask, layout, x, rank)["plan"]), "need": Answer(need)}
+    return {
+        "plan": Answer(_cast_plan(reference, case, mask, layout, x, rank)["plan"]),
+        "need": Answer(need),
+    }
 
 
 def _moves(plan: CastPlan) -> Tensor:
@@ -163,12 +184,16 @@ def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
     plan = reference.cast_plan(mask, layout, **dict(case.options))
     full = x.k.movedim(-3, 0)
     received = [_tokens_received(plan, cast, rank).to(full.device) for cast in range(plan.casts)]
-    return {f"cast {cast}": Answer(full[tokens], tokens=tokens) for cast, tokens in enumerate(received)}
+    return {
+        f"cast {cast}": Answer(full[tokens], tokens=tokens) for cast, tokens in enumerate(received)
+    }
 
 
 def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    start, *parts = (torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks))
+    start, *parts = (
+        torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks)
+    )
     return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
 
 
@@ -222,7 +247,9 @@ def _layout(module, case, mask, layout, x, rank) -> Tables:
         "gradient of unshard": torch.autograd.grad(replicated, mine, grads[0])[0],
         "sum": torch.autograd.grad(partial, mine, grads[rank])[0],
     }
-    return {"positions": made.positions(rank)[:, None]} | {name: table.movedim(-3, 0) for name, table in found.items()}
+    return {"positions": made.positions(rank)[:, None]} | {
+        name: table.movedim(-3, 0) for name, table in found.items()
+    }
 
 
 def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
@@ -238,16 +265,26 @@ def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
         "gradient of shard": scattered,
         "gradient of unshard": grads[0][mine],
     }
-    summed = replace(_summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine)
+    summed = replace(
+        _summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine
+    )
     tokens = {"positions": positions, "shard": positions, "gradient of unshard": positions}
-    return {name: Answer(table, tokens=tokens.get(name)) for name, table in equal.items()} | {"sum": summed}
+    return {name: Answer(table, tokens=tokens.get(name)) for name, table in equal.items()} | {
+        "sum": summed
+    }
 
 
 _RUNNERS: dict[str, Callable[..., Tables]] = {
-    "dispatch": _dispatch, "cast_plan": _cast_plan, "plan_report": _plan_report, "group_cast": _group_cast,
-    "group_reduce": _group_reduce, "Layout": _layout,
-}  # fmt: skip
+    "dispatch": _dispatch,
+    "cast_plan": _cast_plan,
+    "plan_report": _plan_report,
+    "group_cast": _group_cast,
+    "group_reduce": _group_reduce,
+    "Layout": _layout,
+}
 _ANSWERS: dict[str, Callable[..., dict[str, Answer]]] = {
-    "cast_plan": _cast_plan_answer, "group_cast": _group_cast_answer, "group_reduce": _group_reduce_answer,
+    "cast_plan": _cast_plan_answer,
+    "group_cast": _group_cast_answer,
+    "group_reduce": _group_reduce_answer,
     "Layout": _layout_answer,
-}  # fmt: skip
+}

@@ -32,7 +32,9 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 def any_mask(draw: Random, n: int) -> str:
     """Return a mask of n queries and any number of keys."""
-    kind = draw.choice(["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"])
+    kind = draw.choice(
+        ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
+    )
     keys = size(draw, max(3, 2 * n))
     if kind == "causal":
         return f"Mask.causal({n}, {keys})"
@@ -70,7 +72,8 @@ def _tree(draw: Random, n: int) -> str:
     """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
     starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
     lengths = [
-        draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)]) for start, stop in pairwise([*starts, n])
+        draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)])
+        for start, stop in pairwise([*starts, n])
     ]
     parents, path = [], [-1]
     for node in range(len(starts)):
@@ -91,12 +94,16 @@ def _blocks(draw: Random, n: int) -> str:
 
 
 def _validity(draw: Random, n: int, sides: str) -> str:
-    arguments = [f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides]
+    arguments = [
+        (f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}") for side in sides
+    ]
     return "".join(argument for argument in arguments if draw.random() < 0.5)
 
 
 def ranges(draw: Random, queries: int, keys: int) -> str:
-    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid: none overlap."""
+    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid:
+    none overlap.
+    """
     rows, columns, kinds = [], [], []
     cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -115,7 +122,9 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 
 def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
+    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their
+    rank.
+    """
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"
@@ -127,13 +136,20 @@ def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> 
     for pieces in held:
         draw.shuffle(pieces)
         pieces.sort(key=lambda piece: piece[1] - piece[0] < 128)  # a short piece is the last one
-    texts = ["[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]" for pieces in held]
+    texts = [
+        "[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]"
+        for pieces in held
+    ]
     return f"Layout([{', '.join(texts)}], {n})"
 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
-    """Return a layout of n tokens, of the kind ``fixed`` or of any kind: uneven shards and empty ones too."""
-    kind = fixed or draw.choice(["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"])
+    """Return a layout of n tokens, of the kind ``fixed`` or of any kind: uneven shards and empty
+    ones too.
+    """
+    kind = fixed or draw.choice(
+        ["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"]
+    )
     if kind in {"contiguous", "zigzag", "striped"}:
         return f"Layout.{kind}({n}, {ranks})"
     if kind == "planned":
@@ -152,7 +168,11 @@ def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) ->
     if kind == "uneven":
         owners = list(range(ranks))
     else:
-        holders = draw.sample(range(ranks), draw.randint(1, ranks)) if kind == "empty" else list(range(ranks))
+        holders = (
+            draw.sample(range(ranks), draw.randint(1, ranks))
+            if kind == "empty"
+            else list(range(ranks))
+        )
         draw.shuffle(pieces)
         owners = [draw.choice(holders) for _ in pieces]
     for owner, (start, stop) in zip(owners, pieces, strict=False):

@@ -1,4 +1,6 @@
-"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and dtypes share both."""
+"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and
+dtypes share both.
+"""
 
 import math
 from dataclasses import dataclass, replace
@@ -33,7 +35,8 @@ def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
         return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
         return x
-    with_gaps = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 16)[..., : t.shape[-1]].copy_(t)  # after each row
+    # after each row
+    with_gaps = lambda t: t.new_empty(*t.shape[:-1], t.shape[-1] + 16)[..., : t.shape[-1]].copy_(t)
     return with_gaps(x.transpose(-3, -2)).transpose(-3, -2) if heads_first else with_gaps(x)
 
 
@@ -61,7 +64,8 @@ class Inputs:
     scale: float | None
     sink: Tensor
     softcap: float | None = None
-    up_weight: Tensor | None = None  # of `latent_attention`: then k is the latent, v k_rope, with the axis of a head
+    # of `latent_attention`: then k is the latent, v k_rope, with the axis of a head
+    up_weight: Tensor | None = None
 
     @property
     def scaling(self) -> Scale:
@@ -70,26 +74,36 @@ class Inputs:
 
 
 def with_latents(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention`: a head of k is the latent, and a part of a head of v is k_rope."""
+    """Return inputs of `latent_attention`: a head of k is the latent, and a part of a head of v is
+    k_rope.
+    """
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
-    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q.device, x.q.dtype)
+    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(
+        x.q.device, x.q.dtype
+    )
     return replace(x, k=x.k[..., :1, :], v=x.v[..., :1, :rope], up_weight=weight)
 
 
 def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return the weight of a projection in float32: from a latent of variance 1 to K and V of variance 1."""
+    """Return the weight of a projection in float32: from a latent of variance 1 to K and V of
+    variance 1.
+    """
     return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
 def with_projected_keys(x: Inputs) -> Inputs:
-    """Return the inputs of `latent_attention` with K and V in float64, as the oracle projects them."""
+    """Return the inputs of `latent_attention` with K and V in float64,
+    as the oracle projects them.
+    """
     k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
     return replace(x, k=k, v=v)
 
 
 @lru_cache(maxsize=12)
-def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, planted: str) -> Inputs:
+def _inputs(
+    mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, planted: str
+) -> Inputs:
     documents = _sequence(mask_name, documents)
     dtype, tokens = DTYPES[dtype_name], documents.tokens
     rows = [
@@ -100,8 +114,11 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
     if dtype.itemsize == 2:
-        # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums shows
-        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[:, None, None]
+        # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums
+        # shows
+        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[
+            :, None, None
+        ]
         offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
         v, dout = v + offset, dout + offset
     if "cancelling" in mask_name:
@@ -110,7 +127,11 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
     mask = _mask(mask_name, documents)
     masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
-    q, dout, dlse = q[:, -masks[0].queries :], dout[:, -masks[0].queries :], dlse[..., -masks[0].queries :]
+    q, dout, dlse = (
+        q[:, -masks[0].queries :],
+        dout[:, -masks[0].queries :],
+        dlse[..., -masks[0].queries :],
+    )
     q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
     hide(masks, q, k, v, dout)
     if planted:
@@ -121,20 +142,25 @@ def _inputs(mask_name: str, dtype_name: str, shape: Shape, documents: Documents,
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys about a quarter of each query's weight, and opposite values: the first, and one after ``part`` of the keys.
+    """Give two keys about a quarter of each query's weight, and opposite values: the first, and one
+    after ``part`` of the keys.
 
-    For most numbers of ranks they are on different ranks, in contiguous, zigzag and striped layouts.
+    For most numbers of ranks they are on different ranks, in contiguous, zigzag and striped
+    layouts.
     """
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
-    large = (math.log(max(2, tokens)) * d**0.5) ** 0.5  # a score of large * large / sqrt(d) = log(tokens)
+    # a score of large * large / sqrt(d) = log(tokens)
+    large = (math.log(max(2, tokens)) * d**0.5) ** 0.5
     q[..., 0], k[..., 0], k[:, heavy] = large, 0, 0
     k[:, heavy, :, 0] = large
     v[:, heavy] = torch.tensor([6.0, -6.0])[:, None, None]
 
 
 def _sequence(mask_name: str, documents: Documents) -> Documents:
-    """Return the documents of a mask's sequence: all, or for few queries all of them several times."""
+    """Return the documents of a mask's sequence: all,
+    or for few queries all of them several times.
+    """
     times = max(1, -(-MANY_KEYS.get(mask_name, 0) // documents.tokens))
     return Documents(documents.names * times, documents.texts * times)
 
@@ -146,7 +172,10 @@ def _mask(name: str, documents: Documents) -> Masks:
     if name == "sequences":
         return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
     if name == "last of sequences":
-        return tuple(mask.crop(queries=last) for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0)))
+        return tuple(
+            mask.crop(queries=last)
+            for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0))
+        )
     if name == "last" or name == "last cancelling":
         return Mask.causal(len(last), tokens)
     if name == "last full":
@@ -154,17 +183,25 @@ def _mask(name: str, documents: Documents) -> Masks:
     if name == "few":
         return Mask.causal(FEW, tokens)
     if name == "few in a window":
-        return Mask.window(tokens, tokens // 2, 5).crop(queries=range(tokens - 2000, tokens - 2000 + FEW))
-    if name == "block_causal":  # each document sees itself and all documents before it, except padding
-        blocks = torch.repeat_interleave(torch.arange(len(documents.lengths)), torch.tensor(documents.lengths))
+        return Mask.window(tokens, tokens // 2, 5).crop(
+            queries=range(tokens - 2000, tokens - 2000 + FEW)
+        )
+    # each document sees itself and all documents before it, except padding
+    if name == "block_causal":
+        blocks = torch.repeat_interleave(
+            torch.arange(len(documents.lengths)), torch.tensor(documents.lengths)
+        )
         position = torch.arange(tokens) / max(1, tokens)
         return Mask.block_causal(
-            blocks, q_valid=(position < 0.6) | (position > 0.7), k_valid=(position < 0.65) | (position > 0.8)
+            blocks,
+            q_valid=(position < 0.6) | (position > 0.7),
+            k_valid=(position < 0.65) | (position > 0.8),
         )
     if name == "tree":  # a node for each document, with a gap at its end
         depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(documents.lengths))]
         parents = [
-            max((i for i in range(place) if depths[i] < depths[place]), default=-1) for place in range(len(depths))
+            max((i for i in range(place) if depths[i] < depths[place]), default=-1)
+            for place in range(len(depths))
         ]
         return Mask.tree([*parents, -1], [*(n - n // 8 for n in documents.lengths), 0], cu_seqlens)
     return {
@@ -178,24 +215,37 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 @lru_cache(maxsize=12)
-def _expected_latent(given: tuple, with_lse: bool, with_sink: bool, softcap: float | None) -> "Expected":
+def _expected_latent(
+    given: tuple, with_lse: bool, with_sink: bool, softcap: float | None
+) -> "Expected":
     x = with_latents(replace(_inputs(*given), softcap=softcap))
     tensors, sink = (x.q, x.k, x.v, x.up_weight, x.dout), x.sink if with_sink else None
     arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
     few = None
     if sink is not None:
         keys = with_projected_keys(x)
-        few = AttendedLatent(dsink=sink_roundings(x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, sink))
+        few = AttendedLatent(
+            dsink=sink_roundings(x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, sink)
+        )
     return Expected(latent_oracle(*arguments), latent_orders(*arguments), few)
 
 
 @lru_cache(maxsize=12)
-def _expected(given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap: float | None) -> "Expected":
+def _expected(
+    given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap: float | None
+) -> "Expected":
     x = replace(_inputs(*given), softcap=softcap)
-    tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t for t in (x.q, x.k, x.v, x.dout)]
+    tensors = [
+        t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t
+        for t in (x.q, x.k, x.v, x.dout)
+    ]
     sink = x.sink if with_sink else None
     arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
-    few = None if sink is None else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
+    few = (
+        None
+        if sink is None
+        else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
+    )
     exact = oracle(*arguments)
     *_, planted = given
     places = planted_places(planted, exact, x) if planted else ()
@@ -210,7 +260,9 @@ def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Re
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results, and optional distances from `roundings` and places from `planted_places`."""
+    """The oracle's result, honest results, and optional distances from `roundings` and places from
+    `planted_places`.
+    """
 
     exact: Any
     honest: list[Any]
@@ -238,5 +290,13 @@ class FromDocuments:
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
         with_lse = case.variant != "plain" and case.used in {"both", "lse"}
         if case.has_latents:
-            return _expected_latent(self._given(case, device), with_lse, case.has_sink, case.softcap)
-        return _expected(self._given(case, device), case.function == "merge", with_lse, case.has_sink, case.softcap)
+            return _expected_latent(
+                self._given(case, device), with_lse, case.has_sink, case.softcap
+            )
+        return _expected(
+            self._given(case, device),
+            case.function == "merge",
+            with_lse,
+            case.has_sink,
+            case.softcap,
+        )

@@ -1,4 +1,6 @@
-"""Import the module of `canon check`, keep it from ending the process, and tell what its names and parameters mean here."""
+"""Import the module of `canon check`, keep it from ending the process, and tell what its names and
+parameters mean here.
+"""
 
 import importlib
 import inspect
@@ -26,7 +28,9 @@ UNUSED = (
 
 @contextmanager
 def without_ends() -> Iterator[None]:
-    """Let functions of os that end this process raise SystemExit. Otherwise a module could end a check with status 0."""
+    """Let functions of os that end this process raise SystemExit. Otherwise a module could end a
+    check with status 0.
+    """
     process = os.getpid()
 
     def raising(name: str, real: Any) -> Any:
@@ -44,12 +48,19 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. Raises ValueError that says why it cannot be imported."""
+    """Return the module, which may be in the current folder. Raises ValueError that says why it
+    cannot be imported.
+    """
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
-        remedy = f"in the folder of the file, write `canon check {path.stem.strip('.') or 'my_attention'}`"
+        remedy = (
+            "in the folder of the file, write `canon check "
+            f"{path.stem.strip('.') or 'my_attention'}`"
+        )
         remedy = "export the notebook as a .py file first" if path.suffix == ".ipynb" else remedy
-        raise ValueError(f"cannot import {name!r}: expected the name of a module, not a path; {remedy}")
+        raise ValueError(
+            f"cannot import {name!r}: expected the name of a module, not a path; {remedy}"
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder
     try:
@@ -71,7 +82,9 @@ def _failed(name: str, error: BaseException) -> ValueError:
     while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
         last, frames = last.tb_next, frames[1:]
     told = "".join(traceback.format_exception(type(error), error, last))
-    return ValueError(f"cannot import {name}: it raises {type(error).__name__}: {error}\n{told.rstrip()}")
+    return ValueError(
+        f"cannot import {name}: it raises {type(error).__name__}: {error}\n{told.rstrip()}"
+    )
 
 
 def _of_import(file: str) -> bool:
@@ -79,14 +92,19 @@ def _of_import(file: str) -> bool:
 
 
 def uses_kernels(module: ModuleType) -> bool:
-    """Return whether the module, or one of its folder that it imports, uses Triton or `canon.fast`."""
+    """Return whether the module, or one of its folder that it imports,
+    uses Triton or `canon.fast`.
+    """
     folder = Path(module.__file__ or "").resolve().parent
     left, seen = [module], set()
     while left:
         one = left.pop()
         if f"{one.__name__}.".startswith(("triton.", "canon.fast.")):
             return True
-        if one.__name__ in seen or folder not in Path(getattr(one, "__file__", None) or "/").resolve().parents:
+        if (
+            one.__name__ in seen
+            or folder not in Path(getattr(one, "__file__", None) or "/").resolve().parents
+        ):
             continue
         seen.add(one.__name__)
         for value in vars(one).values():
@@ -97,25 +115,32 @@ def uses_kernels(module: ModuleType) -> bool:
 
 
 def remarks(module: ModuleType, functions: list[str]) -> list[str]:
-    """Return what the author of a module outside canon must know about the ``functions`` that the check runs."""
+    """Return what the author of a module outside canon must know about the ``functions`` that the
+    check runs.
+    """
     if module.__name__.startswith("canon."):
         return []
     whole = {*ATTEND, *REPLICATED}
     lines = []
     if parts := [name for name in functions if name not in whole]:
         lines.append(
-            f"By their names, these are compared with the same functions of canon.reference: {', '.join(parts)}. "
+            "By their names, these are compared with the same functions of canon.reference: "
+            f"{', '.join(parts)}. "
             "A function with another purpose needs another name."
         )
     for name in (name for name in functions if name in whole):
         given = parameters_of(module, name)
         if unused := [parameter for parameter in given if parameter in UNUSED]:
             own = ", ".join(
-                f"{x}={given[x].default}" for x in unused if given[x].default is not inspect.Parameter.empty
+                f"{x}={given[x].default}"
+                for x in unused
+                if given[x].default is not inspect.Parameter.empty
             )
             lines.append(
-                f"{name}: the check passes a mask as the argument after v, and never {', '.join(unused)} "
-                f"(default: {own or 'none'}). Wrap such a function: `def {name}(q, k, v): return yours(q, k, v, causal=True)` "
+                f"{name}: the check passes a mask as the argument after v, and never "
+                f"{', '.join(unused)} "
+                f"(default: {own or 'none'}). Wrap such a function: `def {name}(q, k, v): return "
+                "yours(q, k, v, causal=True)` "
                 "with --features no-mask, or make yours take a canon.Mask; dropout must be 0."
             )
     return lines

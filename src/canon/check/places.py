@@ -9,15 +9,25 @@ from canon.reference import Layout
 from canon.testing.judge import Results
 
 
-def worst_places(faults: Sequence[str], got: Results, exact: Results, layout: Layout | None) -> list[str]:
-    """Return a line for each tensor that a fault names. ``layout``: None if all ranks have the same queries."""
+def worst_places(
+    faults: Sequence[str], got: Results, exact: Results, layout: Layout | None
+) -> list[str]:
+    """Return a line for each tensor that a fault names. ``layout``: None if all ranks have the same
+    queries.
+    """
     wrong = {fault.partition(" ")[0] for fault in faults}
-    named = [name for name, tensor in zip(got._fields, got, strict=True) if name in wrong and tensor is not None]
+    named = [
+        name
+        for name, tensor in zip(got._fields, got, strict=True)
+        if name in wrong and tensor is not None
+    ]
     return [place(name, getattr(got, name), getattr(exact, name), layout) for name in named]
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a tensor (b, t, h, width) or lse (b, h, t), the worst head of dsink, or row of dup_weight."""
+    """Describe the worst token of a tensor (b, t, h, width) or lse (b, h, t), the worst head of
+    dsink, or row of dup_weight.
+    """
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dup_weight":
         row = int((got - exact).norm(dim=-1).nan_to_num(torch.inf).argmax())
@@ -33,7 +43,11 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
     worst = error.max()
     b, token, head = (int(i) for i in (error == worst).nonzero()[0])
     bad = (error >= worst / 2).any(-1).any(0).nonzero().flatten().tolist()
-    line = f"{name} is worst at token {token}" + (f" of sequence {b}" if len(error) > 1 else "") + f", head {head}"
+    line = (
+        (f"{name} is worst at token {token}")
+        + (f" of sequence {b}" if len(error) > 1 else "")
+        + f", head {head}"
+    )
     if layout is not None:
         rank, row = holder(layout, token)
         line += f", which rank {rank} holds in row {row}"

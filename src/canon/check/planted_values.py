@@ -1,8 +1,9 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
-A text such as "nan in k" gives the value and the tensor. The element lies in the last sequence, the middle visible token, the
-last head and the middle of the width. The oracle has the results that it must reach. A kernel of canon multiplies hidden
-elements by 0, and 0 * NaN is NaN, so it may also reach these:
+A text such as "nan in k" gives the value and the tensor. The element lies in the last sequence, the
+middle visible token, the last head and the middle of the width. The oracle has the results that it
+must reach. A kernel of canon multiplies hidden elements by 0, and 0 * NaN is NaN, so it may also
+reach these:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -10,9 +11,9 @@ elements by 0, and 0 * NaN is NaN, so it may also reach these:
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-In a module outside canon it may reach more: `REACH`. The functions agree on the last sequence and the last key head, because
-no sum has terms of two of them. `merge` has no sum over tokens, so the value stays in its element.
-"""
+In a module outside canon it may reach more: `REACH`. The functions agree on the last sequence and
+the last key head, because no sum has terms of two of them. `merge` has no sum over tokens, so the
+value stays in its element."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,12 +46,16 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
     """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
-        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = False
+        unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = (
+            False
+        )
     return unseen
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
-    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h, dv)."""
+    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h,
+    dv).
+    """
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
@@ -63,14 +68,20 @@ def _planted_token(name: str, mask: Mask) -> Tensor:
 
 
 def _nowhere(results: Results) -> Any:
-    return type(results)(*(None if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results))
+    return type(results)(
+        *(None if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
+    )
 
 
 def spread(planted: str, exact: Results, share: int) -> Results:
-    """Return booleans: the elements that the value may reach beyond the oracle. ``share``: query heads of a key head."""
+    """Return booleans: the elements that the value may reach beyond the oracle. ``share``: query
+    heads of a key head.
+    """
     places = _nowhere(exact)
     name = planted.split(" in ")[1]
-    result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[name]
+    result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[
+        name
+    ]
     of_result = getattr(places, result)
     of_result[..., -heads:, of_result.shape[-1] // 2] = True
     if name == "v":
@@ -98,10 +109,13 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
     return places
 
 
-def exempted(got: Results, exact: Results, places: Any) -> tuple[Results, dict[str, tuple[int, int]]]:
+def exempted(
+    got: Results, exact: Results, places: Any
+) -> tuple[Results, dict[str, tuple[int, int]]]:
     """Leave out the finite values of the oracle that are not compared, because of ``places``.
 
-    Return ``got`` with the oracle's values there, and for each tensor how many they are, and of how many.
+    Return ``got`` with the oracle's values there, and for each tensor how many they are, and of how
+    many.
     """
     judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):

@@ -1,11 +1,13 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks", "runs",
-                         "cases": [[index, function, verdict, ratio], ...], "failures": [...]}, ...]}
+    {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks",
+    "runs",
+                         "cases": [[index, function, verdict, ratio], ...], "failures": [...]},
+                         ...]}
 
-Each module has its own record. Results with equal `KEY` belong to the same run, so the same command continues it. A module
-gets cases of its own functions only, within the limits of ``--features``. Cases of a block with the same number of ranks
-share a process group.
+Each module has its own record. Results with equal `KEY` belong to the same run, so the same command
+continues it. A module gets cases of its own functions only, within the limits of ``--features``.
+Cases of a block with the same number of ranks share a process group.
 """
 
 import argparse
@@ -42,32 +44,49 @@ def record_of(module: str) -> Path:
     return Path(f"canon-check/random.{module}.json")
 
 
-def run(arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any) -> bool:
-    """Check the cases, print failures, write the record. Return whether some agree, and none is wrong.
+def run(
+    arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any
+) -> bool:
+    """Check the cases, print failures, write the record. Return whether some agree, and none is
+    wrong.
 
     Raises ValueError and Interrupted.
     """
     path, ranks = arguments.record or record_of(arguments.module), arguments.ranks or RANKS
     limits = _limits(module, contract.features(arguments.features or ""))
     limited = arguments.backend if arguments.backend in ("gluon", "cuda") else ""
-    table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"  # a table of `draws`
+    # a table of `draws`
+    table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"
     kept = _read(path, arguments.module)
-    check = _RandomCheck(arguments, console, kind, _run_of(kept, _head(arguments, ranks, table, kind)))
+    check = _RandomCheck(
+        arguments, console, kind, _run_of(kept, _head(arguments, ranks, table, kind))
+    )
     numbers = range(arguments.first, arguments.first + arguments.random)
     cases = (drawn(arguments.seed, number, table, ranks, limits) for number in numbers)
     pattern = f"*{arguments.only or ''}*"
-    wanted = {case.index: case for case in cases if fnmatch(f"{case.function} {case.mask}", pattern)}
+    wanted = {
+        case.index: case for case in cases if fnmatch(f"{case.function} {case.mask}", pattern)
+    }
     if not wanted:
         raise ValueError(f"--random: no function or mask of these cases has {arguments.only!r}")
     if arguments.fresh:
-        for name, number in (("cases", lambda row: row[0]), ("failures", lambda failure: failure["index"])):
+        for name, number in (
+            ("cases", lambda row: row[0]),
+            ("failures", lambda failure: failure["index"]),
+        ):
             check.run[name] = [row for row in check.run[name] if number(row) not in wanted]
     new = wanted.keys() - {row[0] for row in check.run["cases"]}
     if taken := len(wanted) - len(new):
-        console.print(f"{taken} of {len(wanted)} cases are taken from {path}, which holds them for the same code and options; "
-                      "--fresh runs them again.", highlight=False)  # fmt: skip
+        console.print(
+            f"{taken} of {len(wanted)} cases are taken from {path}, which holds them "
+            "for the same code and options; "
+            "--fresh runs them again.",
+            highlight=False,
+        )
     left = [wanted[index] for index in sorted(new)]
-    runner = CaseRunner(arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs)
+    runner = CaseRunner(
+        arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs
+    )
     if left and warming.worth_it(device):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in left[:BLOCK]]
         console.print(warming.warm(groups), highlight=False)
@@ -77,7 +96,9 @@ def run(arguments: argparse.Namespace, console: Console, kind: str, device: str,
             _write(path, kept)
     finally:
         _write(path, kept)
-    return _report(console, path, kept, [row for row in check.run["cases"] if row[0] in wanted], taken)
+    return _report(
+        console, path, kept, [row for row in check.run["cases"] if row[0] in wanted], taken
+    )
 
 
 def _limits(module: Any, words: frozenset[str]) -> Limits:
@@ -86,7 +107,8 @@ def _limits(module: Any, words: frozenset[str]) -> Limits:
     if not WEIGHTS.keys() & set(functions):
         names = ", ".join(sorted(WEIGHTS))
         raise ValueError(
-            f"{module.__name__} has none of the functions {names}; those that it imports from canon do not count"
+            f"{module.__name__} has none of the functions {names}; those that it imports from "
+            "canon do not count"
         )
 
     def fit(case: Drawn) -> Drawn | None:
@@ -117,10 +139,22 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> d
 def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
     """Return the command that runs ``count`` cases, starting with case ``first``."""
     module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {"ranks": (None, RANKS), "backend": (None,), "world": ("auto",), "runs": (2,), "features": (None,)}
-    given = {name: getattr(arguments, name) for name in defaults if getattr(arguments, name) not in defaults[name]}
+    defaults = {
+        "ranks": (None, RANKS),
+        "backend": (None,),
+        "world": ("auto",),
+        "runs": (2,),
+        "features": (None,),
+    }
+    given = {
+        name: getattr(arguments, name)
+        for name in defaults
+        if getattr(arguments, name) not in defaults[name]
+    }
     given |= {"only": arguments.only} if count > 1 and arguments.only else {}
-    return record.command("canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given)
+    return record.command(
+        "canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given
+    )
 
 
 @dataclass
@@ -137,7 +171,14 @@ class _RandomCheck:
             by_ranks[case.ranks].append(case)
         for ranks, group in sorted(by_ranks.items()):
             try:
-                results = run_cases(self.kind, ranks, replace(runner, cases=tuple(group)), done, total, verbose=False)
+                results = run_cases(
+                    self.kind,
+                    ranks,
+                    replace(runner, cases=tuple(group)),
+                    done,
+                    total,
+                    verbose=False,
+                )
             except Interrupted as interrupted:
                 self.add(group, interrupted.results)
                 raise
@@ -145,15 +186,21 @@ class _RandomCheck:
             done += len(group)
 
     def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
-        """Add results to the run, and print the failures: the first one in full, the others in one line each."""
+        """Add results to the run, and print the failures: the first one in full, the others in one
+        line each.
+        """
         by_name = {case.name: case for case in cases}
         for result in results:
             case = by_name[result["case"]]
             worst = max((m["ratio"] for m in result["measures"]), default=0.0)
-            self.run["cases"].append([case.index, case.function, result["verdict"], float(f"{worst:.3g}")])
+            self.run["cases"].append(
+                [case.index, case.function, result["verdict"], float(f"{worst:.3g}")]
+            )
             if result["verdict"] not in ("agrees", *NEITHER):
                 repeat = _command(self.arguments, 1, case.index)
-                self.run["failures"].append({"index": case.index, "repeat": repeat, "draws": case.draws, **result})
+                self.run["failures"].append(
+                    {"index": case.index, "repeat": repeat, "draws": case.draws, **result}
+                )
                 fault(result, self.console, in_full=not self.wrong)
                 if not self.wrong:
                     _print_draws(case, repeat, self.console)
@@ -172,7 +219,9 @@ def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
 
 
 def _read(path: Path, module: str) -> dict[str, Any]:
-    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the file is no such record."""
+    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the
+    file is no such record.
+    """
     if not path.exists():
         return {"module": module, "runs": []}
     try:
@@ -180,8 +229,15 @@ def _read(path: Path, module: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the record {path}: {error}") from error
     if not isinstance(kept, dict) or "runs" not in kept or kept.get("module") != module:
-        of = f"a record of {kept['module']}" if isinstance(kept, dict) and "module" in kept else "another file"
-        raise ValueError(f"{path} is {of}, not of canon check --random with {module}; name a new file with --record")
+        of = (
+            f"a record of {kept['module']}"
+            if isinstance(kept, dict) and "module" in kept
+            else "another file"
+        )
+        raise ValueError(
+            f"{path} is {of}, not of canon check --random with {module}; name a new "
+            "file with --record"
+        )
     return kept
 
 
@@ -201,10 +257,14 @@ def _write(path: Path, kept: dict[str, Any]) -> None:
         head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
         lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
         failures = json.dumps(record.finite(run["failures"]), indent=1)
-        runs.append(f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}],\n "failures": {failures}}}')
+        runs.append(
+            f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}],\n "failures": {failures}}}'
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(f'{{"module": {json.dumps(kept["module"])}, "runs": [\n' + ",\n".join(runs) + "]}\n")
+    part.write_text(
+        f'{{"module": {json.dumps(kept["module"])}, "runs": [\n' + ",\n".join(runs) + "]}\n"
+    )
     part.replace(path)
 
 
@@ -212,11 +272,16 @@ def _report(console: Console, path: Path, kept: dict, rows: list[list], taken: i
     by_function: dict[str, list] = defaultdict(list)
     for row in rows:
         by_function[row[1]].append(row)
-    shown = Table("function", "cases", "agree", "largest ratio", title=f"{kept['module']}, random cases")
+    shown = Table(
+        "function", "cases", "agree", "largest ratio", title=f"{kept['module']}, random cases"
+    )
     for function, its_rows in sorted(by_function.items()):
         agree = [row[3] for row in its_rows if row[2] == "agrees"]
         shown.add_row(function, str(len(its_rows)), str(len(agree)), short(max(agree, default=0)))
     console.print(shown)
-    console.print(f"Record: {path}, {sum(len(run['cases']) for run in kept['runs'])} cases in total.", highlight=False)
+    console.print(
+        f"Record: {path}, {sum(len(run['cases']) for run in kept['runs'])} cases in total.",
+        highlight=False,
+    )
     verdicts = [row[2] for row in rows]
     return not summary(verdicts, console, taken) and "agrees" in verdicts

@@ -1,7 +1,8 @@
-"""Make the inputs of a random case, and the expected results. In some float16 cases dS comes near the largest float16.
+"""Make the inputs of a random case, and the expected results. In some float16 cases dS comes near
+the largest float16.
 
-One rounding of each intermediate result widens the judge's bounds, because cases may have few elements. If gradients travel
-in 16 bits, the honest evaluations round the sums of the ranks, too.
+One rounding of each intermediate result widens the judge's bounds, because cases may have few
+elements. If gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,13 +39,17 @@ class RandomSource:
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
         x = self.inputs(case, device)
-        wide = torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
+        wide = (
+            torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
+        )
         tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
         arguments = (*tensors, x.mask, x.scaling, x.dlse, x.sink if case.has_sink else None)
         exact_of, once, several, distances = LATENT_JUDGE if case.has_latents else JUDGE
         exact, honest = exact_of(*arguments), several(*arguments)
         reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
-        if reduce_dtype.itemsize == 2 and (layout.ranks > 1 or case.function == "strided_attention"):
+        if reduce_dtype.itemsize == 2 and (
+            layout.ranks > 1 or case.function == "strided_attention"
+        ):
             given = arguments, layout, reduce_dtype
             honest += [_reduced(once, *given, one, order) for order, one in enumerate(honest)]
         places = planted_places(case.planted, exact, x) if case.planted else ()
@@ -63,7 +68,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     if shape.latent:
         sizes[1:3] = [(keys, 1, width) for width in shape.latent]
     q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
-    offset = draw.choice([0, 0, 3])  # an offset makes sums large, so that rounding of partial sums gives large errors
+    # an offset makes sums large, so that rounding of partial sums gives large errors
+    offset = draw.choice([0, 0, 3])
     q, k, v, dout = (x.to(dtype) for x in (q, k, v + offset, dout + offset))
     if case.ds:
         q, k, v, dout = _near_the_range(q, k, v, dout, masks, case, draw.choice([1, 30, 1000]))
@@ -81,18 +87,24 @@ def _inputs(case: Drawn, device: str) -> Inputs:
         rank, rope = shape.latent
         weight = weight_of((h * (d - rope + dv), rank), generator).to(device, dtype)
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight)
+    return Inputs(
+        *(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight
+    )
 
 
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return the tensors with v of this size, and a dout whose largest dS is the part ``case.ds`` of float16's range.
+    """Return the tensors with v of this size, and a dout whose largest dS is the part ``case.ds``
+    of float16's range.
 
-    q and k are small, so that the gradients fit into float16 and P is uniform. If a result would exceed half of the range,
-    dout is smaller.
+    q and k are small, so that the gradients fit into float16 and P is uniform. If a result would
+    exceed half of the range, dout is smaller.
     """
-    most, scale = torch.finfo(torch.float16).max, 1.0 if case.shape.scale is None else abs(case.shape.scale)
+    most, scale = (
+        torch.finfo(torch.float16).max,
+        1.0 if case.shape.scale is None else abs(case.shape.scale),
+    )
     q, k, v, share = q / 128, k / 128, v * size, q.shape[2] // k.shape[2]
     used = float(dout.abs().max()) / most if dout.numel() else 0.0
     for row, mask in enumerate(masks):
@@ -100,21 +112,33 @@ def _near_the_range(
         p = (p / p.sum(-1, keepdim=True).clamp(min=1))[None]
         heads_first = [x[row].double().transpose(0, 1) for x in (q, k, v, dout)]
         q_row, k_row, v_row, dy = (
-            x.repeat_interleave(h, 0) for x, h in zip(heads_first, (1, share, share, 1), strict=True)
+            x.repeat_interleave(h, 0)
+            for x, h in zip(heads_first, (1, share, share, 1), strict=True)
         )
         dp = dy @ v_row.mT
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         grads = (scale * ds @ k_row, scale * ds.mT @ q_row, p.mT @ dy)
         grads = (grads[0], *(x.unflatten(0, (-1, share)).sum(1) for x in grads[1:]))
-        sizes = [float(ds.abs().max()) / case.ds, *(2 * float(x.abs().max()) for x in grads)] if dp.numel() else []
+        sizes = (
+            [float(ds.abs().max()) / case.ds, *(2 * float(x.abs().max()) for x in grads)]
+            if dp.numel()
+            else []
+        )
         used = max([used, *(size / most for size in sizes)])
     return q, k, v, (dout.float() / max(used, 1e-6)).half()
 
 
 def _reduced(
-    once: Callable[..., Any], arguments: tuple, layout: Layout, reduce_dtype: torch.dtype, honest: Any, order: int
+    once: Callable[..., Any],
+    arguments: tuple,
+    layout: Layout,
+    reduce_dtype: torch.dtype,
+    honest: Any,
+    order: int,
 ) -> Any:
-    """Return ``honest`` with the gradients of keys as sums of the ranks' parts, which ``once`` computes."""
+    """Return ``honest`` with the gradients of keys as sums of the ranks' parts, which ``once``
+    computes.
+    """
     *tensors, dout, mask, scale, dlse, sink = arguments
     names = ("dlatent", "dk_rope") if hasattr(honest, "dlatent") else ("dk", "dv")
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
@@ -122,7 +146,13 @@ def _reduced(
     for rank in ranks:
         mine = torch.zeros(layout.tokens, dtype=torch.bool, device=dout.device)
         mine[layout.positions(rank).to(dout.device)] = True
-        of_rank = dout.masked_fill(~mine[:, None, None], 0), mask, scale, dlse.masked_fill(~mine, 0), sink
+        of_rank = (
+            dout.masked_fill(~mine[:, None, None], 0),
+            mask,
+            scale,
+            dlse.masked_fill(~mine, 0),
+            sink,
+        )
         part = once(*tensors, *of_rank)
         parts = [getattr(part, name).to(reduce_dtype) for name in names]
         totals = [total + x for total, x in zip(totals, parts, strict=True)] if totals else parts

@@ -1,6 +1,8 @@
-"""Run the cases of `canon check` on a process group, show the progress, and continue after a failure.
+"""Run the cases of `canon check` on a process group, show the progress, and continue after a
+failure.
 
-Ranks that are threads on the CPU share one core. So many cases are divided among forks, one for each core.
+Ranks that are threads on the CPU share one core. So many cases are divided among forks, one for
+each core.
 """
 
 import json
@@ -49,14 +51,17 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Return the results of all cases, in order. ``kind`` names a function of `process_groups`.
 
-    After an exception a new process group runs the other cases. The progress starts at ``before`` of ``total``. Without a
-    terminal, ``verbose`` prints a line for each case. Raises Interrupted at Ctrl-C.
+    After an exception a new process group runs the other cases. The progress starts at ``before``
+    of ``total``. Without a terminal, ``verbose`` prints a line for each case. Raises Interrupted at
+    Ctrl-C.
     """
     total = total or len(runner.cases)
     if kind == "threads" and runner.device == "cpu" and (forks := _forks(len(runner.cases))) > 1:
         return _run_in_forks(forks, ranks, runner, before, total, verbose)
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
-    results = {name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason}
+    results = {
+        name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason
+    }
     restarts = 0
     while left := [case for case in runner.cases if case.name not in results]:
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
@@ -67,7 +72,9 @@ def run_cases(
                 error = _run_with_progress(start, rest.sink, before + len(results), total, verbose)
             except KeyboardInterrupt:
                 results |= _finished(rest.sink)
-                raise Interrupted([results[case.name] for case in runner.cases if case.name in results]) from None
+                raise Interrupted(
+                    [results[case.name] for case in runner.cases if case.name in results]
+                ) from None
             results |= _finished(rest.sink)
         if error is None:
             break
@@ -75,24 +82,38 @@ def run_cases(
         results[case.name] = _failure(case, error)
         restarts += kind != "threads"
         if restarts > _RESTARTS:
-            results |= {c.name: _failure(c, "not run: too many failures") for c in left if c.name not in results}
+            results |= {
+                c.name: _failure(c, "not run: too many failures")
+                for c in left
+                if c.name not in results
+            }
     return [results[case.name] for case in runner.cases]
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks for so many cases: 1 if they take less time than the forks save."""
+    """Return the number of forks for so many cases:
+    1 if they take less time than the forks save.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 
 
-def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, before: int, total: int, verbose: bool) -> list[dict]:
+def _run_in_forks(
+    forks: int, ranks: int, runner: CaseRunner, before: int, total: int, verbose: bool
+) -> list[dict]:
     """Return what `run_cases` returns. Forks inherit the imported modules, and end at Ctrl-C."""
     cases, results = runner.cases, {}
-    parts = [replace(runner, cases=cases[start : start + PART]) for start in range(0, len(cases), PART)]
+    parts = [
+        replace(runner, cases=cases[start : start + PART]) for start in range(0, len(cases), PART)
+    ]
     console, fork = Console(stderr=True), multiprocessing.get_context("fork")
     with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
-        futures = {pool.submit(run_cases, "threads", ranks, part, verbose=False): part for part in parts}
-        with Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
+        futures = {
+            pool.submit(run_cases, "threads", ranks, part, verbose=False): part for part in parts
+        }
+        with Progress(
+            *COLUMNS, console=console, transient=True, disable=not console.is_terminal
+        ) as progress:
             task = progress.add_task("checking", total=total, completed=before)
             try:
                 for future in as_completed(futures):
@@ -104,7 +125,9 @@ def _run_in_forks(forks: int, ranks: int, runner: CaseRunner, before: int, total
             except KeyboardInterrupt:
                 for child in multiprocessing.active_children():
                     child.terminate()
-                raise Interrupted([results[case.name] for case in cases if case.name in results]) from None
+                raise Interrupted(
+                    [results[case.name] for case in cases if case.name in results]
+                ) from None
     return [results[case.name] for case in cases]
 
 
@@ -133,21 +156,37 @@ def _finished(sink: Path) -> dict[str, dict[str, Any]]:
 
 
 def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
-    """Return the result of a case that raised. NotImplementedError declines it. In float64 ValueError and TypeError do, too."""
+    """Return the result of a case that raised. NotImplementedError declines it. In float64
+    ValueError and TypeError do, too.
+    """
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
-    kinds = ("NotImplementedError", *(("ValueError", "TypeError") if case.dtype == "float64" else ()))
+    kinds = (
+        "NotImplementedError",
+        *(("ValueError", "TypeError") if case.dtype == "float64" else ()),
+    )
     word = next((word for part, word in LIMITS.items() if part in text), None)
     if case.function in {*ATTEND, *REPLICATED, "prepare"}:
         remedy = f"if {case.function} has no such argument, check the module with --features {word}"
     else:
-        remedy = f"{case.function} must take the arguments of canon.reference; another function needs another name"
+        remedy = (
+            f"{case.function} must take the arguments of canon.reference; another function "
+            "needs another name"
+        )
     hint = [remedy] if word else []
-    return _without_run(case.name, "declined" if str(cause).startswith(kinds) else "failed", text, *hint)
+    return _without_run(
+        case.name, "declined" if str(cause).startswith(kinds) else "failed", text, *hint
+    )
 
 
 def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
-    result = {"case": name, "verdict": verdict, "faults": [*reasons], "measures": [], "same_bits": None}
+    result = {
+        "case": name,
+        "verdict": verdict,
+        "faults": [*reasons],
+        "measures": [],
+        "same_bits": None,
+    }
     return result | {"seconds": [], "reference_seconds": []}
 
 
@@ -159,9 +198,13 @@ def _print_line(number: int, total: int, result: dict[str, Any]) -> None:
     print(f"{number}/{total} {result['case']} {result['verdict']}", file=sys.stderr, flush=True)
 
 
-def _run_with_progress(start: Callable[[], Any], sink: Path, done: int, total: int, verbose: bool) -> Exception | None:
+def _run_with_progress(
+    start: Callable[[], Any], sink: Path, done: int, total: int, verbose: bool
+) -> Exception | None:
     console, ended = Console(stderr=True), threading.Event()
-    with Progress(*COLUMNS, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *COLUMNS, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("checking", total=total, completed=done)
 
         def follow() -> None:

@@ -1,4 +1,5 @@
-"""Compile the kernels of a check before it runs, in parallel processes (`canon.fast.ahead.compilation`).
+"""Compile the kernels of a check before it runs, in parallel processes
+(`canon.fast.ahead.compilation`).
 
 Ranks that are threads would compile one kernel at a time.
 """
@@ -17,7 +18,12 @@ from canon.testing import process_groups
 
 def worth_it(device: str) -> bool:
     """Return True if the check compiles kernels and several cores can share this."""
-    return device == "cuda" and (os.cpu_count() or 1) > 1 and "triton" in sys.modules and hasattr(os, "fork")
+    return (
+        device == "cuda"
+        and (os.cpu_count() or 1) > 1
+        and "triton" in sys.modules
+        and hasattr(os, "fork")
+    )
 
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
@@ -29,11 +35,20 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     identities = [(sources.digest(first.module), first.backend, first.source, names)]
     outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
-        return f"{outcome.compiled} kernels compiled." if outcome.compiled else "The kernels are compiled already."
-    return f"{outcome.compiled} kernels compiled; others compile when they run, because of: {outcome.error}"
+        return (
+            (f"{outcome.compiled} kernels compiled.")
+            if outcome.compiled
+            else "The kernels are compiled already."
+        )
+    return (
+        f"{outcome.compiled} kernels compiled; others compile when they run, because of: "
+        f"{outcome.error}"
+    )
 
 
-def collect(groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None) -> None:
+def collect(
+    groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None
+) -> None:
     """Run all cases, and call ``progress(cases)`` after each case."""
     done = 0
     for ranks, runner in groups:

@@ -1,29 +1,36 @@
-"""The public functions of both halves: one signature, docstring and declaration for each. Each half binds its algorithms.
+"""The public functions of both halves: one signature, docstring and declaration for each. Each half
+binds its algorithms.
 
 These arguments are common to all of them:
 
-    q, k, v           this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three without the batch axis. h is
-                      a multiple of g
-    mask              over the whole sequence; None is causal. A tuple or a list of b Masks holds one for each sequence
-    layout            the tokens of each rank, for all sequences; None is contiguous (zigzag and striped have their own)
+    q, k, v           this rank's tokens, (b, t, h, d), (b, t, g, d), (b, t, g, dv), or all three
+                      without the batch axis. h is a multiple of g
+    mask              over the whole sequence; None is causal. A tuple or a list of b Masks holds
+                      one for each sequence
+    layout            the tokens of each rank, for all sequences; None is contiguous (zigzag and
+                      striped have their own)
     scale             factor of the scores; None is 1 / sqrt(d)
     softcap           limit of the scores, as in `attention`; None is none
-    sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A rank's gradient of it is the
-                      sum over its own tokens: add the gradients of all ranks, as for every replicated parameter
-    group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
-                      process is the only rank
+    sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A
+                      rank's gradient of it is the sum over its own tokens: add the gradients of all
+                      ranks, as for every replicated parameter
+    group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without
+                      torch.distributed this process is the only rank
     reduce_dtype      dtype in which dk and dv are sent; None is float32 (float64 for float64)
     backward          "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`
-    rank_invariant    return, on any number of ranks, the bits that one rank would return (`owner_computes.py`). Each piece of
-                      the layout, a run of tokens on one rank, must begin at a multiple of 128, in the sequence and in the
-                      rank's shard. layout=None is then contiguous with such pieces
-    return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's denominator without the
-                      sink, in float32 (float64 for float64). It is differentiable
+    rank_invariant    return, on any number of ranks, the bits that one rank would return
+                      (`owner_computes.py`). Each piece of the layout, a run of tokens on one rank,
+                      must begin at a multiple of 128, in the sequence and in the rank's shard.
+                      layout=None is then contiguous with such pieces
+    return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's
+                      denominator without the sink, in float32 (float64 for float64). It is
+                      differentiable
     return_max_logits also return, as the last result, the largest scores (h,), as in `attention`
 
-All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches, heads, widths, scales,
-options and requires_grad. The sequence is as long as the mask; without a mask, as the layout; without both, W t tokens.
-A ValueError or TypeError is raised on every rank, if the arguments of one rank do not fit together or differ between ranks.
-A UserWarning is given in the first call without a mask and a layout, if h = g and a rank has fewer tokens than heads, as if q
-were (b, h, t, d); and in the first call of `magi_attention` without a layout, after `dispatch` has planned one for its mask.
-"""
+All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches,
+heads, widths, scales, options and requires_grad. The sequence is as long as the mask; without a
+mask, as the layout; without both, W t tokens. A ValueError or TypeError is raised on every rank, if
+the arguments of one rank do not fit together or differ between ranks. A UserWarning is given in the
+first call without a mask and a layout, if h = g and a rank has fewer tokens than heads, as if q
+were (b, h, t, d); and in the first call of `magi_attention` without a layout, after `dispatch` has
+planned one for its mask."""

@@ -1,4 +1,6 @@
-"""The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width)."""
+"""The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head:
+(b, t, 1, width).
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +16,9 @@ NAMES = "q", "latent", "k_rope", "up_weight"
 
 
 class LatentSizes(NamedTuple):
-    """The number of heads, and widths: of K without and with its shared part ``rope``, of V, and of the latent (``rank``)."""
+    """The number of heads, and widths: of K without and with its shared part ``rope``, of V, and of
+    the latent (``rank``).
+    """
 
     heads: int
     nope: int
@@ -30,27 +34,41 @@ def sizes_of(q: torch.Size, k_rope: torch.Size, up_weight: torch.Size) -> Latent
 
 
 def with_head(x: Tensor) -> Tensor:
-    """Return (*b, t, width) as (*b, t, 1, width), and anything else unchanged, for `check_latent` to refuse."""
+    """Return (*b, t, width) as (*b, t, 1, width), and anything else unchanged, for `check_latent`
+    to refuse.
+    """
     return x.unsqueeze(-2) if isinstance(x, Tensor) and x.ndim else x
 
 
 def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless the tensors fit together; ``latent`` and ``k_rope`` have the axis of a head."""
+    """Raise TypeError or ValueError unless the tensors fit together; ``latent`` and ``k_rope`` have
+    the axis of a head.
+    """
     tensors = q, latent, k_rope, up_weight
     for name, x in zip(NAMES, tensors, strict=True):
         check_tensor(name, x)
     if not q.ndim == latent.ndim == k_rope.ndim or q.ndim not in (3, 4):
-        wrong = "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope), or all three without b"
+        wrong = (
+            "expected q (b, t, h, d), latent (b, t, rank) and k_rope (b, t, rope), or all "
+            "three without b"
+        )
     elif not q.shape[:-2] == latent.shape[:-2] == k_rope.shape[:-2]:
         wrong = "q, latent and k_rope must share the batch and the tokens"
     elif 0 in (q.shape[-2], k_rope.shape[-1], latent.shape[-1]) or q.shape[-1] <= k_rope.shape[-1]:
         wrong = "q must be wider than k_rope, and no width may be 0"
-    elif up_weight.ndim != 2 or up_weight.shape[1] != latent.shape[-1] or _value_width(*tensors) < 1:
-        wrong = "up_weight must be (h * (d - rope + dv), rank), the weight of a torch.nn.Linear from latents to K and V"
+    elif (
+        up_weight.ndim != 2 or up_weight.shape[1] != latent.shape[-1] or _value_width(*tensors) < 1
+    ):
+        wrong = (
+            "up_weight must be (h * (d - rope + dv), rank), the weight of a torch.nn.Linear "
+            "from latents to K and V"
+        )
     elif len({x.dtype for x in tensors}) > 1 or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         given = ", ".join(str(x.dtype) for x in tensors)
-        raise ValueError(f"{', '.join(NAMES)} must share one dtype of {names}, got {given}: cast them")
+        raise ValueError(
+            f"{', '.join(NAMES)} must share one dtype of {names}, got {given}: cast them"
+        )
     elif len({x.device for x in tensors}) > 1:
         given = ", ".join(str(x.device) for x in tensors)
         raise ValueError(f"{', '.join(NAMES)} must be on one device, got {given}: move them")
@@ -73,15 +91,24 @@ def value_width(shapes: Sequence[torch.Size]) -> int | torch.SymInt:
 
 
 def projection_flops(shapes: Sequence[torch.Size], mask: Mask) -> int:
-    """Return the FLOPs of one projection of the tokens that a query sees, by up_weight (rows, rank): 2 b tokens rows rank."""
+    """Return the FLOPs of one projection of the tokens that a query sees, by up_weight (rows,
+    rank): 2 b tokens rows rank.
+    """
     tokens = sum(map(len, mask.needed_keys([range(mask.queries)])))
     return 2 * shapes[0][0] * tokens * shapes[3].numel()
 
 
-def latent_shapes(queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Return the shapes of valid tensors without a batch axis. Plans do not depend on the widths of latent and k_rope."""
+def latent_shapes(
+    queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
+) -> list[tuple[int, ...]]:
+    """Return the shapes of valid tensors without a batch axis. Plans do not depend on the widths of
+    latent and k_rope.
+    """
     if heads[0] != heads[1]:
-        raise ValueError(f"latent_attention projects a key head for each query head: heads must be {heads[:1] * 2}")
+        raise ValueError(
+            "latent_attention projects a key head for each query head: heads must "
+            f"be {heads[:1] * 2}"
+        )
     (h, _), (d, dv) = heads, widths
     return [(queries, h, d), (keys, 1, 1), (keys, 1, 1), (h * (d - 1 + dv), 1)]
 
@@ -91,14 +118,22 @@ def hidden_keys(mask: Mask) -> tuple[range, ...]:
     """Return the keys that no query sees."""
     edges = [
         0,
-        *(edge for keys in mask.needed_keys([range(mask.queries)]) for edge in (keys.start, keys.stop)),
+        *(
+            edge
+            for keys in mask.needed_keys([range(mask.queries)])
+            for edge in (keys.start, keys.stop)
+        ),
         mask.keys,
     ]
-    return tuple(range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1])
+    return tuple(
+        range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]
+    )
 
 
 def visible_only(x: Tensor, mask: Mask) -> Tensor:
-    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach the gradient of a weight."""
+    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach the
+    gradient of a weight.
+    """
     hidden = hidden_keys(mask)
     if hidden:
         x = x.clone()

@@ -43,14 +43,17 @@ def decode_attention(
     decode: Callable[..., tuple[Tensor, Tensor]],
     attention: Callable[..., Any],
     check_device: Callable[[Tensor], None] = any_device,
-    in_order: Callable[[Tensor, Tensor, Tensor], Callable[..., tuple[Tensor, Tensor] | None]] = lambda *_: keys_travel,
+    in_order: Callable[
+        [Tensor, Tensor, Tensor], Callable[..., tuple[Tensor, Tensor] | None]
+    ] = lambda *_: keys_travel,
     notes: str = "",
 ):
-    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank, ranks)``, after the checks.
+    """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank,
+    ranks)``, after the checks.
 
-    ``in_order(q, k, v)`` returns the function to be called on several ranks with ``rank_invariant``. Its arguments are those
-    of ``decode``. It returns None, on all ranks, where only the half's function ``attention`` over the keys of all ranks will
-    do.
+    ``in_order(q, k, v)`` returns the function to be called on several ranks with
+    ``rank_invariant``. Its arguments are those of ``decode``. It returns None, on all ranks, where
+    only the half's function ``attention`` over the keys of all ranks will do.
     """
 
     @under_autocast("q", "k", "v")
@@ -67,37 +70,57 @@ def decode_attention(
         group: Group = None,
         return_lse: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-        """Return attention of queries that all ranks hold over keys that are divided among the ranks. A collective.
+        """Return attention of queries that all ranks hold over keys that are divided among the
+        ranks. A collective.
 
-        Use it to generate or evaluate: few queries see many keys. Each rank computes the part of its own keys. All ranks
-        merge the parts in rank order and round once, so they return the same bits.
+        Use it to generate or evaluate: few queries see many keys. Each rank computes the part of
+        its own keys. All ranks merge the parts in rank order and round once, so they return the
+        same bits.
 
         Args:
             q: (b, t, h, d), or packed without b, equal on all ranks.
-            k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between ranks, and may be 0.
-            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each sequence. None: all are seen.
+            k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between
+                ranks, and may be 0.
+            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each
+                sequence. None: all are seen.
             scale: factor of the scores; None is 1 / sqrt(d).
             softcap: the limit of the scores, as in `attention`; None is none.
-            sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is applied after the last merge.
-            rank_invariant: return the bits that `attention` with this option returns for these queries, on any number of
-                ranks. The keys of all ranks follow each other, and those of each rank begin at a multiple of 128. K and V
-                travel to all ranks, unless notes below say otherwise, and the host waits: no CUDA graph can be captured.
-                Dividing the heads among ranks, and calling `attention` with this option on each, needs no messages.
-            group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without torch.distributed this
-                process is the only rank.
+            sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is
+                applied after the last merge.
+            rank_invariant: return the bits that `attention` with this option returns for these
+                queries, on any number of ranks. The keys of all ranks follow each other, and those
+                of each rank begin at a multiple of 128. K and V travel to all ranks, unless notes
+                below say otherwise, and the host waits: no CUDA graph can be captured. Dividing the
+                    heads among ranks, and calling `attention` with this option on each, needs no
+                    messages.
+            group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without
+                torch.distributed this process is the only rank.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
 
-        The result is not differentiable. Raises ValueError or TypeError on every rank, if the arguments of one rank do not
-        fit together, or dtypes, scales or shapes except s differ between ranks; RuntimeError for ``rank_invariant`` on several
-        ranks while a CUDA graph is captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
-        """
+        The result is not differentiable. Raises ValueError or TypeError on every rank, if the
+        arguments of one rank do not fit together, or dtypes, scales or shapes except s differ
+        between ranks; RuntimeError for ``rank_invariant`` on several ranks while a CUDA graph is
+        captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge."""
 
         def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
             if not rank_invariant:
                 return decode
             return in_order(*batched(q, k, v)) if several else keys_travel
 
-        agreed = _agreed(q, k, v, mask, scale, softcap, sink, rank_invariant, group, half_of(decode), check_device, way)
+        agreed = _agreed(
+            q,
+            k,
+            v,
+            mask,
+            scale,
+            softcap,
+            sink,
+            rank_invariant,
+            group,
+            half_of(decode),
+            check_device,
+            way,
+        )
         given, rank, ranks, mask, checked, compute = agreed
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
             result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
@@ -127,7 +150,8 @@ def _agreed(
     check_device: Callable[[Tensor], None],
     way: Callable[[bool], Callable[..., Any]],
 ) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
-    """Return the process group, the rank, the number of ranks, the mask, the scale, and the function of ``way(several ranks)``.
+    """Return the process group, the rank, the number of ranks, the mask, the scale, and the
+    function of ``way(several ranks)``.
 
     Ranks are compared before.
     """
@@ -147,7 +171,8 @@ def _agreed(
         check_rank_invariant(name, {}, {"rank_invariant": rank_invariant})
         if rank_invariant and ranks > 1 and is_captured(q):
             raise RuntimeError(
-                f"{name}: with rank_invariant=True on several ranks the host waits, so a CUDA graph cannot be captured: divide "
+                f"{name}: with rank_invariant=True on several ranks the host waits, so a CUDA "
+                "graph cannot be captured: divide "
                 "the heads among ranks, and call attention(..., rank_invariant=True)"
             )
         compute = way(ranks > 1)

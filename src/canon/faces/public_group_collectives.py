@@ -21,27 +21,37 @@ from canon.route.plan_arguments import (
 
 
 def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
-    """Return `group_cast` of a half. ``cast(x, plan, stage, group, rank, sizes)`` takes checked arguments."""
+    """Return `group_cast` of a half. ``cast(x, plan, stage, group, rank, sizes)`` takes checked
+    arguments.
+    """
 
     def group_cast(
         x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
     ) -> Float[Tensor, "received ..."]:
-        """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A collective.
+        """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A
+        collective.
 
-        Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the number of the cast, from 0;
+        Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the
+        number of the cast, from 0;
             ``group``, a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
-        The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if x, the group or the stage do
-        not fit the plan. Source: Tao and Huang, MagiAttention (2025).
+        The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if
+        x, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """
-        group, rank, sizes = _agreed("group_cast", half_of(cast), check_device, x, plan, stage, group)
+        group, rank, sizes = _agreed(
+            "group_cast", half_of(cast), check_device, x, plan, stage, group
+        )
         with recorded("group_cast"), named_failures("group_cast", group, plan.layout.ranks):
             return cast(x, plan, stage, group, rank, sizes)
 
     return bound(group_cast, cast)
 
 
-def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
-    """Return `group_reduce` of a half. ``reduce(y, plan, stage, into, group, rank)`` takes checked arguments."""
+def group_reduce(
+    reduce: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device
+):
+    """Return `group_reduce` of a half. ``reduce(y, plan, stage, into, group, rank)`` takes checked
+    arguments.
+    """
 
     def group_reduce(
         y: Float[Tensor, "received ..."],
@@ -51,15 +61,20 @@ def group_reduce(reduce: Callable[..., Tensor], check_device: Callable[[Tensor],
         *,
         group: Group = None,
     ) -> Float[Tensor, "t ..."]:
-        """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return ``into``. A collective.
+        """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return
+        ``into``. A collective.
 
-        Args: ``y`` (received, ...), one row for each token that this rank received in cast ``stage``, in that order;
-            ``into`` (t, ...), this rank's tokens, changed in place. The others are those of `group_cast`.
-        Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in rank order, and rounded once.
-        Raises ValueError if y, into, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention
-        (2025).
+        Args: ``y`` (received, ...), one row for each token that this rank received in cast
+        ``stage``, in that order;
+            ``into`` (t, ...), this rank's tokens, changed in place. The others are those of
+            `group_cast`.
+        Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in
+        rank order, and rounded once. Raises ValueError if y, into, the group or the stage do not
+        fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """
-        group, rank, _ = _agreed("group_reduce", half_of(reduce), check_device, y, plan, stage, group, into)
+        group, rank, _ = _agreed(
+            "group_reduce", half_of(reduce), check_device, y, plan, stage, group, into
+        )
         with recorded("group_reduce"), named_failures("group_reduce", group, plan.layout.ranks):
             return reduce(y, plan, stage, into, group, rank)
 
@@ -76,10 +91,11 @@ def _agreed(
     group: Group,
     into: Tensor | None = None,
 ) -> tuple[dist.ProcessGroup | None, int, Sizes]:
-    """Return the process group, this rank and the sizes of its cast, after a comparison between all ranks. A collective.
+    """Return the process group, this rank and the sizes of its cast, after a comparison between all
+    ranks. A collective.
 
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together or differ from those
-    of the others.
+    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together
+    or differ from those of the others.
     """
     group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
@@ -87,7 +103,8 @@ def _agreed(
         check_device(x)
         if not isinstance(plan, CastPlan):
             raise TypeError(
-                f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result of cast_plan"
+                f"{function}: plan must be a CastPlan, got {type(plan).__name__}: pass the result "
+                "of cast_plan"
             )
         rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
         if into is not None:

@@ -6,7 +6,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.faces.latent_arguments import NAMES, check_latent, latent_shapes, projection_flops, value_width, with_head
+from canon.faces.latent_arguments import (
+    NAMES,
+    check_latent,
+    latent_shapes,
+    projection_flops,
+    value_width,
+    with_head,
+)
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.group import Group
@@ -35,25 +42,30 @@ def latent_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return multi-head latent attention. Latents travel round a ring; each rank projects them to K and V. A collective.
+        """Return multi-head latent attention. Latents travel round a ring; each rank projects them
+        to K and V. A collective.
 
-        A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in DeepSeek-V3, 71 times fewer. The price
-        is that every rank projects all tokens that it receives. It pays where messages of K and V would take longer than
-        attention: `canon.reference.latent` has bytes, FLOPs and limits.
+        A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in
+        DeepSeek-V3, 71 times fewer. The price is that every rank projects all tokens that it
+        receives. It pays where messages of K and V would take longer than attention:
+        `canon.reference.latent` has bytes, FLOPs and limits.
 
         Args:
             q: queries. Their last ``rope`` columns have the rotary embedding.
-            latent: the compressed keys and values of a token, as `torch.nn.Linear` reads them: after their normalisation.
+            latent: the compressed keys and values of a token, as `torch.nn.Linear` reads them:
+                after their normalisation.
             k_rope: the part of K that all heads share, with the rotary embedding.
-            up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all ranks: ``kv_b_proj.weight`` in
-                transformers. Each head has d - rope rows for K, then dv rows for V. K of a head ends with k_rope. A rank's
+            up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all
+                ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then
+                    dv rows for V. K of a head ends with k_rope. A rank's
                 gradient of it is the sum over its own queries: add the gradients of all ranks.
             scale: factor of the scores; None is 1 / sqrt(d).
-            reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is float32 (float64 for float64).
+            reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is
+                float32 (float64 for float64).
 
         `canon.faces` lists the others. All tensors of tokens may be without b.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
-        Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
+        differ between ranks. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
         """
         options = {
             "scale": scale,
@@ -71,7 +83,8 @@ def latent_attention(algorithm: Algorithm):
 LATENT = declared(
     latent_attention,
     tensors=NAMES,
-    expected="q (b, t, h, d), latent and k_rope (b, t, 1, width), or all three without b, and up_weight (rows, rank)",
+    expected="q (b, t, h, d), latent and k_rope (b, t, 1, width), or all three without b, and "
+    "up_weight (rows, rank)",
     check=check_latent,
     value_width=value_width,
     more_flops=projection_flops,

@@ -39,21 +39,25 @@ def magi_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return attention of this rank's queries over the keys that they see, on all ranks. A collective.
+        """Return attention of this rank's queries over the keys that they see, on all ranks. A
+        collective.
 
         Args:
-            casts: the largest number of casts, 1 by default. Each is in flight during the step before it is used.
-            own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight. False: step 0 waits for the
-                only cast and uses all keys. None: by the mask and the layout (`own_keys_come_first` in
+            casts: the largest number of casts, 1 by default. Each is in flight during the step
+                before it is used.
+            own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight.
+                False: step 0 waits for the only cast and uses all keys. None: by the mask and the
+                    layout (`own_keys_come_first` in
                 `canon.masks.cast_plan`); True for several casts, False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
 
-        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
-        ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose pieces begin at multiples
-        of 128, as those of ``dispatch(mask, ranks, rank_invariant=True)``.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
-        also if an option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
-        """
+        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
+        without b. ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose
+        pieces begin at multiples of 128, as those of ``dispatch(mask, ranks,
+        rank_invariant=True)``.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
+        differ between ranks; also if an option or the layout contradicts rank_invariant. Source:
+        Tao and Huang, MagiAttention (2025)."""
         options = {
             "casts": casts,
             "own_keys_first": own_keys_first,
@@ -70,7 +74,9 @@ def magi_attention(algorithm: Algorithm):
     return algorithm.bind(magi_attention)
 
 
-def with_casts(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
+def with_casts(
+    options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
+) -> dict[str, Any]:
     """Return the options with the defaults of ``casts`` and ``own_keys_first``."""
     casts, own_keys_first = checked_casts(options["casts"], options["own_keys_first"])
     if options["rank_invariant"] is True:

@@ -1,4 +1,6 @@
-"""Parts of attention on one rank, for algorithms of your own: both passes without autograd, and `merge`."""
+"""Parts of attention on one rank, for algorithms of your own: both passes without autograd, and
+`merge`.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -22,7 +24,9 @@ from canon.route.packing import attend_each, differentiate_each
 
 
 def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
-    """Return `attention_forward` of a half. ``forward(q, k, v, mask, scale=, out_dtype=)`` takes a batch."""
+    """Return `attention_forward` of a half. ``forward(q, k, v, mask, scale=, out_dtype=)`` takes a
+    batch.
+    """
 
     @under_autocast("q", "k", "v")
     def attention_forward(
@@ -35,15 +39,19 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         softcap: float | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-        """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole result, or a part to `merge`.
+        """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole
+        result, or a part to `merge`.
 
-        Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts to be merged should be
+        Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts
+        to be merged should be
             float32, so that the merged result is rounded once. The result is not differentiable.
         Raises ValueError if the arguments do not fit together.
         Source: Dao, FlashAttention-2 (2023), algorithm 1.
         """
         if isinstance(mask, (tuple, list)):
-            return attend_each(bound_forward, q, k, v, mask, scale=scale, softcap=softcap, out_dtype=out_dtype)
+            return attend_each(
+                bound_forward, q, k, v, mask, scale=scale, softcap=softcap, out_dtype=out_dtype
+            )
         check_tensors(q, k, v)
         check_mask(q, k, mask)
         options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype or q.dtype}
@@ -57,8 +65,8 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
 def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], notes: str = ""):
     """Return `attention_backward` of a half.
 
-    ``gradients(dout, q, k, v, out, lse, dlse, delta, mask, scale=, method=, grad_dtype=, needs_grad=)`` takes a batch.
-    """
+    ``gradients(dout, q, k, v, out, lse, dlse, delta, mask, scale=, method=, grad_dtype=,
+    needs_grad=)`` takes a batch."""
 
     @under_autocast("dout", "q", "k", "v", "out")
     def attention_backward(
@@ -77,33 +85,53 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         method: str = "split",
         grad_dtype: torch.dtype | None = None,
         needs_grad: tuple[bool, bool, bool] = (True, True, True),
-    ) -> tuple[Float[Tensor, "*b t h d"] | None, Float[Tensor, "*b s g d"] | None, Float[Tensor, "*b s g dv"] | None]:
+    ) -> tuple[
+        Float[Tensor, "*b t h d"] | None,
+        Float[Tensor, "*b s g d"] | None,
+        Float[Tensor, "*b s g dv"] | None,
+    ]:
         """Return dq, dk and dv of these queries over these keys.
 
-        ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other ranks. The results for
-        disjoint parts of the keys then add up to the whole gradient.
+        ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other
+        ranks. The results for disjoint parts of the keys then add up to the whole gradient.
 
         Args:
             dout, dlse: gradients of out and lse; dlse=None is zero.
-            mask: the visible cells of these queries x these keys, or b Masks, one for each sequence.
+            mask: the visible cells of these queries x these keys, or b Masks, one for each
+                sequence.
             scale, softcap: those of the forward pass; None is 1 / sqrt(d), and no limit.
-            delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be None.
+            delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be
+                None.
             method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
             grad_dtype: dtype of the results; None is the dtype of q.
-            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None. The work for dq
-                is skipped if q needs none, the work for dk and dv if neither k nor v needs one.
+            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None.
+                The work for dq is skipped if q needs none, the work for dk and dv if neither k nor
+                v needs one.
 
         Raises:
-            ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both given, or an unknown method.
+            ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both
+                given, or an unknown method.
 
-        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2; methods: `backward.py`.
-        """
+        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2;
+        methods: `backward.py`."""
         if isinstance(mask, (tuple, list)):
             return differentiate_each(
-                bound_backward, dout, q, k, v, out, lse, mask,
-                scale=scale, softcap=softcap, dlse=dlse, delta=delta, method=method, grad_dtype=grad_dtype,
+                bound_backward,
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                mask,
+                scale=scale,
+                softcap=softcap,
+                dlse=dlse,
+                delta=delta,
+                method=method,
+                grad_dtype=grad_dtype,
                 needs_grad=needs_grad,
-            )  # fmt: skip
+            )
         check_tensors(q, k, v)
         check_mask(q, k, mask)
         check_gradients(dout, q, v, out, lse, dlse, delta)
@@ -111,9 +139,14 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         packed = q.ndim == 3
         statistics = (x.unsqueeze(0) if packed and x is not None else x for x in (lse, dlse, delta))
         grads = gradients(
-            *batched(dout, q, k, v, out), *statistics, mask,
-            scale=default_scale(q, scale, softcap), method=method, grad_dtype=grad_dtype or q.dtype, needs_grad=needs_grad,
-        )  # fmt: skip
+            *batched(dout, q, k, v, out),
+            *statistics,
+            mask,
+            scale=default_scale(q, scale, softcap),
+            method=method,
+            grad_dtype=grad_dtype or q.dtype,
+            needs_grad=needs_grad,
+        )
         return tuple(x.squeeze(0) if packed and x is not None else x for x in grads)
 
     bound_backward = bound(attention_backward, gradients, notes)
@@ -132,11 +165,12 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
         """Return (out, lse) over the keys of two disjoint parts, with out in the dtype of ``out``.
 
-            lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse') other_out
+            lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse
+                                                         - lse') other_out
 
-        A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The result is not
-        differentiable. Raises ValueError if the shapes differ. Source: Dao, FlashAttention-2 (2023), section 2.3.1.
-        """
+        A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The
+        result is not differentiable. Raises ValueError if the shapes differ. Source: Dao,
+        FlashAttention-2 (2023), section 2.3.1."""
         check_parts(out, lse, other_out, other_lse)
         return merged(out, lse, other_out, other_lse)
 

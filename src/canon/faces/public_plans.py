@@ -18,7 +18,9 @@ from canon.route.plan_arguments import (
 
 
 def dispatch(planned: Callable[..., Layout]):
-    """Return `dispatch` of a half. ``planned`` takes the mask of `one_mask`, and checked numbers with the chunk filled in."""
+    """Return `dispatch` of a half. ``planned`` takes the mask of `one_mask`, and checked numbers
+    with the chunk filled in.
+    """
 
     def dispatch(
         mask: Mask | Sequence[Mask],
@@ -31,38 +33,53 @@ def dispatch(planned: Callable[..., Layout]):
         swaps_per_chunk: int = 1,
         rank_invariant: bool = False,
     ) -> Layout:
-        """Return a layout in which ranks compute equally and move few keys. Deterministic, equal on all ranks; cached.
+        """Return a layout in which ranks compute equally and move few keys. Deterministic, equal on
+        all ranks; cached.
 
-        The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to ``imbalance`` times the
-        lower bound of computing. Among plans below that, it minimises time x traffic. It is never worse than zigzag chunks.
+        The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to
+        ``imbalance`` times the lower bound of computing. Among plans below that, it minimises time
+        x traffic. It is never worse than zigzag chunks.
 
         Args:
-            mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a mask for each sequence:
-                the layout serves all, and balances the sum of their areas.
+            mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
+                mask for each sequence: the layout serves all, and balances the sum of their areas.
             ranks: the number of ranks.
-            chunk: the tokens that stay together; the last chunk may be short. All ranks get equally many chunks, or one
-                less, and token counts differ by at most one chunk. None is 1024, less for 8 chunks a rank, or more for at
-                most 32 (`canon.route.plan_arguments.default_chunk`).
-            imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the ranks, largest chunk).
-            cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and received tokens per
-                microsecond, forward and backward together. Defaults: 64 heads of width 128 at 500 TFLOP/s, 14 * 64 * 128
-                FLOPs per cell (7 matrix products); 8 key heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
+            chunk: the tokens that stay together; the last chunk may be short. All ranks get equally
+                many chunks, or one less, and token counts differ by at most one chunk. None is
+                1024, less for 8 chunks a rank, or more for at most 32
+                (`canon.route.plan_arguments.default_chunk`).
+            imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the
+                ranks, largest chunk).
+            cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and
+                received tokens per microsecond, forward and backward together. Defaults: 64 heads
+                of width 128 at 500 TFLOP/s, 14 * 64 * 128 FLOPs per cell (7 matrix products); 8 key
+                heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
             swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
-            rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the chunk is a multiple of 128
-                tokens. None is then its default rounded up, and other chunks raise.
+            rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the
+                chunk is a multiple of 128 tokens. None is then its default rounded up, and other
+                chunks raise.
 
         Raises:
             ValueError: the mask is not square, or a number is out of range.
             TypeError: an argument has a wrong type.
 
         Warns:
-            UserWarning: an explicit chunk is so long that ranks hold no token, although there are enough tokens.
+            UserWarning: an explicit chunk is so long that ranks hold no token, although there are
+            enough tokens.
 
         Source: Tao and Huang, MagiAttention (2025): the problem and the chunks.
         """
         one, sequences = one_mask(mask)
         checked = checked_dispatch(
-            one, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk, rank_invariant
+            one,
+            sequences,
+            ranks,
+            chunk,
+            imbalance,
+            cells_per_us,
+            tokens_per_us,
+            swaps_per_chunk,
+            rank_invariant,
         )
         with recorded("dispatch"):
             layout = planned(one, sequences, *checked)
@@ -82,12 +99,14 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
         casts: int | None = None,
         own_keys_first: bool | None = None,
     ) -> CastPlan:
-        """Return the tokens that each rank receives from each other rank. Pure and cached; nothing is sent.
+        """Return the tokens that each rank receives from each other rank. Pure and cached; nothing
+        is sent.
 
-        Args: ``mask`` over the whole sequence; any ``layout``; the others as in `magi_attention`. There are fewer casts if
+        Args: ``mask`` over the whole sequence; any ``layout``; the others as in `magi_attention`.
+        There are fewer casts if
             every rank sends fewer than ``casts`` tokens to each other rank.
-        Raises ValueError if mask and layout differ in their number of tokens, or the options do not fit together. Wrong
-        types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
+        Raises ValueError if mask and layout differ in their number of tokens, or the options do not
+        fit together. Wrong types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("cast_plan"):
@@ -100,12 +119,14 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
     """Return `plan_report` of a half."""
 
     def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-        """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens that it receives and sends.
+        """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens
+        that it receives and sends.
 
-        Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A chunk is not divided, so its
+        Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
+        chunk is not divided, so its
             area is a lower bound of the largest work.
-        Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong types raise TypeError.
-        Source: Tao and Huang, MagiAttention (2025).
+        Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong
+        types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("plan_report"):

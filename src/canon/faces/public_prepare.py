@@ -17,9 +17,14 @@ from canon.route.prepared_plans import Preparation, PreparedPlans
 
 
 def prepare(
-    side: Side, run: Callable[[Call, bool], None], on: Callable[[Any], AbstractContextManager], notes: str = ""
+    side: Side,
+    run: Callable[[Call, bool], None],
+    on: Callable[[Any], AbstractContextManager],
+    notes: str = "",
 ):
-    """Return `prepare` of a half. ``run(call, backward)`` looks up the plans of a call, in the context of ``on(device)``."""
+    """Return `prepare` of a half. ``run(call, backward)`` looks up the plans of a call, in the
+    context of ``on(device)``.
+    """
 
     def prepare(
         function: str,
@@ -36,25 +41,29 @@ def prepare(
         requires_grad: bool = True,
         **options: Any,
     ) -> PreparedPlans:
-        """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache of the training process.
+        """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache
+        of the training process.
 
         Args:
-            function: "attention", "ring_attention", "zigzag_attention", "striped_attention", "latent_attention",
-                "strided_attention" or "magi_attention".
-            mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for "zigzag_attention".
+            function: "attention", "ring_attention", "zigzag_attention", "striped_attention",
+                "latent_attention", "strided_attention" or "magi_attention".
+            mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for
+                "zigzag_attention".
             rank: the rank that will make the call; None is the rank of this process.
-            batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v. `latent_attention` projects K and V
-                of (h, h) heads.
+            batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
+                `latent_attention` projects K and V of (h, h) heads.
             device: the device of the call. the plans of the reference are the same on all devices.
             backward: the ``backward`` of the call.
             requires_grad: also make the plans of the backward pass.
             options: other options of the function that the call passes, such as ``casts``.
 
-        Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang, MagiAttention
-        (2025), whose plans are also made once for each mask.
+        Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang,
+        MagiAttention (2025), whose plans are also made once for each mask.
         """
         options = {"backward": backward, **options}
-        given = Preparation(function, mask, layout, rank, batch, heads, widths, dtype, requires_grad, options)
+        given = Preparation(
+            function, mask, layout, rank, batch, heads, widths, dtype, requires_grad, options
+        )
         with recorded("prepare"), noted_plans() as plans, on(device):
             run(given.call(side), requires_grad)
         return given.prepared(plans)

@@ -1,4 +1,6 @@
-"""The ring functions: `ring_attention`, and the same over a layout of its own, `zigzag_attention` and `striped_attention`."""
+"""The ring functions: `ring_attention`, and the same over a layout of its own, `zigzag_attention`
+and `striped_attention`.
+"""
 
 from collections.abc import Sequence
 
@@ -33,11 +35,13 @@ def ring_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return attention of this rank's queries over the keys of all ranks, which travel round a ring. A collective.
+        """Return attention of this rank's queries over the keys of all ranks, which travel round a
+        ring. A collective.
 
-        Args: `canon.faces` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
-        Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+        Args: `canon.faces` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
+        without b.
+        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
+        differ between ranks. Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
         options = {
             "scale": scale,
@@ -69,10 +73,11 @@ def zigzag_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly equal work at each step.
+        """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly
+        equal work at each step.
 
-        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
-        Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises
+        ValueError likewise. Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
         options = {
             "scale": scale,
@@ -104,10 +109,11 @@ def striped_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step; it may lose its diagonal.
+        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step;
+        it may lose its diagonal.
 
-        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises ValueError likewise.
-        Source: Brandon et al., Striped Attention (2023).
+        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises
+        ValueError likewise. Source: Brandon et al., Striped Attention (2023).
         """
         options = {
             "scale": scale,

@@ -41,25 +41,30 @@ def strided_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return attention of this rank's queries over the keys of all ranks, some key heads at a time. A collective.
+        """Return attention of this rank's queries over the keys of all ranks, some key heads at a
+        time. A collective.
 
         Args:
-            head_stride: number of key heads in a head group, a divisor of g. None: the largest with at most 1 GiB of gathered
-                K and V (`default_stride` in `canon.masks.head_groups`).
-            forward_first_stride, backward_first_stride: number of key heads in the first step, less than head_stride. None:
+            head_stride: number of key heads in a head group, a divisor of g. None: the largest with
+                at most 1 GiB of gathered K and V (`default_stride` in `canon.masks.head_groups`).
+            forward_first_stride, backward_first_stride: number of key heads in the first step, less
+            than head_stride. None:
                 no split.
-            backward_last_stride: number of key heads in the last step, likewise. If both backward strides are given, there
-                must be two head groups or more: one group is split only once. Splits rarely pay on one host: in all
+            backward_last_stride: number of key heads in the last step, likewise. If both backward
+                strides are given, there
+                must be two head groups or more: one group is split only once. Splits rarely pay on
+                    one host: in all
                 recorded pairs, both passes take 0.99 to 1.14 times as long.
-            backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose memory does not grow with
-                the number of ranks. It takes no backward strides.
+            backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose
+                memory does not grow with the number of ranks. It takes no backward strides.
 
-        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or without b.
-        "scatter" rounds a rank's part of dk and dv to reduce_dtype once. Strides change results by rounding only.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or differ between ranks;
-        also if strides do not fit the heads, a backward stride is given with "ring", or an option or the layout contradicts
-        rank_invariant. Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; the others: `strided.py`.
-        """
+        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
+        without b. "scatter" rounds a rank's part of dk and dv to reduce_dtype once. Strides change
+        results by rounding only. Raises ValueError or TypeError on every rank, if arguments of a
+        rank do not fit together or differ between ranks; also if strides do not fit the heads, a
+        backward stride is given with "ring", or an option or the layout contradicts rank_invariant.
+        Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; the others:
+        `strided.py`."""
         options = {
             "head_stride": head_stride,
             "forward_first_stride": forward_first_stride,
@@ -78,13 +83,19 @@ def strided_attention(algorithm: Algorithm):
     return algorithm.bind(strided_attention)
 
 
-def with_stride(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
+def with_stride(
+    options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
+) -> dict[str, Any]:
     """Return the options with the default of ``head_stride``."""
     if options["head_stride"] is not None or layout is None:
         return options
     (b, _, g, d), dv = shapes[1], shapes[2][-1]
-    return options | {"head_stride": default_stride(g, gathered_bytes(layout, b * (d + dv) * itemsize))}
+    return options | {
+        "head_stride": default_stride(g, gathered_bytes(layout, b * (d + dv) * itemsize))
+    }
 
 
 RING_SUMS = ("scatter",), "adds dk and dv rank after rank", 'with backward_schedule="scatter"'
-STRIDED = declared(strided_attention, resolve=with_stride, contradictions={"backward_schedule": RING_SUMS})
+STRIDED = declared(
+    strided_attention, resolve=with_stride, contradictions={"backward_schedule": RING_SUMS}
+)

@@ -2,20 +2,23 @@
 
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
-    trainer = ContextParallelTrainer(model, args, train_dataset=dataset, data_collator=collator)      under torchrun
-    trainer.train()
+    trainer = ContextParallelTrainer(model, args, train_dataset=dataset, data_collator=collator)
+    under torchrun trainer.train()
 
-    data loader     the ranks of ``group`` read the same batch; groups of other ranks read other batches
+    data loader     the ranks of ``group`` read the same batch; groups of other ranks read other
+                    batches
     collator        mask and layout of the batch; this rank's tokens, positions and shifted labels
     forward         the model inside `sharded`
-    loss            `sequence_loss` over all ranks, divided by the labels of all ranks and microbatches
+    loss            `sequence_loss` over all ranks, divided by the labels of all ranks and
+                    microbatches
     gradients       the averaging of DDP gives the gradient of this loss
 
-accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks. One private method of Trainer is overridden,
-``_get_dataloader``.
+accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks. One private method of Trainer
+is overridden, ``_get_dataloader``.
 
-Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``, router losses and layers that
-mix tokens outside of attention raise. Evaluation gives losses, no predictions.
+Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
+router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
+predictions.
 
 Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
@@ -41,7 +44,8 @@ from canon.training import sequence_loss
 __all__ = ["ContextParallelTrainer"]
 
 SHARDING = "sharding"  # the entry of a batch that holds its mask and layout
-WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # the mask has their content
+# the mask has their content
+WHOLE = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 ATTENTION = {"full_attention", "sliding_attention"}
 
 
@@ -49,7 +53,8 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: a ProcessGroup or a DeviceMesh of one dimension, of successive ranks; None is all ranks. Each
+        group: a ProcessGroup or a DeviceMesh of one dimension, of successive ranks; None is all
+        ranks. Each
             rank passes its own group. Different groups read different batches.
         half, function, options: of `sharded`.
         layout: returns the layout for a mask and a number of ranks. None is `dispatch`.
@@ -68,7 +73,9 @@ class ContextParallelTrainer(Trainer):
         **kwargs: Any,
     ):
         if half not in HALVES:
-            raise ValueError(f"{type(self).__name__}: half must be one of {HALVES}, got {shown(half)}")
+            raise ValueError(
+                f"{type(self).__name__}: half must be one of {HALVES}, got {shown(half)}"
+            )
         super().__init__(*args, **kwargs)
         _check_trainer(self)
         group, rank, self.context_ranks = place_in(type(self).__name__, group)
@@ -76,41 +83,62 @@ class ContextParallelTrainer(Trainer):
         self.sharding = {"group": group, "half": half, "function": function, **(options or {})}
         layout = import_module(f"canon.{half}").dispatch if layout is None else layout
         self.data_collator = ShardingCollator(self.data_collator, layout, rank, self.context_ranks)
-        self.model_accepts_loss_kwargs = True  # so that Trainer counts the labels of all ranks and microbatches
+        # so that Trainer counts the labels of all ranks and microbatches
+        self.model_accepts_loss_kwargs = True
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a data loader that gives the ranks of a context group the same batches. Evaluation: all ranks."""
+        """Return a data loader that gives the ranks of a context group the same batches.
+        Evaluation: all ranks.
+        """
         loader: Any = super()._get_dataloader(*args, **kwargs)
         if (ranks := self.args.world_size) == 1:
             return loader
         batches = loader.batch_sampler
         if not isinstance(batches, BatchSamplerShard):
             raise ValueError(
-                f"{type(self).__name__}: {shown(loader.dataset)} has no length or is dispatched by rank 0, so ranks would read "
+                f"{type(self).__name__}: {shown(loader.dataset)} has no length or is dispatched "
+                "by rank 0, so ranks would read "
                 "different batches: pass a dataset with a length, and leave dispatch_batches out"
             )
         held_by = self.context_ranks if kwargs.get("is_training") else ranks
         batches.num_processes, batches.process_index = readers(dist.get_rank(), ranks, held_by)
-        batches.even_batches &= ranks > held_by  # one group takes a short last batch as one process does
+        # one group takes a short last batch as one process does
+        batches.even_batches &= ranks > held_by
         return loader
 
     def compute_loss(
-        self, model: Any, inputs: dict, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+        self,
+        model: Any,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the loss of all ranks, equal on all of them."""
         mask, layout = inputs[SHARDING]
-        given = {name: x for name, x in inputs.items() if name not in (SHARDING, "labels", "shift_labels")}
+        given = {
+            name: x
+            for name, x in inputs.items()
+            if name not in (SHARDING, "labels", "shift_labels")
+        }
         with sharded(mask, layout, **self.sharding):
             outputs = model(**given, use_cache=False)
-        loss = sequence_loss(outputs.logits, inputs["shift_labels"], num_items_in_batch=num_items_in_batch)
+        loss = sequence_loss(
+            outputs.logits, inputs["shift_labels"], num_items_in_batch=num_items_in_batch
+        )
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
-        self, model: Any, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self,
+        model: Any,
+        inputs: dict,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor, None, None]:
         """Return the loss of a batch. Raises ValueError unless ``prediction_loss_only``."""
         if not prediction_loss_only:
-            raise ValueError(f"{type(self).__name__} gives no predictions: call evaluate, for the loss")
+            raise ValueError(
+                f"{type(self).__name__} gives no predictions: call evaluate, for the loss"
+            )
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
@@ -122,7 +150,9 @@ class ContextParallelTrainer(Trainer):
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
         """Return one loss for each sequence of a batch, from as many as a full batch has."""
         state = self.accelerator.gradient_state
-        return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
+        return (
+            losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
+        )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of sequences of a step."""
@@ -130,15 +160,21 @@ class ContextParallelTrainer(Trainer):
 
 
 class ShardingCollator:
-    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in workers of the loader."""
+    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in
+    workers of the loader.
+    """
 
-    def __init__(self, collate: Callable, layout: Callable[[Mask, int], Layout], rank: int, ranks: int):
+    def __init__(
+        self, collate: Callable, layout: Callable[[Mask, int], Layout], rank: int, ranks: int
+    ):
         self.collate, self.layout, self.rank, self.ranks = collate, layout, rank, ranks
 
     def __call__(self, features: list) -> dict[str, Any]:
         batch = {name: x for name, x in self.collate(features).items() if name not in WHOLE}
         if "labels" not in batch:
-            raise ValueError(f"ContextParallelTrainer: the data collator must return labels, got {sorted(batch)}")
+            raise ValueError(
+                f"ContextParallelTrainer: the data collator must return labels, got {sorted(batch)}"
+            )
         if (padding := batch.get("attention_mask")) is not None and bool(padding.all()):
             del batch["attention_mask"]
         mask = mask_of(batch)
@@ -147,12 +183,15 @@ class ShardingCollator:
 
 
 def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
-    """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's group among them."""
+    """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's
+    group among them.
+    """
     return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each of the documents that its ``position_ids`` begin at 0, if there are any.
+    """Return the mask of a batch: causal, in each of the documents that its ``position_ids`` begin
+    at 0, if there are any.
 
     Raises ValueError if the sequences have different documents.
     """
@@ -161,23 +200,32 @@ def mask_of(batch: Mapping[str, Tensor]) -> Mask:
     masks = set(Mask.from_position_ids(positions))
     if len(masks) > 1:
         raise ValueError(
-            "ContextParallelTrainer: the sequences of a batch are packed differently, but several ranks take one mask for "
-            "all of them: flatten the batch into one sequence, as DataCollatorWithFlattening or padding_free=True do"
+            "ContextParallelTrainer: the sequences of a batch are packed differently, but several "
+            "ranks take one mask for "
+            "all of them: flatten the batch into one sequence, as DataCollatorWithFlattening or "
+            "padding_free=True do"
         )
     return masks.pop()
 
 
 def _check_trainer(trainer: Any) -> None:
     """Raise ValueError for arguments of a Trainer that are not supported."""
-    args, name, config = trainer.args, type(trainer).__name__, trainer.model.config.get_text_config()
+    args, name, config = (
+        trainer.args,
+        type(trainer).__name__,
+        trainer.model.config.get_text_config(),
+    )
     if ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is not attend_layer:
         raise ValueError(
-            f"{name}: the model has attn_implementation={config._attn_implementation!r}, so ranks would attend to their own "
-            "tokens alone: call canon.integrations.transformers.register and load the model with that name"
+            f"{name}: the model has attn_implementation={config._attn_implementation!r}, so ranks "
+            "would attend to their own "
+            "tokens alone: call canon.integrations.transformers.register and load the model with "
+            "that name"
         )
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
         raise ValueError(
-            f"{name}: layers of type {other[0]!r} would mix the tokens of one rank only: use a model of attention layers"
+            f"{name}: layers of type {other[0]!r} would mix the tokens of one rank only: use a "
+            "model of attention layers"
         )
     refused = {
         "compute_loss_func": trainer.compute_loss_func is not None,
@@ -185,7 +233,8 @@ def _check_trainer(trainer: Any) -> None:
         "label_smoothing_factor": args.label_smoothing_factor != 0,
         "output_router_logits in the config": getattr(config, "output_router_logits", False),
         "average_tokens_across_devices=False": not args.average_tokens_across_devices,
-        "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy == "batch_rebalance",
+        "train_sampling_strategy='batch_rebalance'": args.train_sampling_strategy
+        == "batch_rebalance",
         "parallelism_config": trainer.accelerator.parallelism_config is not None,
         "several GPUs in one process": args.n_gpu > 1,
     }
@@ -194,7 +243,9 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_successive(name: str, group: Any, ranks: int) -> None:
-    """Raise ValueError unless the ranks of a group follow each other from a multiple of their number."""
+    """Raise ValueError unless the ranks of a group follow each other from a multiple of their
+    number.
+    """
     if group is not None:
         members = sorted(dist.get_process_group_ranks(group))
         if (
@@ -203,6 +254,8 @@ def _check_successive(name: str, group: Any, ranks: int) -> None:
             or dist.get_world_size() % ranks
         ):
             raise ValueError(
-                f"{name}: group has the ranks {members}, expected {ranks} successive ranks from a multiple of {ranks}: "
-                'make context the last dimension of the mesh, as init_device_mesh(..., mesh_dim_names=("dp", "cp"))["cp"]'
+                f"{name}: group has the ranks {members}, expected {ranks} successive ranks from a "
+                f"multiple of {ranks}: "
+                "make context the last dimension of the mesh, as init_device_mesh(..., "
+                'mesh_dim_names=("dp", "cp"))["cp"]'
             )

@@ -1,26 +1,31 @@
-"""Canon as the attention of Hugging Face transformers: any model that takes its attention from `AttentionInterface`.
+"""Canon as the attention of Hugging Face transformers: any model that takes its attention from
+`AttentionInterface`.
 
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
-    del part["labels"]                            # with labels, the model would compute a loss of this rank alone in float32
+    del part["labels"]                            # with labels, the model would compute a loss of
+                                                  this rank alone in float32
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
 transformers builds the mask of each kind of layer once in a forward pass:
 
-    inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one call of all ranks
-    elsewhere            the model's own mask: causal or not, window, padding, packed `position_ids`; one process
+    inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one
+                         call of all ranks
+    elsewhere            the model's own mask: causal or not, window, padding, packed
+                         `position_ids`; one process
 
-On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A layer keeps its mask and
-group, so a checkpoint may recompute it after `sharded` has ended.
+On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
+layer keeps its mask and group, so a checkpoint may recompute it after `sharded` has ended.
 
 `generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
 
-Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and cross-attention inside `sharded`.
-Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document. Outside `sharded`,
-packed `position_ids` raise if the model does not give them to its mask, as gpt-oss; a compiled model is not checked.
+Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and cross-attention
+inside `sharded`. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats
+a pack as one document. Outside `sharded`, packed `position_ids` raise if the model does not give
+them to its mask, as gpt-oss; a compiled model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -63,7 +68,8 @@ __all__ = ["register", "sharded"]
 
 HALVES = ("fast", "reference")
 FUNCTIONS = ("ring", "strided", "magi")
-OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}  # options of a call that are not those of `sharded`
+# options of a call that are not those of `sharded`
+OF_A_LAYER = {"group", "scale", "softcap", "sink", "return_lse"}
 UNSUPPORTED = {  # keyword of an attention function: remedy
     "dropout": "set attention_dropout=0 in the config",
     "position_bias": 'use attn_implementation="eager"',
@@ -93,25 +99,29 @@ def sharded(
     function: str = "ring",
     **options: Any,
 ) -> Iterator[None]:
-    """Let the ranks of ``group`` hold one sequence together inside the block. All ranks must enter it.
+    """Let the ranks of ``group`` hold one sequence together inside the block. All ranks must enter
+    it.
 
-    Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP and FSDP2.
+    Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP
+    and FSDP2.
 
     Args:
-        mask: of the whole sequence, for all b sequences; None is causal, with a warning if position_ids restart. It replaces
-            the model's own mask.
+        mask: of the whole sequence, for all b sequences; None is causal, with a warning if
+            position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
         group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
         options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
 
-    ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some sequences only must be
-    invisible in these: padding on the right of causal sequences is.
+    ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some
+    sequences only must be invisible in these: padding on the right of causal sequences is.
 
-    Raises TypeError or ValueError for a wrong argument here. A wrong padding mask raises in the forward pass, on every rank.
-    """
-    token = _current.set(Sharding(mask, _attention_of(half, function, options, layout, group), layout, group))
+    Raises TypeError or ValueError for a wrong argument here. A wrong padding mask raises in the
+    forward pass, on every rank."""
+    token = _current.set(
+        Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
+    )
     try:
         yield
     finally:
@@ -123,16 +133,26 @@ class Sharding:
 
     __slots__ = ("attention", "given", "group", "layout", "mask")
 
-    def __init__(self, mask: Mask | None, attention: Callable, layout: Layout, group: Group, given: bool = True):
+    def __init__(
+        self,
+        mask: Mask | None,
+        attention: Callable,
+        layout: Layout,
+        group: Group,
+        given: bool = True,
+    ):
         self.given = given and mask is not None  # else the mask is causal over the whole sequence
         mask = Mask.causal(layout.tokens) if mask is None else mask
         refuse_numbers(mask, "sharded: mask")
         if not isinstance(mask, Mask):
             raise TypeError(
-                f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the batch"
+                f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask "
+                "serves the batch"
             )
         if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-            raise ValueError(f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens")
+            raise ValueError(
+                f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens"
+            )
         self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
     def __getitem__(self, index: Any) -> "Sharding":
@@ -140,7 +160,8 @@ class Sharding:
         tokens = self.layout.tokens
         if kept_queries(index, tokens) != range(tokens):
             raise ValueError(
-                f"canon: the model takes [{index}] of its mask, but sharded needs all queries of a rank: leave out "
+                f"canon: the model takes [{index}] of its mask, but sharded needs all queries of "
+                "a rank: leave out "
                 "logits_to_keep"
             )
         return self
@@ -149,8 +170,12 @@ class Sharding:
 _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=None)
 
 
-def _attention_of(half: str, function: str, options: dict[str, Any], layout: Layout, group: Group) -> Callable:
-    """Return the function of `sharded` with its layout, group and options. Raise unless all of them exist."""
+def _attention_of(
+    half: str, function: str, options: dict[str, Any], layout: Layout, group: Group
+) -> Callable:
+    """Return the function of `sharded` with its layout, group and options. Raise unless all of them
+    exist.
+    """
     if half not in HALVES:
         raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
     if function not in FUNCTIONS:
@@ -159,7 +184,8 @@ def _attention_of(half: str, function: str, options: dict[str, Any], layout: Lay
         raise TypeError(f"sharded: layout must be a canon.Layout, got {shown(layout)}")
     if empty := [rank for rank in range(layout.ranks) if not layout.size(rank)]:
         raise ValueError(
-            f"sharded: layout gives rank {empty[0]} no tokens, and models of transformers fail without tokens: use fewer "
+            f"sharded: layout gives rank {empty[0]} no tokens, and models of transformers fail "
+            "without tokens: use fewer "
             "ranks or another layout"
         )
     attention = getattr(import_module(f"canon.{half}"), f"{function}_attention")
@@ -167,7 +193,8 @@ def _attention_of(half: str, function: str, options: dict[str, Any], layout: Lay
     allowed = {x.name for x in parameters if x.kind is x.KEYWORD_ONLY} - OF_A_LAYER
     if unknown := sorted(options.keys() - allowed):
         raise TypeError(
-            f"sharded: {function}_attention has no option {unknown[0]!r}, expected one of {sorted(allowed)}"
+            f"sharded: {function}_attention has no option {unknown[0]!r}, expected one of "
+            f"{sorted(allowed)}"
         )
     return partial(attention, layout=layout, group=group, **options)
 
@@ -189,8 +216,9 @@ def build_mask(
 ) -> LayerMask | Sharding:
     """Return the mask of one kind of layer, inside `sharded` a `Sharding`.
 
-    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries are the tokens from ``q_offset`` on, keys
-    those from ``kv_offset`` on. Raises ValueError for unsupported masks.
+    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries are the
+    tokens from ``q_offset`` on, keys those from ``kv_offset`` on. Raises ValueError for unsupported
+    masks.
     """
     pattern, sharding = pattern_of(mask_function), _current.get()
     rows = range(int(q_offset), int(q_offset) + q_length)
@@ -204,11 +232,16 @@ def build_mask(
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    """Raise ValueError for an encoder or a cross-attention next to a decoder: `sharded` has one mask for all layers."""
-    several = getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False)
+    """Raise ValueError for an encoder or a cross-attention next to a decoder: `sharded` has one
+    mask for all layers.
+    """
+    several = getattr(config, "is_encoder_decoder", False) or getattr(
+        config, "add_cross_attention", False
+    )
     if several and not pattern.causal:
         raise ValueError(
-            "canon: sharded does not support encoders of encoder-decoder models and cross-attention: call the encoder "
+            "canon: sharded does not support encoders of encoder-decoder models and "
+            "cross-attention: call the encoder "
             "outside sharded, and use another attn_implementation for the decoder"
         )
 
@@ -217,14 +250,18 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache inside `sharded`. Its first pass looks like training, except for its caller."""
+    """Raise ValueError for a KV cache inside `sharded`. Its first pass looks like training, except
+    for its caller.
+    """
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
     if frame is not None or rows != columns or rows.start:
         raise ValueError(
-            f"canon: sharded does not support generate() and a KV cache, or an attention_mask of another length than this "
-            f"rank's tokens, and got {len(rows)} queries from token {rows.start} on with {len(columns)} keys: generate on one "
+            "canon: sharded does not support generate() and a KV cache, or an attention_mask of "
+            "another length than this "
+            f"rank's tokens, and got {len(rows)} queries from token {rows.start} on with "
+            f"{len(columns)} keys: generate on one "
             "process, outside sharded"
         )
 
@@ -274,7 +311,9 @@ def attend_layer(
     if isinstance(attention_mask, Sharding):
         if not (attention_mask.given or torch.compiler.is_compiling()):
             _look_for_documents(options.get("position_ids"), attention_mask)
-        out = attention_mask.attention(q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux)
+        out = attention_mask.attention(
+            q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux
+        )
         return out.contiguous(), None
     if isinstance(attention_mask, LayerMask):
         attention_mask = attention_mask.masks
@@ -283,7 +322,8 @@ def attend_layer(
         attention_mask = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
     if not isinstance(attention_mask, Mask | tuple):
         raise TypeError(
-            f"canon: attention_mask must be a padding mask (b, n) or None, the layer got {shown(attention_mask)}: for other "
+            "canon: attention_mask must be a padding mask (b, n) or None, the layer got "
+            f"{shown(attention_mask)}: for other "
             "cells use `sharded` with a Mask"
         )
     positions = options.get("position_ids")
@@ -294,11 +334,14 @@ def attend_layer(
     return out.contiguous(), None
 
 
-_checked: list[tuple[Any, tuple]] = [(lambda: None, ())]  # the last position_ids and their masks: layers share them
+# the last position_ids and their masks: layers share them
+_checked: list[tuple[Any, tuple]] = [(lambda: None, ())]
 
 
 def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
-    """Raise ValueError if a token sees the one before it, but restarts the positions. Warn if they are those of a shard."""
+    """Raise ValueError if a token sees the one before it, but restarts the positions. Warn if they
+    are those of a shard.
+    """
     known = _checked[0][1] if _checked[0][0]() is positions else ()
     if positions.ndim != 2 or any(masks is one for one in known):
         return
@@ -310,8 +353,10 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
         restarts, jumps = (x.nonzero().flatten().tolist() for x in (step < 1, step > 1))
         if any(_sees(mask, token, token - 1) for token in restarts):
             raise ValueError(
-                "canon: position_ids restart at a token that sees the one before it, because the model does not give them to "
-                "its mask, or use_cache is True: pass use_cache=False, or use canon.integrations.transformers.sharded with a "
+                "canon: position_ids restart at a token that sees the one before it, because the "
+                "model does not give them to "
+                "its mask, or use_cache is True: pass use_cache=False, or use "
+                "canon.integrations.transformers.sharded with a "
                 "Layout of one rank and Mask.documents"
             )
         if dist.is_initialized() and any(_sees(mask, token, max(0, token - 1)) for token in jumps):
@@ -323,7 +368,9 @@ _looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
 
 
 def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if the positions of this rank's tokens restart inside the sequence, although no mask has documents."""
+    """Warn if the positions of this rank's tokens restart inside the sequence, although no mask has
+    documents.
+    """
     if positions is None or positions.ndim != 2 or sharding.layout in _looked:
         return
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -335,14 +382,20 @@ def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
     neighbours = sharding.layout.positions(rank).diff() == 1
     if bool(((positions.cpu().diff() < 1) & neighbours).any()):
         warnings.warn(
-            "canon: position_ids restart, but without a mask sharded is causal over the whole sequence, so a document sees "
-            "those before it: pass Mask.documents(cu_seqlens), or Mask.from_position_ids of the whole sequence",
+            "canon: position_ids restart, but without a mask sharded is causal over the whole "
+            "sequence, so a document sees "
+            "those before it: pass Mask.documents(cu_seqlens), or Mask.from_position_ids of the "
+            "whole sequence",
             stacklevel=2,
         )
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:
-    return bool(picked(mask.bands_near(range(query, query + 1)), range(query, query + 1), range(key, key + 1)))
+    return bool(
+        picked(
+            mask.bands_near(range(query, query + 1)), range(query, query + 1), range(key, key + 1)
+        )
+    )
 
 
 @cache
@@ -355,16 +408,21 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder. Raise ValueError inside `sharded`."""
+    """Return the mask of a layer without one, such as an image encoder. Raise ValueError inside
+    `sharded`.
+    """
     if tokens != keys:
         raise ValueError(
-            f"canon: a layer with {tokens} queries and {keys} keys has no mask from transformers.masking_utils: use "
+            f"canon: a layer with {tokens} queries and {keys} keys has no mask from "
+            "transformers.masking_utils: use "
             'attn_implementation="sdpa" there'
         )
     if _current.get() is not None:
         raise ValueError(
-            "canon: this layer has no mask from transformers.masking_utils, so sharded cannot serve it: choose another "
-            'attn_implementation for this part of the model, as {"vision_config": "sdpa", "text_config": "canon"}'
+            "canon: this layer has no mask from transformers.masking_utils, so sharded cannot "
+            "serve it: choose another "
+            'attn_implementation for this part of the model, as {"vision_config": "sdpa", '
+            '"text_config": "canon"}'
         )
     if sliding_window is None:
         return Mask.causal(tokens) if causal else Mask.full(tokens)

@@ -1,7 +1,9 @@
-"""Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that a KV cache leaves.
+"""Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that
+a KV cache leaves.
 
-A mask function becomes a `Pattern`. `own_masks` makes the square Mask of each sequence from it, over all tokens so far. A
-`LayerMask` holds its part between the queries of one forward pass and the keys of the cache.
+A mask function becomes a `Pattern`. `own_masks` makes the square Mask of each sequence from it,
+over all tokens so far. A `LayerMask` holds its part between the queries of one forward pass and the
+keys of the cache.
 
 Source: transformers 5.23, masking_utils.py.
 """
@@ -22,7 +24,9 @@ __all__ = ["LayerMask", "Pattern", "kept_queries", "own_masks", "padded", "patte
 
 
 class Pattern(NamedTuple):
-    """A mask function of transformers: causal or not, window bounds (None is no bound), documents (b, n) or None."""
+    """A mask function of transformers: causal or not, window bounds (None is no bound), documents
+    (b, n) or None.
+    """
 
     causal: bool = False
     left: int | None = None
@@ -31,7 +35,9 @@ class Pattern(NamedTuple):
 
 
 class LayerMask:
-    """The mask of one kind of layer on one process: one Mask, or a tuple of one for each sequence."""
+    """The mask of one kind of layer on one process: one Mask,
+    or a tuple of one for each sequence.
+    """
 
     __slots__ = ("masks",)
 
@@ -45,9 +51,12 @@ class LayerMask:
         return LayerMask([mask.crop(kept_queries(index, mask.queries)) for mask in masks])
 
     def contiguous(self) -> "LayerMask":
-        """Raise ValueError: only `generate` with a static cache calls this, to pass the mask on as a 4-D tensor."""
+        """Raise ValueError: only `generate` with a static cache calls this, to pass the mask on as
+        a 4-D tensor.
+        """
         raise ValueError(
-            "canon: generate() with a static cache needs a mask that is a tensor: leave out cache_implementation, or use "
+            "canon: generate() with a static cache needs a mask that is a tensor: leave out "
+            "cache_implementation, or use "
             'attn_implementation="sdpa"'
         )
 
@@ -59,13 +68,16 @@ def kept_queries(index: Any, queries: int) -> range:
             if batch == heads == keys == slice(None):
                 return range(queries)[rows]
     raise TypeError(
-        f"canon: the model takes [{index}] of its mask, but a mask of canon.Mask has only [:, :, rows, :]: use "
+        f"canon: the model takes [{index}] of its mask, but a mask of canon.Mask has only [:, :, "
+        "rows, :]: use "
         'attn_implementation="sdpa" for this model'
     )
 
 
 def pattern_of(function: Callable) -> Pattern:
-    """Return the pattern of a mask function. Raises ValueError for one that bands cannot describe."""
+    """Return the pattern of a mask function.
+    Raises ValueError for one that bands cannot describe.
+    """
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", None) != causal_mask_function.__module__:
         name = f"{getattr(function, '__module__', None)}.{name}"
@@ -81,19 +93,24 @@ def pattern_of(function: Callable) -> Pattern:
             return Pattern(left=held["sliding_window"], right=held["sliding_window"])
         case "packed_sequence_mask_function":
             return Pattern(documents=held["packed_sequence_mask"])
-        case "remap_positions_for_packed_sequence":  # positions ascend by 1 in a document, so distances are the same
+        # positions ascend by 1 in a document, so distances are the same
+        case "remap_positions_for_packed_sequence":
             return pattern_of(held["mask_function"])
         case "and_masks.<locals>.and_mask":
             return _both([pattern_of(part) for part in held["mask_functions"]])
     raise ValueError(
-        f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding window, padding and packed "
-        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask that holds these cells'
+        f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding "
+        "window, padding and packed "
+        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask '
+        "that holds these cells"
     )
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
     """Return the intersection of patterns."""
-    lefts, rights = ([x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3])
+    lefts, rights = (
+        [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
+    )
     documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
     return Pattern(
         any(pattern.causal for pattern in patterns),
@@ -118,15 +135,19 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
 
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
-    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other padding. ``valid``: (b, n)."""
+    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other
+    padding. ``valid``: (b, n).
+    """
     some = valid.any(0)
     mask = _seen(mask, _runs(some))
     for place, row in enumerate(valid):
         hidden = _runs(some & ~row)
         if any(picked(mask.bands, rows, columns) for rows in _runs(row) for columns in hidden):
             raise ValueError(
-                f"canon: in sequence {place} of {len(valid)}, a token sees padding of an attention_mask that differs between "
-                "sequences. Several ranks take one mask for the batch: pad on the right of causal sequences, or pack them "
+                f"canon: in sequence {place} of {len(valid)}, a token sees padding of an "
+                "attention_mask that differs between "
+                "sequences. Several ranks take one mask for the batch: pad on the right of causal "
+                "sequences, or pack them "
                 "into one, and pass Mask.documents"
             )
     return mask
@@ -134,7 +155,11 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
 
 def windowed(mask: Mask, pattern: Pattern) -> Mask:
     """Return the mask inside the pattern's window."""
-    return mask if pattern.left is pattern.right is None else mask.windowed(pattern.left, pattern.right)
+    return (
+        mask
+        if pattern.left is pattern.right is None
+        else mask.windowed(pattern.left, pattern.right)
+    )
 
 
 def _seen(mask: Mask, keys: list[range]) -> Mask:
@@ -142,7 +167,9 @@ def _seen(mask: Mask, keys: list[range]) -> Mask:
     if keys == [range(mask.keys)]:
         return mask
     rows = range(mask.queries)
-    bands = [band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)]
+    bands = [
+        band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)
+    ]
     return Mask.of_disjoint(bands, mask.queries, mask.keys)
 
 

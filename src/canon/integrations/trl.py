@@ -1,12 +1,12 @@
 """TRL's SFTTrainer on sequences that several ranks hold together.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
-    trainer = ContextParallelSFTTrainer(model, SFTConfig(packing=True, max_length=65536), train_dataset=dataset)
-    trainer.train()
+    trainer = ContextParallelSFTTrainer(model, SFTConfig(packing=True, max_length=65536),
+    train_dataset=dataset) trainer.train()
 
-A pack is one sequence; its documents come from ``position_ids``. The loss is `sequence_loss`, so TRL's ``entropy``,
-``mean_token_accuracy`` and ``num_tokens`` are not logged. The limits are those of `canon.integrations.trainer`;
-``loss_type="dft"`` and a router loss raise.
+A pack is one sequence; its documents come from ``position_ids``. The loss is `sequence_loss`, so
+TRL's ``entropy``, ``mean_token_accuracy`` and ``num_tokens`` are not logged. The limits are those
+of `canon.integrations.trainer`; ``loss_type="dft"`` and a router loss raise.
 
 Source: TRL 1.16, sft_trainer.py.
 """
@@ -26,4 +26,7 @@ class ContextParallelSFTTrainer(ContextParallelTrainer, SFTTrainer):  # pyright:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         if (loss := getattr(self.args, "loss_type", "nll")) != "nll":
-            raise ValueError(f'{type(self).__name__} does not support loss_type={loss!r}: leave it out, for "nll"')
+            raise ValueError(
+                f"{type(self).__name__} does not support loss_type={loss!r}: leave "
+                'it out, for "nll"'
+            )

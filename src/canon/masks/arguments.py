@@ -13,23 +13,34 @@ LIMIT = 2**62
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int. With ``least``, it is also below 2^62: the sum of two such numbers fits in 64 bits."""
+    """Return ``value`` as an int. With ``least``, it is also below 2^62: the sum of two such
+    numbers fits in 64 bits.
+    """
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{expected}, got {shown(value)}: pass an int")
     number = int(value)
     if least is not None and not least <= number < LIMIT:
-        raise ValueError(f"{expected}, got {number}" if number < least else f"{name} must be below 2^62, got {number}")
+        raise ValueError(
+            f"{expected}, got {number}"
+            if number < least
+            else (f"{name} must be below 2^62, got {number}")
+        )
     return number
 
 
 def whole_numbers(name: str, values: Any, *, booleans: bool = False) -> list[int]:
     """Return a sequence, or a tensor or array of one axis, as ints within +-2^62."""
     if getattr(values, "ndim", 1) != 1:
-        raise ValueError(f"{name} must have one axis, got shape {tuple(values.shape)}: pass one sequence, flattened")
+        raise ValueError(
+            f"{name} must have one axis, got shape {tuple(values.shape)}: pass one "
+            "sequence, flattened"
+        )
     entries = nested(values)
     if not isinstance(entries, Sequence) or isinstance(entries, str | bytes):
-        raise TypeError(f"{name} must be a sequence or a tensor of whole numbers, got {shown(values)}")
+        raise TypeError(
+            f"{name} must be a sequence or a tensor of whole numbers, got {shown(values)}"
+        )
     kinds = set(map(type, entries))
     if not kinds <= ({int, bool} if booleans else {int}):
         entries = [
@@ -72,7 +83,8 @@ def plain_tensor(name: str, x: Any, dim: Any) -> int:
     dim = whole(f"{name}: dim", dim)
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 if packed"
+            f"{name}: x of shape {tuple(x.shape)} has no dim {dim}: pass the dim of its tokens, 0 "
+            "if packed"
         )
     return dim
 

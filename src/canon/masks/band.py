@@ -7,10 +7,11 @@
                     |. x x x . . |
     q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
 
-Causal attention is hi = 0, a left window of w keys is lo = -w. A crop of a band, a band in local coordinates, and every
-W-th token of a band are bands.
+Causal attention is hi = 0, a left window of w keys is lo = -w. A crop of a band, a band in local
+coordinates, and every W-th token of a band are bands.
 
-Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025).
+Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI,
+2025).
 """
 
 from bisect import bisect_left, bisect_right
@@ -34,29 +35,42 @@ class _Bounds(NamedTuple):
 
 
 class Band(_Bounds):
-    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi. None is no bound.
+    """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi. None is no
+    bound.
 
-    The constructor makes a band tight: it shrinks the rectangle and the bounds to the cells inside. So bands with equal cells
-    are equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0, 0, 0, -1).
-    """
+    The constructor makes a band tight: it shrinks the rectangle and the bounds to the cells inside.
+    So bands with equal cells are equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A
+    band without cells is (0, 0, 0, 0, 0, -1)."""
 
     __slots__ = ()
 
     def __new__(
-        cls, q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int | None = None, hi: int | None = None
+        cls,
+        q_start: int,
+        q_stop: int,
+        k_start: int,
+        k_stop: int,
+        lo: int | None = None,
+        hi: int | None = None,
     ):
         given = q_start, q_stop, k_start, k_stop, lo, hi
         if not _INTS.issuperset(map(type, given)) or None in given[:4]:
             names = zip(_Bounds._fields, given, strict=True)
             return cls(
-                *(None if value is None and name in ("lo", "hi") else whole(name, value) for name, value in names)
+                *(
+                    None if value is None and name in ("lo", "hi") else whole(name, value)
+                    for name, value in names
+                )
             )
         lowest, highest = k_start - q_stop + 1, k_stop - 1 - q_start
         bounds = lowest if lo is None else lo, highest if hi is None else hi
         return _tight(q_start, q_stop, k_start, k_stop, *bounds)
 
     def __repr__(self) -> str:
-        return f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} <= j-i <= {self.hi})"
+        return (
+            f"Band(q {self.q_start}:{self.q_stop}, k {self.k_start}:{self.k_stop}, {self.lo} "
+            f"<= j-i <= {self.hi})"
+        )
 
     @property
     def area(self) -> int:
@@ -89,12 +103,15 @@ class Band(_Bounds):
         )
 
     def pick(self, queries: range, keys: range) -> "Band":
-        """Return the band between ``queries`` and ``keys``, numbered from 0: the slice ``matrix[queries][:, keys]``.
+        """Return the band between ``queries`` and ``keys``, numbered from 0: the slice
+        ``matrix[queries][:, keys]``.
 
-        Both ranges have one step W >= 1. Bounds follow from lo <= (keys.start - queries.start) + W (j' - i') <= hi.
-        """
+        Both ranges have one step W >= 1. Bounds follow from lo <= (keys.start - queries.start) + W
+        (j' - i') <= hi."""
         if queries.step != keys.step or queries.step < 1:
-            raise ValueError(f"pick needs two ascending ranges of one step, got {queries} and {keys}")
+            raise ValueError(
+                f"pick needs two ascending ranges of one step, got {queries} and {keys}"
+            )
         step, offset = queries.step, keys.start - queries.start
         return Band(
             max(0, -((queries.start - self.q_start) // step)),
@@ -106,7 +123,9 @@ class Band(_Bounds):
         )
 
     def join(self, other: "Band") -> "Band | None":
-        """Return the band with exactly the cells of two disjoint bands, or None if there is none."""
+        """Return the band with exactly the cells of two disjoint bands,
+        or None if there is none.
+        """
         q_start, q_stop, k_start, k_stop, lo, hi = other
         if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
             return None  # no common row or column: only two pieces of one diagonal make a band
@@ -118,14 +137,16 @@ class Band(_Bounds):
             min(self.lo, lo),
             max(self.hi, hi),
         )
-        return hull if hull.area == self.area + other.area else None  # the hull contains both: equal areas, equal cells
+        # the hull contains both: equal areas, equal cells
+        return hull if hull.area == self.area + other.area else None
 
 
 def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: int) -> Band:
     lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
     if q_start >= q_stop or k_start >= k_stop or lo > hi:
         return Band._make((0, 0, 0, 0, 0, -1))
-    # Each bound limits a difference of two of the three numbers i, j and 0. Only the third number can tighten it.
+    # Each bound limits a difference of two of the three numbers i, j and 0. Only the third number
+    # can tighten it.
     q_limits = max(q_start, k_start - hi), min(q_stop, k_stop - lo)
     k_limits = max(k_start, q_start + lo), min(k_stop, q_stop + hi)
     return Band._make((*q_limits, *k_limits, lo, hi))
@@ -146,7 +167,9 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along the queries."""
+    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along
+    the queries.
+    """
     for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
@@ -167,12 +190,18 @@ class IntervalIndex:
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return a slice with the places of all intervals that overlap start:stop, and perhaps others."""
+        """Return a slice with the places of all intervals that overlap start:stop, and perhaps
+        others.
+        """
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
-def picked(bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0, k_offset: int = 0) -> list[Band]:
-    """Return the bands between ``rows`` and ``columns``, numbered from the offsets, without empty ones."""
+def picked(
+    bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0, k_offset: int = 0
+) -> list[Band]:
+    """Return the bands between ``rows`` and ``columns``, numbered from the offsets, without empty
+    ones.
+    """
     kept: list[tuple[int, ...]] = []
     top, bottom, left, right = rows.start, rows.stop, columns.start, columns.stop
     down, across = q_offset - top, k_offset - left
@@ -183,7 +212,14 @@ def picked(bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0
         if q_start >= bottom or q_stop <= top or k_start >= right or k_stop <= left:
             continue
         if whole and top <= q_start and q_stop <= bottom and left <= k_start and k_stop <= right:
-            moved = q_start + down, q_stop + down, k_start + across, k_stop + across, lo + diagonal, hi + diagonal
+            moved = (
+                q_start + down,
+                q_stop + down,
+                k_start + across,
+                k_stop + across,
+                lo + diagonal,
+                hi + diagonal,
+            )
             kept.append(moved)
         elif (cut := band.pick(rows, columns)).q_stop:
             kept.append(cut.shift(q_offset, k_offset) if q_offset or k_offset else cut)
@@ -192,7 +228,8 @@ def picked(bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0
 
 def check_disjoint(bands: Sequence[Band]) -> None:
     """Raise ValueError if two of the sorted bands share a cell. Name both."""
-    first, reach = 0, 0  # the first band of a group that shares rows, and the largest end of the group's rows
+    # the first band of a group that shares rows, and the largest end of the group's rows
+    first, reach = 0, 0
     for place, band in enumerate(bands):
         if band.q_start >= reach:
             _check_rows(bands[first:place])
@@ -204,7 +241,8 @@ def check_disjoint(bands: Sequence[Band]) -> None:
 def _check_rows(bands: Sequence[Band]) -> None:
     """Compare the neighbours along the keys in each row in which a band starts or ends.
 
-    In between, their ends move by at most one column per row, so they cannot pass each other unseen.
+    In between, their ends move by at most one column per row, so they cannot pass each other
+    unseen.
     """
     if len(bands) < 2:
         return
@@ -218,15 +256,20 @@ def _check_rows(bands: Sequence[Band]) -> None:
         opened.sort(key=lambda band: max(band.k_start, row + band.lo))
         for left, right in zip(opened, opened[1:], strict=False):
             if left.k_stop > right.k_start and left.intersect(right).area:
-                raise ValueError(f"two bands of a mask share cells: {min(left, right)} and {max(left, right)}")
+                raise ValueError(
+                    f"two bands of a mask share cells: {min(left, right)} and {max(left, right)}"
+                )
 
 
 def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]]:
     """Yield the keys that the queries ``rows`` see, as intervals (start, stop) in any order."""
     step = rows.step
     for q_start, q_stop, k_start, k_stop, lo, hi in bands:
-        inside = rows[max(0, -((rows.start - q_start) // step)) : max(0, -((rows.start - q_stop) // step))]
-        # With step <= hi - lo + 1 the keys of neighbouring rows overlap or touch, so they form one interval.
+        inside = rows[
+            max(0, -((rows.start - q_start) // step)) : max(0, -((rows.start - q_stop) // step))
+        ]
+        # With step <= hi - lo + 1 the keys of neighbouring rows overlap or touch, so they form one
+        # interval.
         for part in [inside] if step <= hi - lo + 1 else [range(row, row + 1) for row in inside]:
             if part:
                 start, stop = max(k_start, part[0] + lo), min(k_stop, part[-1] + hi + 1)

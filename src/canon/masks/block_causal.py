@@ -3,17 +3,19 @@
 Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
-    columns     the number of valid keys with a smaller id; the number of all valid keys for an invalid key
+    columns     the number of valid keys with a smaller id; the number of all valid keys for an
+                invalid key
 
-A *stretch* is a run of keys that queries with an interval of levels see together, without the neighbours of the run:
+A *stretch* is a run of keys that queries with an interval of levels see together, without the
+neighbours of the run:
 
     columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
     row = 1    . x . . .        1 < row <= 2   keys 1:3        3 < row        keys 0:5
     row = 2    . x x . x        1 < row <= 3   keys 4:5
     row = 3    x x x . x
 
-Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one band. Random ids in r
-runs make 0.105 r^2 bands; no mask of them has fewer than r^2 / 24.
+Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one
+band. Random ids in r runs make 0.105 r^2 bands; no mask of them has fewer than r^2 / 24.
 
 Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and a run of queries.
 """
@@ -31,7 +33,9 @@ from canon.masks.mask_inputs import Ints
 def block_bands(
     q_blocks: Ints, k_blocks: Ints | None, q_valid: Ints | None, k_valid: Ints | None
 ) -> tuple[list[Band], int, int]:
-    """Return the bands of the block-causal mask of one sequence, and its numbers of queries and keys."""
+    """Return the bands of the block-causal mask of one sequence, and its numbers of queries and
+    keys.
+    """
     q_ids, q_flags = _block_ids("q", q_blocks, q_valid)
     k_ids, k_flags = _block_ids("k", q_blocks if k_blocks is None else k_blocks, k_valid)
     return bands_of_levels(*levels(q_ids, k_ids, q_flags, k_flags)), len(q_ids), len(k_ids)
@@ -40,12 +44,19 @@ def block_bands(
 def _block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
     """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
     ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
-    flags = [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
+    flags = (
+        [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
+    )
     if len(flags) != len(ids):
         raise ValueError(f"{name}_valid has {len(flags)} entries for {len(ids)} {name}_blocks")
     if not {0, 1}.issuperset(flags):
-        raise ValueError(f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: one for each token")
-    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(flags, dtype=torch.bool, device="cpu")
+        raise ValueError(
+            f"{name}_valid must hold booleans, 0 or 1, got {max(flags, key=abs)}: "
+            "one for each token"
+        )
+    return torch.tensor(ids, dtype=torch.int64, device="cpu"), torch.tensor(
+        flags, dtype=torch.bool, device="cpu"
+    )
 
 
 def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,10 +68,14 @@ def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tu
 
 
 def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
-    """Return the bands of the mask in which query i sees key j iff columns[j] < rows[i]. Levels are int64 >= 0."""
+    """Return the bands of the mask in which query i sees key j iff columns[j] < rows[i]. Levels are
+    int64 >= 0.
+    """
     row, q_edges = _runs(rows)
     column, k_edges = _runs(columns)
-    stretches = torch.tensor(list(_stretches(column.tolist())), dtype=torch.int64, device="cpu").reshape(-1, 4)
+    stretches = torch.tensor(
+        list(_stretches(column.tolist())), dtype=torch.int64, device="cpu"
+    ).reshape(-1, 4)
     start, stop, above, upto = stretches.T.contiguous()
     stretch, first, last = _seen_as_one(row, above, upto)
     q_start, q_stop = q_edges[first], q_edges[last + 1]
@@ -70,13 +85,17 @@ def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
 
 
 def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the level of each run of equal levels, and the first index of each run, followed by the total length."""
+    """Return the level of each run of equal levels, and the first index of each run, followed by
+    the total length.
+    """
     values, lengths = torch.unique_consecutive(levels, return_counts=True)
     return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see these columns together."""
+    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see these
+    columns together.
+    """
     # (start, highest column) of the stretches that are still open
     walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row
@@ -89,7 +108,9 @@ def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <= upto of a stretch."""
+    """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <=
+    upto of a stretch.
+    """
     by_level = rows.argsort()
     begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
     ends = (end - begin).cumsum(0)  # of each stretch in a list of all (stretch, row) pairs
@@ -97,7 +118,8 @@ def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Ten
     stretch = torch.searchsorted(ends, place, right=True)
     row = by_level[place + (end - ends)[stretch]]
     size = len(rows) + 1
-    pairs = (stretch * size + row).sort().values  # neighbouring rows differ by 1, different stretches by more
+    # neighbouring rows differ by 1, different stretches by more
+    pairs = (stretch * size + row).sort().values
     apart, edge = pairs.diff() != 1, torch.ones(1, dtype=torch.bool, device="cpu")
     first, last = (pairs[torch.cat(ends)[: len(pairs)]] for ends in ((edge, apart), (apart, edge)))
     return first // size, first % size, last % size

@@ -7,8 +7,8 @@ A cast is one all-to-all exchange of K and V; there is none if no rank needs ano
 
 The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
 
-A plan is equal on all ranks. The pieces of a rank are derived when they are first used, so a process keeps those of its own
-rank only.
+A plan is equal on all ranks. The pieces of a rank are derived when they are first used, so a
+process keeps those of its own rank only.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,9 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions in the sequence. There they are the rows ``row``, ``row`` + 1, ..."""
+    """Tokens of rank ``source``, as positions in the sequence. There they are the rows ``row``,
+    ``row`` + 1, ...
+    """
 
     source: int
     tokens: range
@@ -40,26 +42,38 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class RankCasts:
-    """The pieces that one rank receives and sends, by row: ``received[cast][source]``, ``sent[cast][receiver]``."""
+    """The pieces that one rank receives and sends, by row: ``received[cast][source]``,
+    ``sent[cast][receiver]``.
+    """
 
     received: tuple[tuple[Pieces, ...], ...]
     sent: tuple[tuple[Pieces, ...], ...]
 
     @classmethod
-    def of(cls, received: Sequence[Sequence[Piece]], sent: Sequence[Sequence[Piece]], casts: int) -> "RankCasts":
+    def of(
+        cls, received: Sequence[Sequence[Piece]], sent: Sequence[Sequence[Piece]], casts: int
+    ) -> "RankCasts":
         """Divide the pieces of each pair of ranks into ``casts`` parts."""
-        return cls(*(tuple(zip(*(cut(pieces, casts) for pieces in pairs), strict=True)) for pairs in (received, sent)))
+        return cls(
+            *(
+                tuple(zip(*(cut(pieces, casts) for pieces in pairs), strict=True))
+                for pairs in (received, sent)
+            )
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes on the host (an estimate)."""
-        pairs = [pieces for casts in (self.received, self.sent) for cast in casts for pieces in cast]
+        pairs = [
+            pieces for casts in (self.received, self.sent) for cast in casts for pieces in cast
+        ]
         return 1000 + 60 * len(pairs) + 300 * sum(map(len, pairs))
 
 
 @dataclass(frozen=True)
 class CastPlan:
-    """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether step 0 uses own keys alone.
+    """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether
+    step 0 uses own keys alone.
 
     ``casts_of(plan, rank)`` derives the pieces of a rank; cached.
     """
@@ -112,13 +126,17 @@ class CastPlan:
 
     def received(self, cast: int, rank: int) -> Pieces:
         """Return the pieces that a rank receives, by source, then by row."""
-        return tuple(piece for pieces in self.casts_of(self, rank).received[cast] for piece in pieces)
+        return tuple(
+            piece for pieces in self.casts_of(self, rank).received[cast] for piece in pieces
+        )
 
     def keys(self, step: int, rank: int) -> tuple[range, ...]:
         """Return the tokens in the buffer of a step, in order."""
         own = self.layout.ranges_per_rank[rank] if self.holds_own(step) else ()
         cast = self.cast_of(step)
-        return own + (() if cast is None else tuple(piece.tokens for piece in self.received(cast, rank)))
+        return own + (
+            () if cast is None else tuple(piece.tokens for piece in self.received(cast, rank))
+        )
 
     def local_mask(self, step: int, rank: int) -> Mask:
         """Return the mask between a rank's queries and the buffer of a step. Cached."""
@@ -155,7 +173,9 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, in order, larger ones first."""
+    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, in order,
+    larger ones first.
+    """
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
     size, larger = divmod(tokens_in(pieces), parts)
@@ -182,9 +202,11 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan of at most ``casts`` casts. ``own_keys_first=None`` decides by `own_keys_come_first`.
+    """Return the plan of at most ``casts`` casts. ``own_keys_first=None`` decides by
+    `own_keys_come_first`.
 
-    ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks receive.
+    ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks
+    receive.
     """
     if own_keys_first is None:
         own_keys_first = own_keys_come_first(mask, layout, received)
@@ -192,21 +214,23 @@ def planned_casts(
 
 
 def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
-    """Return whether magi attention by default computes on own keys while its one cast is in flight.
+    """Return whether magi attention by default computes on own keys while its one cast is in
+    flight.
 
-    It does if both hold: a rank has at least 2^29 visible cells, and receives at least half as many tokens as it holds.
-    Both are means over the ranks. An additional step costs launches, a merge, and shorter kernels; it hides the cast:
+    It does if both hold: a rank has at least 2^29 visible cells, and receives at least half as many
+    tokens as it holds. Both are means over the ranks. An additional step costs launches, a merge,
+    and shorter kernels; it hides the cast:
 
-        recorded                               one step / own keys first   cells of a rank    received / held
-        packs, 8,192 tokens a rank                     0.78 to 1.01        2^23 to 2^25       0.1 to 1.2
-        causal, 8,192 tokens on 2 ranks                0.85 to 0.92        2^24               0.75
-        causal, 4,096 tokens a rank, 4 and 8 ranks     0.99 to 1.00        2^25 and 2^26      2.25 and 5.25
-        causal, 16,384 tokens a rank, 2 ranks          0.96 to 1.01        2^28               0.75
-        causal, 16,384 tokens a rank and more          1.00 to 1.02        2^29 to 2^33       0.75 to 5.25
+        recorded, tokens of a rank      one step / own first   cells of a rank   received / held
+        packs, 8,192                    0.78 to 1.01           2^23 to 2^25      0.1 to 1.2
+        causal, 8,192, 2 ranks          0.85 to 0.92           2^24              0.75
+        causal, 4,096, 4 and 8 ranks    0.99 to 1.00           2^25 and 2^26     2.25 and 5.25
+        causal, 16,384, 2 ranks         0.96 to 1.01           2^28              0.75
+        causal, 16,384 and more         1.00 to 1.02           2^29 to 2^33      0.75 to 5.25
 
-    The first column divides the times of both passes. No record has many cells and little to receive: there a merge of all
-    queries would take longer than the hidden cast. Records: paper/data, compared in `tests/test_defaults.py`.
-    """
+    The first column divides the times of both passes. No record has many cells and little to
+    receive: there a merge of all queries would take longer than the hidden cast. Records:
+    paper/data, compared in `tests/test_defaults.py`."""
     return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
 
 

@@ -5,9 +5,9 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-The first gather and the last reduction have no computation to hide them. A smaller first and last group make them shorter, but
-each split adds a step. In all recorded pairs, both passes take 0.99 to 1.14 times as long with splits.
-"""
+The first gather and the last reduction have no computation to hide them. A smaller first and last
+group make them shorter, but each split adds a step. In all recorded pairs, both passes take 0.99 to
+1.14 times as long with splits."""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -22,19 +22,22 @@ BUDGET = 1 << 30  # bytes of gathered K and V
 
 
 def default_stride(heads: int, bytes_per_head: int) -> int:
-    """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else 1.
+    """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
+    1.
 
-    Few steps are fast: on every recorded shape, both passes take at most 1.02 times as long as with the best stride. 512 MiB
-    would choose an unrecorded stride at 524,288 tokens, and 256 MiB a stride that takes 1.05 times as long at 131,072 tokens
-    on two ranks. The backward pass of `canon.fast` holds up to eight times these bytes. Records: paper/data;
-    `tests/test_defaults.py`.
+    Few steps are fast: on every recorded shape, both passes take at most 1.02 times as long as with
+    the best stride. 512 MiB would choose an unrecorded stride at 524,288 tokens, and 256 MiB a
+    stride that takes 1.05 times as long at 131,072 tokens on two ranks. The backward pass of
+    `canon.fast` holds up to eight times these bytes. Records: paper/data; `tests/test_defaults.py`.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)
 
 
 def gathered_bytes(layout: Layout, bytes_per_token: int) -> int:
-    """Return the bytes of a gathered key head, with a padded shard from each rank. ``bytes_per_token``: its K and V."""
+    """Return the bytes of a gathered key head, with a padded shard from each rank.
+    ``bytes_per_token``: its K and V.
+    """
     return layout.ranks * max(map(layout.size, range(layout.ranks))) * bytes_per_token
 
 
@@ -43,20 +46,25 @@ def head_groups(
 ) -> tuple[range, ...]:
     """Return the key heads of each step, in order: ``stride`` heads a step.
 
-        first = f splits the first group into [f, s-f], last = l the last one into [s-l, l]: see the module's docstring
+        first = f splits the first group into [f, s-f], last = l the last one into [s-l, l]: see the
+        module's docstring
 
-    ``option`` is the prefix of the names ``first_stride`` and ``last_stride`` in errors, for example "forward_".
-    Raises ValueError if the stride does not divide the heads, or if f or l is not in (0, stride). Also if f and l are both
-    given and there are fewer than two full groups.
+    ``option`` is the prefix of the names ``first_stride`` and ``last_stride`` in errors, for
+    example "forward_". Raises ValueError if the stride does not divide the heads, or if f or l is
+    not in (0, stride). Also if f and l are both given and there are fewer than two full groups.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")
     for name, part in (("first", first), ("last", last)):
         if part is not None and not 0 < part < stride:
-            raise ValueError(f"{option}{name}_stride={part}: expected 0 < {name} < head_stride, which is {stride}")
+            raise ValueError(
+                f"{option}{name}_stride={part}: expected 0 < {name} < head_stride, "
+                f"which is {stride}"
+            )
     if first is not None and last is not None and heads < 2 * stride:
         raise ValueError(
-            f"{option}first_stride={first} and {option}last_stride={last} split two head groups, but {heads} key heads "
+            f"{option}first_stride={first} and {option}last_stride={last} split two head groups, "
+            f"but {heads} key heads "
             f"with head_stride={stride} form one: pass one of the two, or a smaller head_stride"
         )
     ends = set(range(0, heads + 1, stride))
@@ -81,16 +89,26 @@ def strided_steps(
     backward_last_stride: int | None,
     backward_schedule: str,
 ) -> Steps:
-    """Return the steps for these options of `strided_attention`. Raise ValueError if they do not fit ``heads`` key heads."""
+    """Return the steps for these options of `strided_attention`. Raise ValueError if they do not
+    fit ``heads`` key heads.
+    """
     if backward_schedule not in SCHEDULES:
-        raise ValueError(f"backward_schedule={backward_schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}")
+        raise ValueError(
+            f"backward_schedule={backward_schedule!r}: expected one of "
+            f"{', '.join(map(repr, SCHEDULES))}"
+        )
     forward = head_groups(heads, head_stride, forward_first_stride, option="forward_")
     if backward_schedule == "scatter":
-        backward = head_groups(heads, head_stride, backward_first_stride, backward_last_stride, option="backward_")
+        backward = head_groups(
+            heads, head_stride, backward_first_stride, backward_last_stride, option="backward_"
+        )
         return Steps(forward, backward)
     for name, part in (("first", backward_first_stride), ("last", backward_last_stride)):
         if part is not None:
-            raise ValueError(f'backward_{name}_stride={part} has no effect with backward_schedule="ring": pass None')
+            raise ValueError(
+                f"backward_{name}_stride={part} has no effect with "
+                'backward_schedule="ring": pass None'
+            )
     return Steps(forward, None)
 
 

@@ -1,16 +1,17 @@
 """A layout: the tokens that each rank holds, in their local order.
 
-    12 tokens, 3 ranks       rank 0          rank 1          rank 2
-    contiguous               0 1 2 3         4 5 6 7         8 9 10 11
-    zigzag                   0 1  10 11      2 3  8 9        4 5  6 7
-    striped                  0 3 6 9         1 4 7 10        2 5 8 11
-    zigzag_documents         0 5  6 11       1 4  7 10       2 3  8 9        of two documents of 6 tokens
+    12 tokens, 3 ranks   rank 0       rank 1      rank 2
+    contiguous           0 1 2 3      4 5 6 7     8 9 10 11
+    zigzag               0 1  10 11   2 3  8 9    4 5  6 7
+    striped              0 3 6 9      1 4 7 10    2 5 8 11
+    zigzag_documents     0 5  6 11    1 4  7 10   2 3  8 9        of two documents of 6 tokens
 
-Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the first. Zigzag and striped
-shards have nearly equal areas. A layout is the one source of shards, labels, positions and the masks between ranks.
+Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the
+first. Zigzag and striped shards have nearly equal areas. A layout is the one source of shards,
+labels, positions and the masks between ranks.
 
-Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped Attention (2023).
-"""
+Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped
+Attention (2023)."""
 
 import hashlib
 from collections import defaultdict
@@ -36,9 +37,11 @@ TILE = 128  # tokens along each side of a tile of the reference
 
 
 class Layout(metaclass=OpaqueMeta):
-    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by content.
+    """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by
+    content.
 
-        Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3 4 5
+        Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3
+        4 5
 
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
@@ -83,51 +86,70 @@ class Layout(metaclass=OpaqueMeta):
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
         """Return one piece for each rank; larger ones come first.
 
-        Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2 ``multiple_of`` - 1.
-        """
-        n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
+        Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2
+        ``multiple_of`` - 1."""
+        n, ranks, multiple_of = (
+            whole("n", n, 0),
+            whole("ranks", ranks, 1),
+            whole("multiple_of", multiple_of, 1),
+        )
         return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r and 2 ``ranks`` - 1 - r."""
-        n, ranks, multiple_of = whole("n", n, 0), whole("ranks", ranks, 1), whole("multiple_of", multiple_of, 1)
+        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
+        and 2 ``ranks`` - 1 - r.
+        """
+        n, ranks, multiple_of = (
+            whole("n", n, 0),
+            whole("ranks", ranks, 1),
+            whole("multiple_of", multiple_of, 1),
+        )
         pieces = _pieces(n, 2 * ranks, multiple_of)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
-        """Return the layout in which each document is divided as by `zigzag`, and a rank holds its pieces of all documents.
+        """Return the layout in which each document is divided as by `zigzag`, and a rank holds its
+        pieces of all documents.
 
-        ``cu_seqlens``: 0, then the end of each document. A rank holds the two pieces of one document after those of another.
-        Raises ValueError if cu_seqlens does not start at 0 or decreases.
+        ``cu_seqlens``: 0, then the end of each document. A rank holds the two pieces of one
+        document after those of another. Raises ValueError if cu_seqlens does not start at 0 or
+        decreases.
 
         Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
         """
         ends, ranks = document_ends(cu_seqlens), whole("ranks", ranks, 1)
         held: list[list[range]] = [[] for _ in range(ranks)]
         for start, stop in pairwise(ends):
-            pieces = [range(start + p.start, start + p.stop) for p in _pieces(stop - start, 2 * ranks, 1)]
+            pieces = [
+                range(start + p.start, start + p.stop) for p in _pieces(stop - start, 2 * ranks, 1)
+            ]
             for rank, own in enumerate(held):
                 own += [pieces[rank], pieces[-1 - rank]]
         return cls(held, ends[-1])
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``, ..."""
+        """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``,
+        ...
+        """
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
     @classmethod
     def concat(cls, layouts: Sequence["Layout"]) -> "Layout":
-        """Return the layout of independent sequences, one after another: a rank holds its tokens of each.
+        """Return the layout of independent sequences, one after another: a rank holds its tokens of
+        each.
 
         Raises ValueError if there is no layout, or their numbers of ranks or their steps differ.
         """
         layouts, tokens = list_of("layouts", layouts, cls), 0
         if len({layout.ranks for layout in layouts}) != 1:
             numbers = ", ".join(str(layout.ranks) for layout in layouts)
-            raise ValueError(f"concat needs layouts of one number of ranks, got {numbers or 'no layout'}")
+            raise ValueError(
+                f"concat needs layouts of one number of ranks, got {numbers or 'no layout'}"
+            )
         held: list[list[range]] = [[] for _ in range(layouts[0].ranks)]
         for layout in layouts:
             for own, ranges in zip(held, layout.ranges_per_rank, strict=True):
@@ -137,8 +159,14 @@ class Layout(metaclass=OpaqueMeta):
 
     # content
     def __repr__(self) -> str:
-        first = "; ".join(" ".join(f"{r.start}:{r.stop}:{r.step}" for r in held) for held in self.ranges_per_rank[:4])
-        return f"Layout({self.tokens} tokens on {self.ranks} ranks: {first}{'; ...' if self.ranks > 4 else ''})"
+        first = "; ".join(
+            " ".join(f"{r.start}:{r.stop}:{r.step}" for r in held)
+            for held in self.ranges_per_rank[:4]
+        )
+        return (
+            f"Layout({self.tokens} tokens on {self.ranks} ranks: "
+            f"{first}{'; ...' if self.ranks > 4 else ''})"
+        )
 
     @property
     def digest(self) -> str:
@@ -170,12 +198,15 @@ class Layout(metaclass=OpaqueMeta):
     def _held(self, rank: int) -> tuple[range, ...]:
         """Return the ranges of a rank."""
         if not 0 <= whole("rank", rank) < self.ranks:
-            raise ValueError(f"rank {rank} is not one of the layout's {self.ranks}: they count from 0")
+            raise ValueError(
+                f"rank {rank} is not one of the layout's {self.ranks}: they count from 0"
+            )
         return self.ranges_per_rank[rank]
 
     # operations
     def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
-        """Return the position of each local token in its own document, for the rotary embedding: int64 [t], on the CPU.
+        """Return the position of each local token in its own document, for the rotary embedding:
+        int64 [t], on the CPU.
 
         Raises ValueError or TypeError unless ``cu_seqlens`` ends at ``tokens``.
         """
@@ -184,38 +215,51 @@ class Layout(metaclass=OpaqueMeta):
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on ``dim``. Differentiable.
+        """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on
+        ``dim``. Differentiable.
 
         Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
-            raise ValueError(f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}")
+            raise ValueError(
+                f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}"
+            )
         return x.index_select(dim, positions_on(self, rank, x.device))
 
-    def shard_batch(self, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None = None) -> dict[str, Tensor]:
-        """Return the tokens of ``rank`` from each entry of a training batch, with positions and shifted labels.
+    def shard_batch(
+        self, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None = None
+    ) -> dict[str, Tensor]:
+        """Return the tokens of ``rank`` from each entry of a training batch, with positions and
+        shifted labels.
 
         Args:
-            batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``, ``position_ids``, others.
-            cu_seqlens: 0, then the end of each document. None: documents start where ``position_ids`` is 0, or there is one.
+            batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``,
+                ``position_ids``, others.
+            cu_seqlens: 0, then the end of each document. None: documents start where
+                ``position_ids`` is 0, or there is one.
 
-        ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are ``labels``: the label of the
-        next token, -100 at the end of each document. Labels of -100 stay, so they can hide a prompt. Raises ValueError or
-        TypeError for an entry of another shape or type, and where `Mask.from_position_ids` refuses the positions.
-        """
+        ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
+        ``labels``: the label of the next token, -100 at the end of each document. Labels of -100
+        stay, so they can hide a prompt. Raises ValueError or TypeError for an entry of another
+        shape or type, and where `Mask.from_position_ids` refuses the positions."""
         from canon.ranks.movement import sharded_batch
 
         return sharded_batch(self, batch, rank, cu_seqlens)
 
-    def unshard(self, x: Tensor, group: "Group" = None, dim: int = 1, *, partial_grad: bool = False) -> Tensor:
-        """Gather the full tensor from the shards of all ranks. A collective, forward and backward; differentiable once.
+    def unshard(
+        self, x: Tensor, group: "Group" = None, dim: int = 1, *, partial_grad: bool = False
+    ) -> Tensor:
+        """Gather the full tensor from the shards of all ranks. A collective, forward and backward;
+        differentiable once.
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is all ranks.
-            partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the owner of a token adds the
-                gradients of the ranks in rank order, in float32 (float64 for float64), and rounds once.
+            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is
+                all ranks.
+            partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the
+                owner of a token adds the gradients of the ranks in rank order, in float32 (float64
+                for float64), and rounds once.
 
         Raises ValueError if the shard or the group does not fit the layout.
         """
@@ -223,34 +267,44 @@ class Layout(metaclass=OpaqueMeta):
 
         return unsharded(self, x, group, dim, partial_grad)
 
-    def redistribute(self, x: Tensor, to: "Layout", *, group: "Group" = None, dim: int = 1) -> Tensor:
-        """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A collective; differentiable.
+    def redistribute(
+        self, x: Tensor, to: "Layout", *, group: "Group" = None, dim: int = 1
+    ) -> Tensor:
+        """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A
+        collective; differentiable.
 
-        One all-to-all moves the tokens. The backward pass moves gradients back, so every rank must call it. ``group`` is as in
-        `unshard`. Raises ValueError or TypeError on every rank if arguments do not fit or differ between ranks.
-        """
+        One all-to-all moves the tokens. The backward pass moves gradients back, so every rank must
+        call it. ``group`` is as in `unshard`. Raises ValueError or TypeError on every rank if
+        arguments do not fit or differ between ranks."""
         from canon.ranks.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
-        """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local coordinates. Cached.
+        """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local
+        coordinates. Cached.
 
-        Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local order.
+        Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local
+        order.
         Raises ValueError if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
         if (mask.queries, mask.keys) != (self.tokens, self.tokens):
-            raise ValueError(f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens")
+            raise ValueError(
+                f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens"
+            )
         several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
-        return _local_mask(self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several))
+        return _local_mask(
+            self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several)
+        )
 
     def plot(self, mask: Mask | None = None):
-        """Draw the rows of a mask in the colours of their ranks, and the visible cells of each rank. Return the figure.
+        """Draw the rows of a mask in the colours of their ranks, and the visible cells of each
+        rank. Return the figure.
 
-        ``mask``: by default causal. Raises ValueError if it does not fit, ModuleNotFoundError without matplotlib.
-        """
+        ``mask``: by default causal. Raises ValueError if it does not fit, ModuleNotFoundError
+        without matplotlib."""
         from canon.show.layout_figures import plot_layout
 
         return plot_layout(self, mask)
@@ -284,10 +338,11 @@ def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
 
 
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
-    """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that hold them in order.
+    """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that
+    hold them in order.
 
-    All ranges have one step >= 1. Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a
-    range are neighbours.
+    All ranges have one step >= 1. Cost: O(r log n + c log c) for r query ranges, n bands and c
+    crops, if the bands of a range are neighbours.
     """
     rows, columns = placed(queries), sorted(placed(keys), key=lambda placed: placed[1].start)
     index = IntervalIndex([(piece.start, piece.stop) for _, piece in columns])
@@ -305,7 +360,9 @@ def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) ->
 
 
 def placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
-    """Return (first row, tokens) of each piece in a buffer. A piece that continues the previous one is joined to it."""
+    """Return (first row, tokens) of each piece in a buffer. A piece that continues the previous one
+    is joined to it.
+    """
     placed: list[tuple[int, range]] = []
     end = 0
     for piece in pieces:

@@ -3,8 +3,9 @@
     Mask.causal(8)                    one band, hi = 0
     Mask.documents([0, 3, 8])         two bands: a causal square for each document
 
-A mask is immutable, and compared and hashed by content: ranks with equal masks make equal plans without communication.
-Arguments are sequences or tensors; a tensor on a GPU is copied to the CPU once.
+A mask is immutable, and compared and hashed by content: ranks with equal masks make equal plans
+without communication. Arguments are sequences or tensors; a tensor on a GPU is copied to the CPU
+once.
 """
 
 import hashlib
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from canon.masks.arguments import flag, list_of, whole, whole_numbers
-from canon.masks.band import Band, IntervalIndex, check_disjoint, picked, tight_bands, union, visible_keys
+from canon.masks.band import (
+    Band,
+    IntervalIndex,
+    check_disjoint,
+    picked,
+    tight_bands,
+    union,
+    visible_keys,
+)
 from canon.masks.block_causal import block_bands
 from canon.masks.mask_inputs import (
     Ints,
@@ -36,7 +45,8 @@ from canon.masks.pickles import FORMAT, check_format
 
 
 class Mask(metaclass=OpaqueMeta):
-    """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands are dropped.
+    """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands
+    are dropped.
 
     Raises ValueError if a band leaves the matrix or two share a cell; TypeError for wrong types.
     """
@@ -92,7 +102,9 @@ class Mask(metaclass=OpaqueMeta):
         return self._unpickled, (FORMAT, self.queries, self.keys, self._digest, numbers)
 
     @classmethod
-    def _unpickled(cls, version: int, queries: int, keys: int, digest: str | None, numbers: array) -> "Mask":
+    def _unpickled(
+        cls, version: int, queries: int, keys: int, digest: str | None, numbers: array
+    ) -> "Mask":
         check_format("Mask", version)
         mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
         object.__setattr__(mask, "_digest", digest)
@@ -104,18 +116,21 @@ class Mask(metaclass=OpaqueMeta):
         """Return the mask in which every query sees every key."""
         queries = whole("queries", queries, 0)
         keys = queries if keys is None else whole("keys", keys, 0)
-        return cls.of_disjoint([Band(0, queries, 0, keys)] if queries and keys else [], queries, keys)
+        return cls.of_disjoint(
+            [Band(0, queries, 0, keys)] if queries and keys else [], queries, keys
+        )
 
     @classmethod
     def causal(cls, queries: int, keys: int | None = None) -> "Mask":
-        """Return the mask in which query i sees key j iff j <= i + keys - queries. The last query sees every key.
+        """Return the mask in which query i sees key j iff j <= i + keys - queries. The last query
+        sees every key.
 
             causal(2, 4)      x x x .      causal(3, 2)      . .
                               x x x x                        x .
                                                              x x
 
-        ``keys`` is by default ``queries``: token i sees the tokens j <= i. FlashAttention aligns in the same way.
-        """
+        ``keys`` is by default ``queries``: token i sees the tokens j <= i. FlashAttention aligns in
+        the same way."""
         queries = whole("queries", queries, 0)
         keys = queries if keys is None else whole("keys", keys, 0)
         band = Band(0, queries, 0, keys, None, keys - queries)
@@ -137,7 +152,10 @@ class Mask(metaclass=OpaqueMeta):
 
     @classmethod
     def documents(
-        cls, cu_seqlens: Ints, causal: bool = True, window: tuple[int | None, int | None] | None = None
+        cls,
+        cu_seqlens: Ints,
+        causal: bool = True,
+        window: tuple[int | None, int | None] | None = None,
     ) -> "Mask":
         """Return the mask of packed documents: each token sees tokens of its own document only.
 
@@ -147,7 +165,8 @@ class Mask(metaclass=OpaqueMeta):
                                       . . x x .
                                       . . x x x
 
-        ``cu_seqlens``: 0, then the end of each document. ``window``: (left, right) inside each document.
+        ``cu_seqlens``: 0, then the end of each document. ``window``: (left, right) inside each
+        document.
         Raises ValueError if cu_seqlens does not start at 0 or decreases.
         """
         bands, tokens = document_bands(cu_seqlens, causal, window)
@@ -155,7 +174,8 @@ class Mask(metaclass=OpaqueMeta):
 
     @classmethod
     def tree(cls, parents: Ints, lengths: Ints, starts: Ints | None = None) -> "Mask":
-        """Return the mask of packed branches: a token sees the tokens of its node's ancestors and, causally, its own node.
+        """Return the mask of packed branches: a token sees the tokens of its node's ancestors and,
+        causally, its own node.
 
             tree([-1, 0, 0], [2, 1, 2])      x . . . .      two branches of 1 and 2 tokens
                                              x x . . .      share a trunk of 2 tokens
@@ -163,10 +183,11 @@ class Mask(metaclass=OpaqueMeta):
                                              x x . x .
                                              x x . x x
 
-        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order: node i follows node i - 1
-        or an ancestor of it. ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i - 1.
-        No query sees a token between two nodes. As a query, this token sees the ancestors of the node after it. A last node
-        of length 0 makes the mask end at its start. The mask has one band for each node of length > 0.
+        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order:
+        node i follows node i - 1 or an ancestor of it. ``lengths[i]`` tokens of node i begin at
+        ``starts[i]``, by default at the end of node i - 1. No query sees a token between two nodes.
+        As a query, this token sees the ancestors of the node after it. A last node of length 0
+        makes the mask end at its start. The mask has one band for each node of length > 0.
 
         Raises ValueError that names the node if nodes overlap or are in another order.
         """
@@ -175,7 +196,9 @@ class Mask(metaclass=OpaqueMeta):
 
     @classmethod
     def prefix(cls, n: int, prefix: int) -> "Mask":
-        """Return the n x n mask in which the first ``prefix`` tokens see each other, and the rest is causal."""
+        """Return the n x n mask in which the first ``prefix`` tokens see each other, and the rest
+        is causal.
+        """
         n, prefix = whole("n", n, 0), whole("prefix", prefix)
         if not 0 <= prefix <= n:
             raise ValueError(f"prefix must be in 0..{n}, got {prefix}")
@@ -192,7 +215,8 @@ class Mask(metaclass=OpaqueMeta):
         queries: int | None = None,
         keys: int | None = None,
     ) -> "Mask":
-        """Return the mask of MagiAttention's slices. Each slice is a range of queries, a range of keys and a type.
+        """Return the mask of MagiAttention's slices. Each slice is a range of queries, a range of
+        keys and a type.
 
             type                    sees, in a slice of 2 queries and 3 keys
             0 or "full"             x x x      x x x
@@ -200,8 +224,8 @@ class Mask(metaclass=OpaqueMeta):
             2 or "inverse_causal"   x x x      . x x      aligned at the upper left corner
             3 or "bi_causal"        x x .      . x x      both
 
-        The sizes are by default the largest ends of the ranges. Raises ValueError for slices that share a cell.
-        """
+        The sizes are by default the largest ends of the ranges. Raises ValueError for slices that
+        share a cell."""
         bands, q_end, k_end = slice_bands(q_ranges, k_ranges, types)
         return cls(bands, q_end if queries is None else queries, k_end if keys is None else keys)
 
@@ -217,17 +241,19 @@ class Mask(metaclass=OpaqueMeta):
     # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
-        """Return the mask of packed documents, causal in each, from positions that restart at 0 at each document.
+        """Return the mask of packed documents, causal in each, from positions that restart at 0 at
+        each document.
 
-        ``from_position_ids([0, 1, 0, 1, 2])`` equals ``documents([0, 2, 5])``. Positions (b, n) give a tuple of b masks.
-        """
+        ``from_position_ids([0, 1, 0, 1, 2])`` equals ``documents([0, 2, 5])``. Positions (b, n)
+        give a tuple of b masks."""
         ends, several = position_ends(position_ids)
         masks = tuple(cls.of_disjoint(document_bands(e, True, None)[0], e[-1], e[-1]) for e in ends)
         return masks if several else masks[0]
 
     @classmethod
     def padding(cls, lengths: Ints, n: int, causal: bool = True) -> "tuple[Mask, ...]":
-        """Return one n x n mask for each length. Tokens from the length on see nothing and are not seen.
+        """Return one n x n mask for each length. Tokens from the length on see nothing and are not
+        seen.
 
         For padding on the left use `block_causal` with ``q_valid`` and ``k_valid``.
         """
@@ -235,8 +261,12 @@ class Mask(metaclass=OpaqueMeta):
         masks = []
         for place, length in enumerate(whole_numbers("lengths", lengths)):
             if not 0 <= length <= n:
-                raise ValueError(f"lengths[{place}] must be in 0..{n}, the tokens of a sequence, got {length}")
-            masks.append(cls.of_disjoint([Band(0, length, 0, length, None, high)] if length else [], n, n))
+                raise ValueError(
+                    f"lengths[{place}] must be in 0..{n}, the tokens of a sequence, got {length}"
+                )
+            masks.append(
+                cls.of_disjoint([Band(0, length, 0, length, None, high)] if length else [], n, n)
+            )
         return tuple(masks)
 
     @classmethod
@@ -247,17 +277,18 @@ class Mask(metaclass=OpaqueMeta):
         q_valid: Ints | Rows | None = None,
         k_valid: Ints | Rows | None = None,
     ) -> "Mask | tuple[Mask, ...]":
-        """Return the mask in which query i sees key j iff both are valid and k_blocks[j] <= q_blocks[i].
+        """Return the mask in which query i sees key j iff both are valid and k_blocks[j] <=
+        q_blocks[i].
 
             block_causal([0, 0, 1, 1])      x x . .
                                             x x . .
                                             x x x x
                                             x x x x
 
-        ``k_blocks`` are by default ``q_blocks``. If an argument is (b, n), the result is a tuple of b masks. For pi0,
-        `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1), q_valid=pad_masks, k_valid=pad_masks)``.
-        Ascending ids in r runs make at most r bands, random ids about r^2 / 9.
-        """
+        ``k_blocks`` are by default ``q_blocks``. If an argument is (b, n), the result is a tuple of
+        b masks. For pi0, `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1),
+        q_valid=pad_masks, k_valid=pad_masks)``. Ascending ids in r runs make at most r bands,
+        random ids about r^2 / 9."""
         batch = by_sequence(q_blocks=q_blocks, k_blocks=k_blocks, q_valid=q_valid, k_valid=k_valid)
         if batch is not None:
             return tuple(cls.of_disjoint(*block_bands(**one)) for one in batch)
@@ -283,43 +314,66 @@ class Mask(metaclass=OpaqueMeta):
 
     @property
     def area(self) -> int:
-        """The number of visible cells: the query-key pairs that attention computes for each head."""
+        """The number of visible cells: the query-key pairs that attention computes for each
+        head.
+        """
         return sum(band.area for band in self.bands)
 
     def dense(self) -> Tensor:
         """Return the matrix, bool [queries, keys] on the CPU: True where the query sees the key."""
         matrix = torch.zeros(self.queries, self.keys, dtype=torch.bool, device="cpu")
         for b in self.bands:
-            keys, queries = (torch.arange(*x, device="cpu") for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop)))
+            keys, queries = (
+                torch.arange(*x, device="cpu")
+                for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop))
+            )
             offset = keys - queries[:, None]
-            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= (offset >= b.lo) & (offset <= b.hi)
+            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= (offset >= b.lo) & (
+                offset <= b.hi
+            )
         return matrix
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "Mask":
-        """Return the mask between these queries and keys, numbered from 0: ``dense()[queries][:, keys]``.
+        """Return the mask between these queries and keys, numbered from 0: ``dense()[queries][:,
+        keys]``.
 
         Raises ValueError if a range leaves the mask or runs backwards, or if the two steps differ.
         """
-        rows, columns = crop_range("queries", queries, self.queries), crop_range("keys", keys, self.keys)
+        rows, columns = (
+            crop_range("queries", queries, self.queries),
+            crop_range("keys", keys, self.keys),
+        )
         step = rows.step if queries is not None else columns.step
         if keys is not None and queries is not None and rows.step != columns.step:
-            raise ValueError(f"crop needs one step for queries and keys, got {rows.step} and {columns.step}")
+            raise ValueError(
+                f"crop needs one step for queries and keys, got {rows.step} and {columns.step}"
+            )
         if step != 1 and (queries is None or keys is None):
-            raise ValueError(f"crop with step {step} needs queries and keys: one alone would not leave bands")
-        return self.of_disjoint(picked(self.bands_near(rows), rows, columns), len(rows), len(columns))
+            raise ValueError(
+                f"crop with step {step} needs queries and keys: one alone would not leave bands"
+            )
+        return self.of_disjoint(
+            picked(self.bands_near(rows), rows, columns), len(rows), len(columns)
+        )
 
     def shift(self, queries: int = 0, keys: int = 0) -> "Mask":
-        """Return the mask moved down by ``queries`` and right by ``keys``. The sizes grow by as much.
+        """Return the mask moved down by ``queries`` and right by ``keys``. The sizes grow by as
+        much.
 
         A negative number cuts rows or columns off at the start.
         """
         queries, keys = whole("queries", queries), whole("keys", keys)
-        sizes = whole("queries", max(0, self.queries + queries), 0), whole("keys", max(0, self.keys + keys), 0)
+        sizes = (
+            whole("queries", max(0, self.queries + queries), 0),
+            whole("keys", max(0, self.keys + keys), 0),
+        )
         kept = picked(self.bands, range(-queries, self.queries), range(-keys, self.keys))
         return self.of_disjoint(kept, *sizes)
 
     def windowed(self, left: int | None = None, right: int | None = None) -> "Mask":
-        """Return the mask of the visible cells with -left <= j - i <= right. Bounds are those of `window`."""
+        """Return the mask of the visible cells with -left <= j - i <= right. Bounds are those of
+        `window`.
+        """
         low, high = window_bounds(left, right)
         cut = (
             Band(
@@ -332,7 +386,9 @@ class Mask(metaclass=OpaqueMeta):
         return self.of_disjoint([band for band in cut if band.q_stop], self.queries, self.keys)
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
-        """Return the keys that some query of the ascending ranges sees, as ranges of step 1 that do not touch."""
+        """Return the keys that some query of the ascending ranges sees, as ranges of step 1 that do
+        not touch.
+        """
         intervals: list[tuple[int, int]] = []
         for rows in list_of("query_ranges", query_ranges, range):
             if rows.step < 1:
@@ -341,16 +397,19 @@ class Mask(metaclass=OpaqueMeta):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with one colour for each band, and return the matplotlib axes: ``ax``, or new ones.
+        """Draw the visible cells, with one colour for each band, and return the matplotlib axes:
+        ``ax``, or new ones.
 
-        Beyond 512 tokens the picture has every n-th query and key. Raises ModuleNotFoundError without matplotlib.
-        """
+        Beyond 512 tokens the picture has every n-th query and key. Raises ModuleNotFoundError
+        without matplotlib."""
         from canon.show.mask_figures import plot_mask
 
         return plot_mask(self, ax)
 
     def bands_near(self, rows: range) -> tuple[Band, ...]:
-        """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others. O(log n) for n bands."""
+        """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others.
+        O(log n) for n bands.
+        """
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]

@@ -1,4 +1,6 @@
-"""Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors, ranges and bands."""
+"""Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors,
+ranges and bands.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -25,7 +27,10 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
     if any(map(gt, ends, ends[1:])):
         place = next(place for place, (start, stop) in enumerate(pairwise(ends), 1) if stop < start)
-        raise ValueError(f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} at entry {place}")
+        raise ValueError(
+            f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} "
+            f"at entry {place}"
+        )
     return ends
 
 
@@ -50,9 +55,14 @@ def document_bands(
 def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[Band], int]:
     """Return the bands of a tree's nodes, and the number of its tokens. Cost: O(n) for n nodes."""
     before, sizes = whole_numbers("parents", parents), whole_numbers("lengths", lengths)
-    begins = [0, *accumulate(sizes)][: len(sizes)] if starts is None else whole_numbers("starts", starts)
+    begins = (
+        [0, *accumulate(sizes)][: len(sizes)] if starts is None else whole_numbers("starts", starts)
+    )
     if not len(before) == len(sizes) == len(begins):
-        raise ValueError(f"{len(before)} parents, {len(sizes)} lengths and {len(begins)} starts: give one of each")
+        raise ValueError(
+            f"{len(before)} parents, {len(sizes)} lengths and {len(begins)} starts: "
+            "give one of each"
+        )
     bands, path, end = [], [], 0
 
     def leave(parent: int) -> None:
@@ -66,12 +76,15 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
         if size < 0:
             raise ValueError(f"lengths[{node}] must be >= 0, got {size}")
         if start < end:
-            raise ValueError(f"starts[{node}] must be at least {end}, the end of the node before it, got {start}")
+            raise ValueError(
+                f"starts[{node}] must be at least {end}, the end of the node before it, got {start}"
+            )
         leave(parent)
         if parent != (path[-1] if path else -1):
             allowed = "-1" if not node else f"{node - 1}, an ancestor of node {node - 1}, or -1"
             raise ValueError(
-                f"parents[{node}] must be {allowed}, because nodes come in depth-first order; got {parent}"
+                f"parents[{node}] must be {allowed}, because nodes come in depth-first order; got "
+                f"{parent}"
             )
         path.append(node)
         end = start + size
@@ -92,16 +105,22 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
         if wrong.any():
             place = int(wrong.nonzero()[0])
             raise ValueError(
-                f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a document, or one more "
-                "than the position before it. Pass positions of the whole sequence; for padding use Mask.padding, for "
+                f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a "
+                "document, or one more "
+                "than the position before it. Pass positions of the whole sequence; for padding "
+                "use Mask.padding, for "
                 "sequences that begin alike canon.trees"
             )
-        found.append([*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0])
+        found.append(
+            [*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0]
+        )
     return found, several is not None
 
 
 def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
-    """Return the arguments of each sequence of a batch, or None if none is (b, n). Those with one axis serve all."""
+    """Return the arguments of each sequence of a batch, or None if none is (b, n). Those with one
+    axis serve all.
+    """
     rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
     sizes = {name: len(several) for name, several in rows.items() if several is not None}
     if not sizes:
@@ -109,7 +128,10 @@ def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]]
     if len(set(sizes.values())) > 1:
         raise ValueError(f"a batch has one number of sequences, got {sizes}")
     shared = {name: nested(values) for name, values in arguments.items() if name not in sizes}
-    return [{**shared, **{name: rows[name][row] for name in sizes}} for row in range(next(iter(sizes.values())))]
+    return [
+        {**shared, **{name: rows[name][row] for name in sizes}}
+        for row in range(next(iter(sizes.values())))
+    ]
 
 
 def _rows(name: str, values: Any) -> list[Any] | None:
@@ -132,21 +154,30 @@ def number_tensor(name: str, values: Ints) -> Tensor:
 
 
 def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError if a side is below -1."""
+    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError if a side is below
+    -1.
+    """
     for name, value in (("left", left), ("right", right)):
         if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
     return None if left in (None, -1) else -int(left), None if right in (None, -1) else int(right)
 
 
-def slice_bands(q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] | Tensor) -> tuple[list[Band], int, int]:
-    """Return the bands of MagiAttention's slices, the largest end of the queries and that of the keys."""
+def slice_bands(
+    q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] | Tensor
+) -> tuple[list[Band], int, int]:
+    """Return the bands of MagiAttention's slices, the largest end of the queries and that of the
+    keys.
+    """
     rows, columns = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
     kinds = nested(types)
     if not isinstance(kinds, Sequence) or isinstance(kinds, str):
         raise TypeError(f"types must be a sequence with a type for each range, got {shown(kinds)}")
     if not len(rows) == len(columns) == len(kinds):
-        raise ValueError(f"{len(rows)} q_ranges, {len(columns)} k_ranges and {len(kinds)} types: give one of each")
+        raise ValueError(
+            f"{len(rows)} q_ranges, {len(columns)} k_ranges and {len(kinds)} types: "
+            "give one of each"
+        )
     bands = []
     for (q0, q1), (k0, k1), kind in zip(rows, columns, map(_type_number, kinds), strict=True):
         lo, hi = k0 - q0 if kind & 2 else None, k1 - q1 if kind & 1 else None
@@ -161,16 +192,25 @@ def _type_number(kind: int | str) -> int:
             return number
     elif kind in SLICE_TYPES:
         return SLICE_TYPES.index(kind)
-    remedy = "; write 'inverse_causal' for this type of MagiAttention" if kind == "inv_causal" else ""
+    remedy = (
+        ("; write 'inverse_causal' for this type of MagiAttention") if kind == "inv_causal" else ""
+    )
     raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}{remedy}")
 
 
 def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
     rows, pairs = nested(ranges), []
     for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
-        pair = [row.start, row.stop, row.step][: 2 + (row.step != 1)] if isinstance(row, range) else row
+        pair = (
+            [row.start, row.stop, row.step][: 2 + (row.step != 1)]
+            if isinstance(row, range)
+            else row
+        )
         if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
-            raise TypeError(f"{name}[{place}] must be a pair (start, stop), or a range of step 1, got {shown(row)}")
+            raise TypeError(
+                f"{name}[{place}] must be a pair (start, stop), or a range of step 1, "
+                f"got {shown(row)}"
+            )
         start, stop = whole_numbers(f"{name}[{place}]", pair)
         if not 0 <= start <= stop:
             raise ValueError(f"{name}[{place}] needs 0 <= start <= stop, got ({start}, {stop})")
@@ -183,7 +223,9 @@ def crop_range(name: str, wanted: range | None, size: int) -> range:
     if wanted is None:
         return range(size)
     if not isinstance(wanted, range):
-        raise TypeError(f"crop: {name} must be a range, got {shown(wanted)}: write range(start, stop)")
+        raise TypeError(
+            f"crop: {name} must be a range, got {shown(wanted)}: write range(start, stop)"
+        )
     if wanted.step < 1 or (len(wanted) and not 0 <= wanted.start <= wanted[-1] < size):
         raise ValueError(f"crop: {name} {wanted} is not an ascending range inside 0..{size}")
     return wanted
@@ -193,45 +235,69 @@ RangesPerRank = tuple[tuple[range, ...], ...]
 
 
 def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
-    """Return the ranges of each rank, without empty ones, each with the common step and the smallest stop."""
+    """Return the ranges of each rank, without empty ones, each with the common step and the
+    smallest stop.
+    """
     _check_types(ranges_per_rank, tokens)
     steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
     if len(steps) > 1 or min(steps) < 1:
         raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
     (step,) = steps
-    held = tuple(tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank)
+    held = tuple(
+        tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank
+    )
     _check_partition(held, tokens, step)
     return held
 
 
 def _check_types(ranges_per_rank: Any, tokens: int) -> None:
     if not isinstance(ranges_per_rank, Sequence):
-        raise TypeError(f"ranges_per_rank must be a list with a list of ranges by rank, got {shown(ranges_per_rank)}")
+        raise TypeError(
+            "ranges_per_rank must be a list with a list of ranges by rank, got "
+            f"{shown(ranges_per_rank)}"
+        )
     if not ranges_per_rank:
-        raise ValueError("ranges_per_rank must hold a list of ranges for each of one or more ranks, got []")
+        raise ValueError(
+            "ranges_per_rank must hold a list of ranges for each of one or more ranks, got []"
+        )
     for rank, ranges in enumerate(ranges_per_rank):
         if not isinstance(ranges, Sequence) or isinstance(ranges, range):
-            raise TypeError(f"ranges_per_rank[{rank}] must be a list of ranges, got {shown(ranges)}: put it in a list")
+            raise TypeError(
+                f"ranges_per_rank[{rank}] must be a list of ranges, got "
+                f"{shown(ranges)}: put it in a list"
+            )
         for place, piece in enumerate(ranges):
             name = f"ranges_per_rank[{rank}][{place}]"
             if not isinstance(piece, range):
-                raise TypeError(f"{name} must be a range, got {shown(piece)}: write range(start, stop)")
+                raise TypeError(
+                    f"{name} must be a range, got {shown(piece)}: write range(start, stop)"
+                )
             if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
-                raise ValueError(f"{name} must lie inside the layout's {tokens} tokens, got {piece}")
+                raise ValueError(
+                    f"{name} must lie inside the layout's {tokens} tokens, got {piece}"
+                )
 
 
 def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
-    """Raise unless each token is held once: the pieces of each residue class of the step form one chain."""
-    pieces = sorted(((piece, rank) for rank, ranges in enumerate(held) for piece in ranges), key=lambda x: x[0].start)
+    """Raise unless each token is held once: the pieces of each residue class of the step form one
+    chain.
+    """
+    pieces = sorted(
+        ((piece, rank) for rank, ranges in enumerate(held) for piece in ranges),
+        key=lambda x: x[0].start,
+    )
     expected = list(range(min(step, tokens)))  # the next token of each residue class
     for piece, rank in pieces:
         due = expected[piece.start % step] if piece.start % step < len(expected) else None
         if piece.start != due or piece[-1] >= tokens:
             raise ValueError(
-                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes where "
+                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes "
+                "where "
                 f"token {due} is due"
             )
         expected[piece.start % step] = piece[-1] + step
     missing = [token for token in expected if token < tokens]
     if missing:
-        raise ValueError(f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}")
+        raise ValueError(
+            f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}"
+        )

@@ -1,10 +1,12 @@
 """A cache of plans, limited by the bytes that they hold.
 
-A plan (a local mask, a work table, an index on the device) is a pure function of its arguments, so a dropped plan can be
-made again. It stays valid while a caller, an autograd context or a stream uses it.
+A plan (a local mask, a work table, an index on the device) is a pure function of its arguments, so
+a dropped plan can be made again. It stays valid while a caller, an autograd context or a stream
+uses it.
 
-    `PLANS`    what a repeated call looks up    64 MB on the host, 640 MB on each device: 24 masks of 1M tokens, 32 / 8 heads
-    `PARTS`    what only plans are made of      32 MB on the host
+    `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device: 24 masks of
+                                              1M tokens, 32 / 8 heads
+    `PARTS`   what only plans are made of     32 MB on the host
 """
 
 import inspect
@@ -24,7 +26,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 HOST_LIMIT = 64 << 20  # bytes
-DEVICE_LIMIT = 640 << 20  # bytes; 24 MB for a mask of 1M tokens in short documents, with 32 / 8 heads on one GPU
+# bytes; 24 MB for a mask of 1M tokens in short documents, with 32 / 8 heads on one GPU
+DEVICE_LIMIT = 640 << 20
 PARTS_LIMIT = 32 << 20  # bytes
 ENTRY = 200  # bytes of a key (an estimate)
 
@@ -59,7 +62,9 @@ class PlanCache:
             return entry[0]
 
     def put(self, key: Hashable, plan: R) -> R:
-        """Keep the plan of ``key``, unless the cache has one already. Return the plan that the cache keeps."""
+        """Keep the plan of ``key``, unless the cache has one already. Return the plan that the
+        cache keeps.
+        """
         size = sizes(plan)
         size["cpu"] += ENTRY
         with self.lock:
@@ -79,10 +84,19 @@ class PlanCache:
             self.held.clear()
 
     def _shrink(self, newest: Hashable) -> None:
-        """Drop the least recently used plans, but not the newest, until each device is within its limit."""
+        """Drop the least recently used plans, but not the newest, until each device is within its
+        limit.
+        """
         for device in list(self.held):
             while self.held[device] > self.limits.get(device, self.device_limit):
-                oldest = next((key for key, (_, size) in self.plans.items() if size[device] and key != newest), None)
+                oldest = next(
+                    (
+                        key
+                        for key, (_, size) in self.plans.items()
+                        if size[device] and key != newest
+                    ),
+                    None,
+                )
                 if oldest is None:
                     break
                 self.held -= self.plans.pop(oldest)[1]
@@ -90,7 +104,8 @@ class PlanCache:
 
 PLANS = PlanCache()
 PARTS = PlanCache(PARTS_LIMIT)
-_captured: dict[int, dict[int, Tensor]] = {}  # tensors that a captured graph reads, by its id and their address
+# tensors that a captured graph reads, by its id and their address
+_captured: dict[int, dict[int, Tensor]] = {}
 _retired: list[dict[int, Tensor]] = []  # those of graphs that have ended, but may still run
 _notes = threading.local()
 
@@ -107,7 +122,9 @@ def noted_plans() -> Iterator[dict[Hashable, Any]]:
 
 @contextmanager
 def _making() -> Iterator[None]:
-    """Make a plan inside: outside inference mode, as training may use it later, of real tensors, and without notes."""
+    """Make a plan inside: outside inference mode, as training may use it later, of real tensors,
+    and without notes.
+    """
     if getattr(_notes, "making", False):  # a part of another plan
         yield
         return
@@ -125,7 +142,9 @@ def are_noted() -> bool:
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function of hashable arguments in `PLANS`, by function and arguments."""
+    """Cache the results of a pure function of hashable arguments in `PLANS`, by function and
+    arguments.
+    """
     return _cached_in(lambda: PLANS, function)
 
 
@@ -136,7 +155,11 @@ def cached_part(function: Callable[P, R]) -> Callable[P, R]:
 
 def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Callable[P, R]:
     signature, required = inspect.signature(function), inspect.Parameter.empty
-    named = [(x.name, x.default) for x in signature.parameters.values() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    named = [
+        (x.name, x.default)
+        for x in signature.parameters.values()
+        if x.kind is x.POSITIONAL_OR_KEYWORD
+    ]
 
     @wraps(function)
     def _cached(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -145,14 +168,17 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
             rest = dict(named[len(args) :])
             given += tuple((rest | kwargs).values())
             if required in given or len(given) > len(named):
-                signature.bind(*args, **kwargs)  # raises TypeError: an argument is missing or unknown
+                # raises TypeError: an argument is missing or unknown
+                signature.bind(*args, **kwargs)
         return cache().find((_cached, given), lambda: function(*given))
 
     return _cached
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream, and for a graph that captures it."""
+    """Keep tensors valid for later kernels of the current stream,
+    and for a graph that captures it.
+    """
     for x in tensors:
         if not x.is_cuda:
             continue
@@ -163,11 +189,12 @@ def keep_for_stream(*tensors: Tensor) -> None:
 
 
 def _tensors_of_captured_graph() -> dict[int, Tensor]:
-    """Return the tensors that the graph being captured reads, by address. They are kept as long as its CUDAGraph.
+    """Return the tensors that the graph being captured reads, by address. They are kept as long as
+    its CUDAGraph.
 
-    They are then freed when the next capture begins, because `torch.cuda.graph` synchronises the device there. A graph of
-    another kind, or of a torch that does not return it, keeps them for the life of the process.
-    """
+    They are then freed when the next capture begins, because `torch.cuda.graph` synchronises the
+    device there. A graph of another kind, or of a torch that does not return it, keeps them for the
+    life of the process."""
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     if not isinstance(found, torch.cuda.CUDAGraph):
         return _captured.setdefault(0, {})
@@ -179,7 +206,9 @@ def _tensors_of_captured_graph() -> dict[int, Tensor]:
 
 
 def sizes(plan: Any) -> Counter:
-    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` (a tuple of parts) or ``nbytes``."""
+    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` (a tuple of
+    parts) or ``nbytes``.
+    """
     total: Counter = Counter()
     _add_sizes(plan, total)
     return total

@@ -1,22 +1,23 @@
 """The state of a process group, and the check that all its ranks make the same call.
 
-Ranks that pass different arguments could deadlock, or compute wrong numbers without an error. So every call posts a digest
-of its arguments, 8 bytes per rank (`digests`):
+Ranks that pass different arguments could deadlock, or compute wrong numbers without an error. So
+every call posts a digest of its arguments, 8 bytes per rank (`digests`):
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
     call n + 1          read all digests n', post n + 1     ...
 
-On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a known call continues at
-once. Its digests are read at the next call, or after a second by a thread, which aborts the messages in flight if they
-cannot succeed. A replayed CUDA graph checks nothing.
+On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a
+known call continues at once. Its digests are read at the next call, or after a second by a thread,
+which aborts the messages in flight if they cannot succeed. A replayed CUDA graph checks nothing.
 
-After a failure, each running rank answers through the group's store, by its thread. So errors name the missing ranks.
+After a failure, each running rank answers through the group's store, by its thread. So errors name
+the missing ranks.
 
-A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the store. If the other
-ranks do not raise the same in that call, their messages cannot be completed. Then, within 3 s, the thread of every rank logs
-the exception and aborts the group, and the pending or the next call raises it.
-"""
+A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the
+store. If the other ranks do not raise the same in that call, their messages cannot be completed.
+Then, within 3 s, the thread of every rank logs the exception and aborts the group, and the pending
+or the next call raises it."""
 
 import atexit
 import json
@@ -54,7 +55,8 @@ class Liveness:
         self.store, self.rank, self.ranks = store, rank, ranks
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Write ``mine`` under the name ``about``. Return the entries of the ranks that write within `ANSWER_SECONDS`.
+        """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
+        within `ANSWER_SECONDS`.
 
         Returns None if the store does not answer.
         """
@@ -75,12 +77,20 @@ class Liveness:
         """Return a text that names the ranks that do not answer, or else those with fewer calls."""
         answers = self.exchange("failure", {"calls": calls})
         if answers is None:
-            return "the group's store does not answer, so the process that serves it is missing, often rank 0"
+            return (
+                "the group's store does not answer, so the process that serves it is missing, "
+                "often rank 0"
+            )
         if missing := [str(rank) for rank in range(self.ranks) if rank not in answers]:
             return f"rank {', '.join(missing)} is missing: it does not answer"
-        behind = {rank: answer["calls"] for rank, answer in answers.items() if answer["calls"] < calls}
+        behind = {
+            rank: answer["calls"] for rank, answer in answers.items() if answer["calls"] < calls
+        }
         if behind:
-            return "; ".join(f"rank {rank} is missing: it runs, but is at call {made}" for rank, made in behind.items())
+            return "; ".join(
+                (f"rank {rank} is missing: it runs, but is at call {made}")
+                for rank, made in behind.items()
+            )
         return "all ranks still run"
 
     def report(self, call: int, error: str) -> None:
@@ -94,21 +104,31 @@ class Liveness:
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks have raised, but not all in the same call; "" if there is none."""
+        """Return the last exception that some ranks have raised, but not all in the same call; ""
+        if there is none.
+        """
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
-            keys = {rank: key for rank in range(self.ranks) if self.store.check([key := f"raised/{rank}"])}
+            keys = {
+                rank: key
+                for rank in range(self.ranks)
+                if self.store.check([key := f"raised/{rank}"])
+            }
             raised = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
             last = max(entry["call"] for entry in raised.values())
-            errors = {rank: entry["error"] for rank, entry in raised.items() if entry["call"] == last}
+            errors = {
+                rank: entry["error"] for rank, entry in raised.items() if entry["call"] == last
+            }
             if len(errors) < self.ranks or len(set(errors.values())) > 1:
                 rank, error = next(iter(errors.items()))
                 return f"call {last}: rank {rank} raised {error}"
         return ""
 
     def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all ranks then raise the same text."""
+        """Return the ``alone`` of the first rank that calls this: all ranks then raise the same
+        text.
+        """
         with suppress(RuntimeError):
             return self.store.compare_set("raised/first", "", alone).decode()
         return alone
@@ -127,7 +147,13 @@ class PendingCall:
     """A call with a posted digest that is not compared yet."""
 
     def __init__(self, name: str, number: int, digest: int, fields: Fields, post: Any):
-        self.name, self.number, self.digest, self.fields, self.post = name, number, digest, fields, post
+        self.name, self.number, self.digest, self.fields, self.post = (
+            name,
+            number,
+            digest,
+            fields,
+            post,
+        )
         self.started = time.monotonic()
 
 
@@ -158,9 +184,9 @@ class GroupState:
     def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
         """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
 
-        ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks differ, in this call or in the
-        previous one; RuntimeError if a rank is missing, or an error has broken the group.
-        """
+        ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks
+        differ, in this call or in the previous one; RuntimeError if a rank is missing, or an error
+        has broken the group."""
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
             self.settle()
@@ -168,7 +194,9 @@ class GroupState:
                 self._compare_exceptions()
             self.calls += 1
             try:
-                self.pending = PendingCall(name, self.calls, digest, fields, self.digests.post(self.calls, digest))
+                self.pending = PendingCall(
+                    name, self.calls, digest, fields, self.digests.post(self.calls, digest)
+                )
             except RAISED as error:
                 self._fail(name, error)
             if wait or digest not in self.known:
@@ -198,22 +226,35 @@ class GroupState:
                 raise self._lose(alone)
             problem = ValueError(self._difference(call))
             if not before_messages:
-                self.broken = ValueError(f"{problem}\nMessages of that call were in flight: make a new process group.")
+                self.broken = ValueError(
+                    f"{problem}\nMessages of that call were in flight: make a new process group."
+                )
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Return a text with the fields and ranks that differ, from an exchange through the store."""
-        fields = {name: value if isinstance(value, str) else repr(value) for name, value in versioned(call.fields)}
+        """Return a text with the fields and ranks that differ,
+        from an exchange through the store.
+        """
+        fields = {
+            name: value if isinstance(value, str) else repr(value)
+            for name, value in versioned(call.fields)
+        }
         by_rank = self.liveness.exchange(f"call {call.number}", fields) or {self.rank: fields}
-        if any(theirs.get("arguments") for theirs in by_rank.values()):  # a rank has refused its arguments
-            by_rank = {rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in by_rank.items()}
+        # a rank has refused its arguments
+        if any(theirs.get("arguments") for theirs in by_rank.values()):
+            by_rank = {
+                rank: {"arguments": theirs.get("arguments", "")} for rank, theirs in by_rank.items()
+            }
         lines = ["the ranks disagree:"]
         for name in dict.fromkeys(name for theirs in by_rank.values() for name in theirs):
             holders: dict[str, list[int]] = {}
             for rank, theirs in by_rank.items():
                 holders.setdefault(theirs.get(name, ""), []).append(rank)
             if len(holders) > 1:
-                values = (f"rank {', '.join(map(str, ranks))}: {text or 'fine'}" for text, ranks in holders.items())
+                values = (
+                    (f"rank {', '.join(map(str, ranks))}: {text or 'fine'}")
+                    for text, ranks in holders.items()
+                )
                 lines.append(f"  {name}: {'; '.join(values)}")
         if missing := [str(rank) for rank in range(self.ranks) if rank not in by_rank]:
             lines.append(f"  rank {', '.join(missing)} did not write its arguments")
@@ -222,14 +263,17 @@ class GroupState:
     # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Turn errors of messages into errors that name the missing ranks."""
+        """Report an exception inside to the other ranks. Turn errors of messages into errors that
+        name the missing ranks.
+        """
         try:
             yield
         except RAISED as error:
             self._fail(name, error)
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
-        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from messages.
+        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
+        messages.
 
         An interrupt stays one, also in a broken group, so that the process ends.
         """
@@ -238,20 +282,25 @@ class GroupState:
         cause = (str(error).splitlines() or [""])[0][:200]
         if not is_from_messages(error):
             self.raised = True
-            self.liveness.report(self.calls, f"{type(error).__name__} in {name}" + (f": {cause}" if cause else ""))
+            self.liveness.report(
+                self.calls, (f"{type(error).__name__} in {name}") + (f": {cause}" if cause else "")
+            )
             raise error
         if alone := self.liveness.raised_alone():
             raise self._lose(alone) from error
         missing = self.liveness.missing(self.calls)
         self.broken = RuntimeError(
-            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call failed ({cause}), "
+            f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call "
+            f"failed ({cause}), "
             "so make a new process group."
         )
         raise self.broken from error
 
     # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of an unread call that cannot succeed, or after an exception."""
+        """Answer a liveness check. Abort the messages of an unread call that cannot succeed, or
+        after an exception.
+        """
         if self.broken is None:
             self.liveness.answer(self.calls)
             self._look_for_exceptions()
@@ -269,7 +318,9 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised an exception, and the others have not raised it until the next look."""
+        """Abort the group if a rank has raised an exception, and the others have not raised it
+        until the next look.
+        """
         if (reports := self.liveness.reports()) == self.reports:
             return
         if not (alone := self.liveness.raised_alone()):
@@ -280,15 +331,22 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised the exception of this rank, or until it has broken the group."""
+        """Wait until all ranks have raised the exception of this rank, or until it has broken the
+        group.
+        """
         while not self.broken and self.liveness.raised_alone():
             time.sleep(0.01)
         self.raised = False
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable, because some ranks have raised an exception alone. Return the error of later calls."""
-        lost = "The other ranks have not raised it, so their messages are lost: make a new process group."
+        """Make the group unusable, because some ranks have raised an exception alone. Return the
+        error of later calls.
+        """
+        lost = (
+            "The other ranks have not raised it, so their messages are lost: make a new "
+            "process group."
+        )
         self.broken = RuntimeError(f"{self.liveness.first(alone)}. {lost}")
         return self.broken
 
@@ -309,7 +367,8 @@ class GroupState:
         except RuntimeError as error:
             self.pending = None
             self.broken = RuntimeError(
-                f"{call.name}, call {call.number} of rank {self.rank}: {error}. The messages of the call were in flight, "
+                f"{call.name}, call {call.number} of rank {self.rank}: {error}. The messages of "
+                "the call were in flight, "
                 "so make a new process group."
             )
             raise self.broken from error
@@ -317,7 +376,9 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is the default group. The first call is a collective."""
+    """Return the state of a group of this rank; None is the default group. The first call is a
+    collective.
+    """
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
     if group is None or group not in world.pg_map:
@@ -333,7 +394,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its next `GroupState.agree`.
+    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its
+    next `GroupState.agree`.
 
     So does a warning that Python's filters turn into an error.
     """
@@ -341,7 +403,9 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
         yield
     except (TypeError, ValueError, RuntimeError, Warning) as error:
         if ranks > 1:
-            group_state(group).agree(name, (("function", name), ("arguments", str(error))), wait=True)
+            group_state(group).agree(
+                name, (("function", name), ("arguments", str(error))), wait=True
+            )
         raise
 
 
@@ -379,10 +443,11 @@ def _look() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code, which aborts the process.
+    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
+    which aborts the process.
 
-    If this rank ends by an exception in a pass, it first gives the others time to read it: its process may serve the store.
-    """
+    If this rank ends by an exception in a pass, it first gives the others time to read it: its
+    process may serve the store."""
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)
     _ending.set()

@@ -1,10 +1,11 @@
-"""The digest of a call, and its exchange with the other ranks: 8 bytes per rank, while the call continues.
+"""The digest of a call, and its exchange with the other ranks: 8 bytes per rank, while the call
+continues.
 
     SharedDigests      one host: a word for each rank in shared memory; a few microseconds
     GatheredDigests    several hosts: an all-gather in the background
 
-A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A rank posts call n + 1
-after it has read all words for call n, so no word is overwritten too early.
+A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A
+rank posts call n + 1 after it has read all words for call n, so no word is overwritten too early.
 """
 
 import hashlib
@@ -34,16 +35,25 @@ def versioned(fields: Fields) -> Fields:
 
 
 def digest_of(fields: Fields) -> int:
-    """Return a 56-bit digest of fields and version, equal in every process. The value's ``digest`` or repr counts."""
+    """Return a 56-bit digest of fields and version, equal in every process. The value's ``digest``
+    or repr counts.
+    """
     values = tuple((name, getattr(value, "digest", value)) for name, value in versioned(fields))
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
 
 class SharedDigests:
-    """Words in memory that all ranks have mapped: SLOTS for each rank, then the PID namespace and PID of each rank."""
+    """Words in memory that all ranks have mapped: SLOTS for each rank, then the PID namespace and
+    PID of each rank.
+    """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
-        self.words, self.rank, self.ranks, self.timeout = memoryview(memory)[16:].cast("Q"), rank, ranks, timeout
+        self.words, self.rank, self.ranks, self.timeout = (
+            memoryview(memory)[16:].cast("Q"),
+            rank,
+            ranks,
+            timeout,
+        )
         self.namespace = pid_namespace()
         self.words[self.place_of_process(rank)] = self.namespace
         self.words[self.place_of_process(rank) + 1] = os.getpid()
@@ -63,31 +73,44 @@ class SharedDigests:
         return SLOTS * self.ranks + 2 * rank
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if the process of a rank has ended. Processes of other containers are invisible."""
+        """Raise RuntimeError if the process of a rank has ended. Processes of other containers are
+        invisible.
+        """
         for rank in range(self.ranks):
             namespace, process = self.words[(place := self.place_of_process(rank)) : place + 2]
             if process and namespace == self.namespace and not runs(process):
-                raise RuntimeError(f"connection lost: rank {rank} is missing: its process has ended")
+                raise RuntimeError(
+                    f"connection lost: rank {rank} is missing: its process has ended"
+                )
 
 
 class SharedPost:
     """The words of all ranks for one call."""
 
     def __init__(self, shared: SharedDigests, number: int):
-        self.shared, self.places = shared, [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
+        self.shared, self.places = (
+            shared,
+            [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)],
+        )
         self.number = number & 255
 
     def digests(self) -> list[int] | None:
         """Return the digests, or None if one is missing yet."""
         words = [self.shared.words[place] for place in self.places]
-        return [word & DIGEST for word in words] if all(word >> 56 == self.number for word in words) else None
+        return (
+            [word & DIGEST for word in words]
+            if all(word >> 56 == self.number for word in words)
+            else None
+        )
 
     def check_ranks(self) -> None:
         """Raise RuntimeError if the process of a rank has ended."""
         self.shared.check_processes()
 
     def wait(self) -> list[int]:
-        """Wait for the digests. Raises RuntimeError if a process ends, or after the group's timeout."""
+        """Wait for the digests. Raises RuntimeError if a process ends, or after the group's
+        timeout.
+        """
         for _ in range(SPINS):
             if (digests := self.digests()) is not None:
                 return digests
@@ -100,12 +123,16 @@ class SharedPost:
                 checked = now
                 self.shared.check_processes()
             if now > start + self.shared.timeout:
-                raise RuntimeError(f"timed out: a rank has not made the call within {self.shared.timeout:.0f} s")
+                raise RuntimeError(
+                    f"timed out: a rank has not made the call within {self.shared.timeout:.0f} s"
+                )
         return digests
 
 
 class GatheredDigests:
-    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it, ``abort`` ends their waits."""
+    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it, ``abort``
+    ends their waits.
+    """
 
     def __init__(self, channel: Any, ranks: int, abort: Callable[[], None]):
         self.channel, self.ranks, self.abort = channel, ranks, abort
@@ -157,11 +184,15 @@ def runs(process: int) -> bool:
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
-    """Return memory that all ranks of a group share, or None if one cannot reach it. A collective over the store.
+    """Return memory that all ranks of a group share, or None if one cannot reach it. A collective
+    over the store.
 
     A secret in the first 16 bytes identifies the file. Rank 0 removes its name.
     """
-    size, folder = 8 * (SLOTS + 2) * ranks, "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
+    size, folder = (
+        8 * (SLOTS + 2) * ranks,
+        "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir(),
+    )
     if rank == 0:
         path, secret = Path(folder) / f"canon-{uuid.uuid4().hex}", uuid.uuid4().bytes
         with suppress(OSError):

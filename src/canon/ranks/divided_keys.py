@@ -1,10 +1,12 @@
-"""Bring the keys of all ranks to every rank, in order: for ``decode_attention(..., rank_invariant=True)``.
+"""Bring the keys of all ranks to every rank, in order: for ``decode_attention(...,
+rank_invariant=True)``.
 
-A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in order. So K, V and masks
-travel, and each rank computes the call of one rank. `canon.fast.decode_in_order` needs this in few cases only.
+A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in
+order. So K, V and masks travel, and each rank computes the call of one rank.
+`canon.fast.decode_in_order` needs this in few cases only.
 
-Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V, padded to the longest.
-The host waits for the first two.
+Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V,
+padded to the longest. The host waits for the first two.
 """
 
 from collections.abc import Sequence
@@ -24,11 +26,12 @@ EVERY = -1  # the place of a band of all sequences
 def keys_of_all_ranks(
     function: str, k: Tensor, v: Tensor, mask: Masks, group: dist.ProcessGroup | None, ranks: int
 ) -> tuple[Tensor, Tensor, Masks]:
-    """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which follow each other.
+    """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which
+    follow each other.
 
-    ``mask``: of this rank's keys, or one for each sequence; other ranks may do otherwise. Returns a mask for each sequence if a
-    rank has them. Raises ValueError, on every rank, if the keys of a rank do not begin at a multiple of 128.
-    """
+    ``mask``: of this rank's keys, or one for each sequence; other ranks may do otherwise. Returns a
+    mask for each sequence if a rank has them. Raises ValueError, on every rank, if the keys of a
+    rank do not begin at a multiple of 128."""
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
     each = [(EVERY, mask)] if isinstance(mask, Mask) else list(enumerate(mask))
@@ -48,20 +51,26 @@ def keys_of_all_ranks(
     whole = [Mask.of_disjoint(own, each[0][1].queries, starts[-1]) for own in found]
     both = torch.cat([k.flatten(-2), v.flatten(-2)], -1)
     parts = _gathered(_padded(both, both.ndim - 2, max(keys for keys, _, _ in sizes)), group, ranks)
-    both = torch.cat([x.narrow(-2, 0, keys) for x, (keys, _, _) in zip(parts, sizes, strict=True)], -2)
+    both = torch.cat(
+        [x.narrow(-2, 0, keys) for x, (keys, _, _) in zip(parts, sizes, strict=True)], -2
+    )
     k_whole, v_whole = both.split([k.shape[-2] * k.shape[-1], v.shape[-2] * v.shape[-1]], -1)
     k_whole, v_whole = k_whole.unflatten(-1, k.shape[-2:]), v_whole.unflatten(-1, v.shape[-2:])
     return k_whole.contiguous(), v_whole.contiguous(), whole if sequences else whole[0]
 
 
 def check_starts(function: str, sizes: list[int]) -> list[int]:
-    """Return the first key of each rank, and the number of all keys. Raise ValueError if one is no multiple of 128."""
+    """Return the first key of each rank, and the number of all keys. Raise ValueError if one is no
+    multiple of 128.
+    """
     starts = [0]
     for rank, keys in enumerate(sizes):
         if keys and starts[-1] % TILE:
             raise ValueError(
-                f"{function}: rank_invariant=True needs keys that begin at a multiple of {TILE} on each rank; those of rank "
-                f"{rank} begin at {starts[-1]}: give every rank but the last a multiple of {TILE} keys"
+                f"{function}: rank_invariant=True needs keys that begin at a multiple of {TILE} "
+                "on each rank; those of rank "
+                f"{rank} begin at {starts[-1]}: give every rank but the last a multiple of {TILE} "
+                "keys"
             )
         starts.append(starts[-1] + keys)
     return starts

@@ -13,7 +13,8 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which imports torch._dynamo.
+    """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which
+    imports torch._dynamo.
 
     It has its name in traces of torch.profiler.
     """
@@ -21,7 +22,9 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def _called(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(msg=f"canon does not trace {function.__name__}: compile without fullgraph=True")
+            torch._dynamo.graph_break(
+                msg=f"canon does not trace {function.__name__}: compile without fullgraph=True"
+            )
             return torch.compiler.disable(_called)(*args, **kwargs)
         with recorded(function.__name__):
             return function(*args, **kwargs)

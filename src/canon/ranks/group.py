@@ -1,7 +1,7 @@
 """The argument ``group`` of every distributed function, and the backends of process groups.
 
-A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None: all ranks, or this process
-alone without torch.distributed.
+A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
+all ranks, or this process alone without torch.distributed.
 """
 
 import os
@@ -29,19 +29,25 @@ GATHERING: set[str] = set()  # backends that always gather digests; tests add th
 def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
     """Return (process group or None, rank of this process in it, number of its ranks).
 
-    Raise TypeError for another type, ValueError for a mesh of several dimensions or a process that is no member, on this rank
-    only.
+    Raise TypeError for another type, ValueError for a mesh of several dimensions or a process that
+    is no member, on this rank only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{name}: this process is not a member of group: call it on the members only")
+        raise ValueError(
+            f"{name}: this process is not a member of group: call it on the members only"
+        )
     if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh):
         raise TypeError(
-            f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {shown(group)}: "
+            f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
+            f"{shown(group)}: "
             "pass the result of dist.new_group"
         )
     if not dist.is_initialized():
         if group is not None:
-            raise ValueError(f"{name}: a group was given, but torch.distributed has ended: call init_process_group")
+            raise ValueError(
+                f"{name}: a group was given, but torch.distributed has ended: call "
+                "init_process_group"
+            )
         _warn_of_one_rank()
         return None, 0, 1
     if isinstance(group, dist.DeviceMesh):
@@ -51,16 +57,22 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
     rank = dist.get_rank(group)
     if rank < 0:
         members = ", ".join(map(str, dist.get_process_group_ranks(group)))
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the group, whose ranks are {members}")
+        raise ValueError(
+            f"{name}: rank {dist.get_rank()} is not a member of the group, whose "
+            f"ranks are {members}"
+        )
     return group, rank, dist.get_world_size(group)
 
 
 @cache
 def _warn_of_one_rank() -> None:
-    """Warn once if a launcher has started several ranks, but torch.distributed is not initialised."""
+    """Warn once if a launcher has started several ranks,
+    but torch.distributed is not initialised.
+    """
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         warnings.warn(
-            f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this process computes alone: call "
+            f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this "
+            "process computes alone: call "
             "init_process_group first",
             stacklevel=3,
         )
@@ -69,44 +81,68 @@ def _warn_of_one_rank() -> None:
 def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
-        dimensions = f"dimensions {', '.join(map(repr, names))}" if names else f"{mesh.ndim} dimensions without names"
+        dimensions = (
+            (f"dimensions {', '.join(map(repr, names))}")
+            if names
+            else (f"{mesh.ndim} dimensions without names")
+        )
         remedy = 'mesh["cp"]' if not names or "cp" in names else f'mesh["{names[-1]}"]'
         raise ValueError(
-            f"{name}: group is a DeviceMesh with {dimensions}, expected one: pass the dimension of the sequence, "
-            f"for example {remedy}" + ("" if names else ", and give mesh_dim_names to init_device_mesh")
+            f"{name}: group is a DeviceMesh with {dimensions}, expected one: pass the dimension "
+            "of the sequence, "
+            f"for example {remedy}"
+            + ("" if names else (", and give mesh_dim_names to init_device_mesh"))
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on the members only")
+        raise ValueError(
+            f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
+            "the members only"
+        )
     return mesh.get_group()
 
 
-def companion_of(group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None) -> Any:
-    """Return a new group of the same ranks, which ends when the last reference to ``group`` goes. A collective.
+def companion_of(
+    group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None
+) -> Any:
+    """Return a new group of the same ranks, which ends when the last reference to ``group`` goes. A
+    collective.
 
-    ``store``: of this group alone. ``name``: no other companion of the group has it. `dist.new_group` would need all ranks,
-    or reuse the names of groups that have ended, and then the addresses that these left in the store.
-    """
-    c10d, ranks, backend = dist.distributed_c10d, dist.get_process_group_ranks(group), dist.Backend(backend)
+    ``store``: of this group alone. ``name``: no other companion of the group has it.
+    `dist.new_group` would need all ranks, or reuse the names of groups that have ended, and then
+    the addresses that these left in the store."""
+    c10d, ranks, backend = (
+        dist.distributed_c10d,
+        dist.get_process_group_ranks(group),
+        dist.Backend(backend),
+    )
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
     place = len(ranks), dist.get_rank(group), ranks
     with _unbound():
-        made, _ = c10d._new_process_group_helper(*place, backend, store, f"canon-{unique}", timeout=timeout)
+        made, _ = c10d._new_process_group_helper(
+            *place, backend, store, f"canon-{unique}", timeout=timeout
+        )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     finalize(group, _end, made).atexit = False
     return made
 
 
 def _end(made: Any) -> None:
-    """End a group on this rank alone. NCCL's `destroy_process_group` could wait for the other ranks, an abort does not."""
+    """End a group on this rank alone. NCCL's `destroy_process_group` could wait for the other
+    ranks, an abort does not.
+    """
     if made in dist.distributed_c10d._world.pg_map:  # else torch has ended all groups
         is_nccl = backend_of(made, torch.device("cuda")) == "nccl"
-        (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(made)
+        (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(
+            made
+        )
 
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unbind the default group from its GPU. A bound one makes NCCL groups by a split, which needs all its ranks."""
+    """Unbind the default group from its GPU. A bound one makes NCCL groups by a split, which needs
+    all its ranks.
+    """
     default = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -116,8 +152,12 @@ def _unbound() -> Iterator[None]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend that moves tensors of the device in the group, for example "nccl", or ""."""
-    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(device.type, "")
+    """Return the name of the backend that moves tensors of the device in the group, for example
+    "nccl", or "".
+    """
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(
+        device.type, ""
+    )
 
 
 def name_of(group: Any) -> str:
@@ -128,7 +168,10 @@ def name_of(group: Any) -> str:
         return group.group_name
     if isinstance(group, dist.DeviceMesh):
         return group.get_group().group_name
-    raise TypeError(f"group must be a ProcessGroup, a DeviceMesh of one dimension or None, got {type(group).__name__}")
+    raise TypeError(
+        "group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
+        f"{type(group).__name__}"
+    )
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:
@@ -138,11 +181,15 @@ def group_named(name: str) -> dist.ProcessGroup | None:
     for group, its_name in dist.distributed_c10d._world.pg_names.items():
         if its_name == name:
             return group
-    raise RuntimeError(f"the process group {name!r} of a compiled function has ended: compile the function again")
+    raise RuntimeError(
+        f"the process group {name!r} of a compiled function has ended: compile the function again"
+    )
 
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
-    """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A collective."""
+    """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A
+    collective.
+    """
     if backend_of(group, torch.device("cpu")) in GATHERING:
         return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     timeout = dist.distributed_c10d.default_pg_timeout

@@ -1,14 +1,17 @@
-"""Movement of tensors between layouts: `Layout.unshard`, `Layout.redistribute` and `Layout.shard_batch`.
+"""Movement of tensors between layouts: `Layout.unshard`, `Layout.redistribute` and
+`Layout.shard_batch`.
 
-    unshard      forward                 all-gather of shards, padded to the largest one
-                 backward                take this rank's tokens of the gradient; nothing is sent
-                 backward, partial       all-to-all: a rank receives W summands and adds them in rank order
-    redistribute forward and backward    all-to-all: each token moves to its rank in the other layout
+    unshard, forward             all-gather of shards, padded to the largest one
+    unshard, backward            take this rank's tokens of the gradient; nothing is sent
+    unshard, backward, partial   all-to-all: a rank adds W received summands in rank order
+    redistribute, both passes    all-to-all: each token moves to its rank in the other layout
 
-For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds W max(t) N besides the
-full tensor. `redistribute` receives at most t N elements and holds 3 t N. Its indices take 16 t bytes.
+For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
+W max(t) N besides the full tensor. `redistribute` receives at most t N elements and holds 3 t N.
+Its indices take 16 t bytes.
 
-The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it divides the sequence:
+The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it
+divides the sequence:
 
     labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
     shift_labels                             a1 -100 b1 b2 b3 -100
@@ -51,15 +54,21 @@ def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
         if not isinstance(to, Layout):
-            raise TypeError(f"redistribute: to must be a Layout, got {shown(to)}: build one with Layout.zigzag, ...")
+            raise TypeError(
+                f"redistribute: to must be a Layout, got {shown(to)}: build one with "
+                "Layout.zigzag, ..."
+            )
         if (to.tokens, to.ranks) != (layout.tokens, layout.ranks):
             raise ValueError(
-                f"redistribute: to has {to.tokens} tokens on {to.ranks} ranks, the layout {layout.tokens} on {layout.ranks}"
+                f"redistribute: to has {to.tokens} tokens on {to.ranks} ranks, the layout "
+                f"{layout.tokens} on {layout.ranks}"
             )
     return _moved(x.movedim(dim, 0), layout, to, rank, group).movedim(0, dim)
 
 
-def _moved(x: Tensor, layout: Layout, to: Layout, rank: int, group: dist.ProcessGroup | None) -> Tensor:
+def _moved(
+    x: Tensor, layout: Layout, to: Layout, rank: int, group: dist.ProcessGroup | None
+) -> Tensor:
     _agree("redistribute", group, layout.ranks, x, layout=layout, to=to)
     return Redistribute.apply(x, layout, to, rank, group)
 
@@ -68,8 +77,10 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
     dim = plain_tensor(name, x, dim)
     if ranks != layout.ranks or x.shape[dim] != layout.size(rank):
         raise ValueError(
-            f"{name}: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout is for "
-            f"{layout.ranks} ranks" + (f" and gives it {layout.size(rank)}" if rank < layout.ranks else "")
+            f"{name}: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the "
+            "layout is for "
+            f"{layout.ranks} ranks"
+            + ((f" and gives it {layout.size(rank)}") if rank < layout.ranks else "")
         )
     return dim
 
@@ -115,16 +126,25 @@ class Unshard(torch.autograd.Function):
         mine = full.index_select(0, positions_on(layout, rank, full.device))
         if partial_grad and layout.ranks > 1:
             sizes = [layout.size(r) for r in range(layout.ranks)]
-            send = torch.cat([full.index_select(0, positions_on(layout, r, full.device)) for r in range(layout.ranks)])
+            send = torch.cat(
+                [
+                    full.index_select(0, positions_on(layout, r, full.device))
+                    for r in range(layout.ranks)
+                ]
+            )
             received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
             with named_failures("unshard (backward)", group, layout.ranks):
-                dist.all_to_all_single(received, send, [sizes[rank]] * layout.ranks, sizes, group=group)
+                dist.all_to_all_single(
+                    received, send, [sizes[rank]] * layout.ranks, sizes, group=group
+                )
             mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
         return mine, None, None, None, None
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis, added in rank order in float32 (float64 for float64) and rounded once."""
+    """Return the sum over the first axis, added in rank order in float32 (float64 for float64) and
+    rounded once.
+    """
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand
@@ -132,7 +152,9 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same Function."""
+    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same
+    Function.
+    """
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
@@ -154,16 +176,23 @@ class Redistribute(torch.autograd.Function):
 
 
 @cached_plan
-def _route(layout: Layout, to: Layout, rank: int, device: torch.device) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number for each receiver, order of the arrived rows, their number from each sender)."""
+def _route(
+    layout: Layout, to: Layout, rank: int, device: torch.device
+) -> tuple[Tensor, list[int], Tensor, list[int]]:
+    """Return (rows to send, their number for each receiver, order of the arrived rows, their number
+    from each sender).
+    """
     mine, wanted = layout.positions(rank), to.positions(rank)
     (receiver, row), (sender, _) = _owners(to), _owners(layout)
     send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
     sender = sender[wanted]
-    arrived = torch.argsort(sender, stable=True)  # arrived[i] is the row in ``to`` of the i-th arrived token
+    # arrived[i] is the row in ``to`` of the i-th arrived token
+    arrived = torch.argsort(sender, stable=True)
     order = torch.empty_like(arrived)
     order[arrived] = torch.arange(len(arrived), device="cpu")
-    sent, received = (torch.bincount(x, minlength=to.ranks).tolist() for x in (receiver[mine], sender))
+    sent, received = (
+        torch.bincount(x, minlength=to.ranks).tolist() for x in (receiver[mine], sender)
+    )
     return send.to(device), sent, order.to(device), received
 
 
@@ -179,14 +208,18 @@ def _owners(layout: Layout) -> tuple[Tensor, Tensor]:
 IGNORED = -100  # the label that losses ignore
 
 
-def sharded_batch(layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None) -> dict[str, Tensor]:
+def sharded_batch(
+    layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None
+) -> dict[str, Tensor]:
     """Return this rank's part of the batch, as `Layout.shard_batch`."""
     _check_batch(layout, batch)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     full = dict(batch)
     if "labels" in batch and "shift_labels" not in batch:
         full["shift_labels"] = _shifted(batch["labels"], _starts(layout, batch, ends))
-    part = {name: x.index_select(1, positions_on(layout, rank, x.device)) for name, x in full.items()}
+    part = {
+        name: x.index_select(1, positions_on(layout, rank, x.device)) for name, x in full.items()
+    }
     if "position_ids" not in batch:
         like = next(iter(batch.values()))
         positions = document_positions(layout, rank, ends or [0, layout.tokens]).to(like.device)
@@ -195,7 +228,9 @@ def sharded_batch(layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seq
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's tokens."""
+    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's
+    tokens.
+    """
     ends = document_ends(cu_seqlens)
     if ends[-1] != layout.tokens:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {layout.tokens} tokens")
@@ -211,21 +246,32 @@ def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
 
 def _check_batch(layout: Layout, batch: Any) -> None:
     if not isinstance(batch, Mapping) or not batch:
-        raise TypeError(f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}")
+        raise TypeError(
+            f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}"
+        )
     for name, x in batch.items():
         entry = f"shard_batch: entry {name!r}"
         if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
-            raise TypeError(f"{entry} must be a plain tensor, got {shown(x)}: leave it out, or convert it")
+            raise TypeError(
+                f"{entry} must be a plain tensor, got {shown(x)}: leave it out, or convert it"
+            )
         if x.ndim < 2 or x.shape[1] != layout.tokens:
-            remedy = "pass x[None]" if x.ndim == 1 else "leave it out, or use Layout.shard with the dim of its tokens"
+            remedy = (
+                "pass x[None]"
+                if x.ndim == 1
+                else ("leave it out, or use Layout.shard with the dim of its tokens")
+            )
             raise ValueError(
-                f"{entry} must be (b, {layout.tokens}, ...), with all tokens of the layout on dim 1, "
+                f"{entry} must be (b, {layout.tokens}, ...), with all tokens of the layout on dim "
+                "1, "
                 f"got {tuple(x.shape)}: {remedy}"
             )
     if (labels := batch.get("labels")) is None or "shift_labels" in batch:
         return
     if labels.ndim != 2 or labels.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"shard_batch: labels must be whole numbers (b, n), int64 or int32, got {shown(labels)}")
+        raise ValueError(
+            f"shard_batch: labels must be whole numbers (b, n), int64 or int32, got {shown(labels)}"
+        )
 
 
 def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None) -> Tensor:
@@ -235,7 +281,8 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
         positions = batch["position_ids"]
         if positions.ndim != 2 or len(positions) not in (1, len(labels)):
             raise ValueError(
-                f"shard_batch: position_ids must be (b, n) or (1, n) to find documents, got {tuple(positions.shape)}: "
+                "shard_batch: position_ids must be (b, n) or (1, n) to find documents, got "
+                f"{tuple(positions.shape)}: "
                 "pass cu_seqlens"
             )
         position_ends(positions)  # raises unless documents are counted from 0 on
@@ -246,7 +293,9 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
 
 
 def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
-    """Return the label of the next token at each place, -100 if it starts a document or there is none."""
+    """Return the label of the next token at each place, -100 if it starts a document or there is
+    none.
+    """
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORED)
     return shifted

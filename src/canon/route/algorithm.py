@@ -1,11 +1,13 @@
-"""What an attention function is: its declaration, once for both halves, and its implementation in each half.
+"""What an attention function is: its declaration, once for both halves, and its implementation in
+each half.
 
-    RING = declared(ring_attention)                                          faces: the signature, and what follows from it
-    algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)      a half: both passes, as functions of a `Call`
-    ring_attention = public_ring.ring_attention(algorithm)                   the public function of the half
+    RING = declared(ring_attention)                                          faces: the signature,
+    and what follows from it algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)
+    a half: both passes, as functions of a `Call` ring_attention =
+    public_ring.ring_attention(algorithm)                   the public function of the half
 
-The route of a call (`attend.py`) reads nothing else and names no function, so a new schedule is a declaration and an algorithm
-in each half.
+The route of a call (`attend.py`) reads nothing else and names no function, so a new schedule is a
+declaration and an algorithm in each half.
 """
 
 import inspect
@@ -40,7 +42,9 @@ SIDES: dict[str, "Side"] = {}
 ALGORITHMS: dict[tuple[str, str], "Algorithm"] = {}  # by side and function, for operators
 
 
-def _as_given(options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None) -> dict[str, Any]:
+def _as_given(
+    options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
+) -> dict[str, Any]:
     """Return the options unchanged."""
     return options
 
@@ -50,7 +54,9 @@ def _width_of_v(shapes: Shapes) -> int:
     return shapes[2][-1]
 
 
-def _qkv(queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]) -> list[tuple[int, ...]]:
+def _qkv(
+    queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
+) -> list[tuple[int, ...]]:
     """Return the shapes of q, k and v."""
     (h, g), (d, dv) = heads, widths
     return [(queries, h, d), (keys, g, d), (keys, g, dv)]
@@ -65,18 +71,22 @@ def _nothing(shapes: Shapes, mask: Mask) -> int:
 class Declaration:
     """A public attention function, declared once for both halves.
 
-    ``face(algorithm)`` returns the function of a half. The name, the options, their defaults and the schema of the operator
-    derive from its signature. The other fields:
+    ``face(algorithm)`` returns the function of a half. The name, the options, their defaults and
+    the schema of the operator derive from its signature. The other fields:
 
         tensors, expected    the names of its tensors, and their shapes in words
         check                check(*tensors) raises TypeError or ValueError unless they fit together
         layout               the constructor of the function's own layout
-        resolve              resolve(options, shapes, itemsize, layout) fills in defaults that depend on these
-        contradictions       options that contradict rank_invariant, besides `rank_invariance.COMMON`
-        keeps                the option with which the forward pass saves tensors besides out and lse, or ""
+        resolve              resolve(options, shapes, itemsize, layout) fills in defaults that
+                             depend on these
+        contradictions       options that contradict rank_invariant, besides
+                             `rank_invariance.COMMON`
+        keeps                the option with which the forward pass saves tensors besides out and
+                             lse, or ""
         value_width          value_width(shapes): the width of V
         more_flops           more_flops(shapes, mask): the FLOPs of a product besides attention's
-        shapes               shapes(queries, keys, heads, widths) of valid tensors without a batch axis, for `prepare`
+        shapes               shapes(queries, keys, heads, widths) of valid tensors without a batch
+                             axis, for `prepare`
     """
 
     face: Callable[["Algorithm"], Callable[..., Any]]
@@ -109,7 +119,8 @@ class Declaration:
 
         parameters = [x.replace(default=inspect.Parameter.empty) for x in self._options().values()]
         stub.__signature__ = inspect.Signature(parameters, return_annotation=None)  # pyright: ignore[reportFunctionMemberAccess]
-        text = torch.library.infer_schema(stub, mutates_args=()).replace("SymInt", "int")  # an option is never symbolic
+        # an option is never symbolic
+        text = torch.library.infer_schema(stub, mutates_args=()).replace("SymInt", "int")
         return text[text.index("*, ") + 3 : text.rindex(") ->")]
 
     @cached_property
@@ -118,17 +129,25 @@ class Declaration:
         return "group" not in self._parameters
 
     def _options(self) -> dict[str, inspect.Parameter]:
-        return {name: x for name, x in self._parameters.items() if x.kind is x.KEYWORD_ONLY and name not in APART}
+        return {
+            name: x
+            for name, x in self._parameters.items()
+            if x.kind is x.KEYWORD_ONLY and name not in APART
+        }
 
     @cached_property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(self.face(_Unbound())).parameters
 
     def with_defaults(self, options: dict[str, Any], by: str = "") -> dict[str, Any]:
-        """Return all options in the order of the signature. Raise TypeError for one that the function does not have."""
+        """Return all options in the order of the signature. Raise TypeError for one that the
+        function does not have.
+        """
         if unknown := sorted(options.keys() - self.defaults.keys()):
             expected = ", ".join(self.defaults)
-            raise TypeError(f"{by}{self.name} has no option {', '.join(unknown)}: expected {expected}")
+            raise TypeError(
+                f"{by}{self.name} has no option {', '.join(unknown)}: expected {expected}"
+            )
         return self.defaults | options
 
 
@@ -144,11 +163,11 @@ def _no_kernels(call: "Call") -> None:
 class Side:
     """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
 
-    ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's settings that change the
-    kernels of a call, and ``restored`` is a context with these settings, for its later passes. ``check_device(q)``
-    raises RuntimeError or ValueError if no kernel supports q. ``compile_for(call)`` compiles the kernels that calls of
-    this dtype and these heads can need.
-    """
+    ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
+    settings that change the kernels of a call, and ``restored`` is a context with these settings,
+    for its later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel
+    supports q. ``compile_for(call)`` compiles the kernels that calls of this dtype and these heads
+    can need."""
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -168,20 +187,25 @@ def _no_parts(call: "Call", backward: bool) -> Iterable[Any]:
 
 @dataclass(frozen=True, eq=False)
 class Algorithm:
-    """The implementation of a declared function in one half, as two functions of tensors with a batch axis:
+    """The implementation of a declared function in one half, as two functions of tensors with a
+    batch axis:
 
-        forward(call, *tensors, max_logits)                                     returns out, lse, *others
-        backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)     returns the gradient of each tensor
+        forward(call, *tensors, max_logits)                                     returns out, lse,
+        *others backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)     returns the
+        gradient of each tensor
 
-    ``tensors`` are q, k and v, or those of the declaration. ``others`` are tensors that are saved for the backward pass.
-    Gradients that are not in ``needs_grad`` may be None. dlse is None if nothing depends on lse; dout is never None.
-    ``max_logits`` is not passed, or a tensor (h,) that the forward pass raises to the largest score of each head. Both run
-    without autocast: inputs are cast before.
+    ``tensors`` are q, k and v, or those of the declaration. ``others`` are tensors that are saved
+    for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse is None if
+    nothing depends on lse; dout is never None. ``max_logits`` is not passed, or a tensor (h,) that
+    the forward pass raises to the largest score of each head. Both run without autocast: inputs are
+    cast before.
 
         invariant    both passes of calls with rank_invariant=True, if they are others
-        plan         plan(call): the state that all calls of one kind share, such as the steps of a schedule: `Call.plan`
-        parts        parts(call, backward) looks up the plans that the passes look up, and yields the parts of the call that
-                     have kernels: `prepare` launches these on tensors without memory
+        plan         plan(call): the state that all calls of one kind share, such as the steps of a
+                     schedule: `Call.plan`
+        parts        parts(call, backward) looks up the plans that the passes look up, and yields
+                     the parts of the call that have kernels: `prepare` launches these on tensors
+                     without memory
         kept_rows    kept_rows(call): the first sizes of ``others``
         variants     the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
         notes        sentences for the public docstring that are true of this half only
@@ -207,7 +231,9 @@ class Algorithm:
         return self.declaration.name
 
     def bind(self, function: F) -> F:
-        """Return the public function as a member of the module of this algorithm, with its notes."""
+        """Return the public function as a member of the module of this algorithm,
+        with its notes.
+        """
         return bound(function, self.forward, self.notes)
 
 

@@ -1,8 +1,10 @@
 """The one route of every attention function, from a public call to the passes of its algorithm.
 
-ring_attention(q, k, v, ...)      public signature and docstring (`canon.faces`), bound to both halves
+ring_attention(q, k, v, ...)      public signature and docstring (`canon.faces`), bound to both
+                                  halves
 attend(algorithm, (q, k, v), ...) autocast, one look-up of the `Call`, agreement between ranks, sink
-Attention.forward                 an autograd Function (`autograd.py`); a traced program takes an operator (`operators.py`)
+Attention.forward                 an autograd Function (`autograd.py`); a traced program takes an
+                                  operator (`operators.py`)
 algorithm.forward(call, q, k, v)  the algorithm of a half
 """
 
@@ -19,9 +21,23 @@ from canon.ranks.group import place_in
 from canon.route.algorithm import Algorithm
 from canon.route.autograd import Attention, check_differentiation
 from canon.route.call import Arguments, call_of, mask_and_layout
-from canon.route.checks import autocast_dtype, batched, cast, check_mask_type, check_sink, kind_of_sink
+from canon.route.checks import (
+    autocast_dtype,
+    batched,
+    cast,
+    check_mask_type,
+    check_sink,
+    kind_of_sink,
+)
 from canon.route.operators import call_operator, is_traced
-from canon.route.packing import attend_each, attend_packed, check_each_mask, differ, refuse_compilation, repeated
+from canon.route.packing import (
+    attend_each,
+    attend_packed,
+    check_each_mask,
+    differ,
+    refuse_compilation,
+    repeated,
+)
 from canon.route.plan_arguments import check_size
 from canon.route.sink_weights import weighted
 
@@ -36,13 +52,16 @@ def attend(
     options: dict[str, Any],
     group: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return out, or a tuple of out, lse and the largest scores. out and lse are differentiable in all tensors.
+    """Return out, or a tuple of out, lse and the largest scores. out and lse are differentiable in
+    all tensors.
 
-    Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without it; ``mask``, one for all
-        or a sequence of them; ``options``, the other arguments of the public function by name, in the order of its signature.
-    Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A second derivative raises
-    RuntimeError when it is computed. Arguments that do not fit raise as in `call_of`.
-    """
+    Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without
+    it; ``mask``, one for all
+        or a sequence of them; ``options``, the other arguments of the public function by name, in
+        the order of its signature.
+    Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A
+    second derivative raises RuntimeError when it is computed. Arguments that do not fit raise as in
+    `call_of`."""
     q = tensors[0]
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
         tensors = tuple(cast(x, dtype) for x in tensors)
@@ -52,7 +71,9 @@ def attend(
         return _attend_each(algorithm, tensors, mask, layout, sink, return_lse, options, group)
     if is_traced():
         check_sink(q, sink)
-        out, lse, max_logits = call_operator(algorithm, Arguments(tensors, mask, layout, group, options))
+        out, lse, max_logits = call_operator(
+            algorithm, Arguments(tensors, mask, layout, group, options)
+        )
     else:
         kind = None if sink is None else kind_of_sink(sink)
         call = call_of(algorithm, Arguments(tensors, mask, layout, group, options, kind))
@@ -105,10 +126,19 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, rank: int, ranks: int,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a mask does not fit it."""
+    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a
+    mask does not fit it.
+    """
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     _, layout = mask_and_layout(
-        algorithm.declaration, q, k, masks[0] if masks else None, layout, rank, ranks, rank_invariant
+        algorithm.declaration,
+        q,
+        k,
+        masks[0] if masks else None,
+        layout,
+        rank,
+        ranks,
+        rank_invariant,
     )
     for place, mask in enumerate(masks):
         check_size(mask, layout, f"mask[{place}]")
@@ -116,7 +146,8 @@ def _layout_of_each(
         return layout
     if rank_invariant and layout.tokens % TILE:
         raise ValueError(
-            f"{algorithm.function}: rank_invariant=True takes different masks for sequences of a multiple of {TILE} tokens, "
+            f"{algorithm.function}: rank_invariant=True takes different masks for sequences of a "
+            f"multiple of {TILE} tokens, "
             f"got {layout.tokens}: pad them"
         )
     return repeated(layout, len(masks))

@@ -1,7 +1,7 @@
 """The autograd Function of every attention call, and the differentiation that is refused.
 
-Both passes run without autocast, because inputs are cast before and partial results stay float32. If messages fail, the error
-names the missing ranks.
+Both passes run without autocast, because inputs are cast before and partial results stay float32.
+If messages fail, the error names the missing ranks.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,16 @@ from torch.autograd import forward_ad, profiler
 from canon.ranks.profiling import recorded
 from canon.route.call import Call
 
-NO_TRANSFORMS = "canon does not support torch.func transforms (grad, vmap, jvp): call it outside of them"
-NO_FORWARD_MODE = (
-    "canon does not support forward-mode differentiation: use backward(), or detach the tangents of q, k, v"
+NO_TRANSFORMS = (
+    "canon does not support torch.func transforms (grad, vmap, jvp): call it outside of them"
 )
-NO_SECOND_DERIVATIVE = "canon does not support second derivatives of attention: its gradients cannot be differentiated"
+NO_FORWARD_MODE = (
+    "canon does not support forward-mode differentiation: use backward(), or detach the tangents "
+    "of q, k, v"
+)
+NO_SECOND_DERIVATIVE = (
+    "canon does not support second derivatives of attention: its gradients cannot be differentiated"
+)
 
 NO_MAXIMA: dict[str, Tensor] = {}
 _NOTHING = nullcontext()
@@ -30,12 +35,16 @@ def check_differentiation(*tensors: Tensor | None) -> None:
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         raise NotImplementedError(NO_TRANSFORMS)
     given = (x for x in tensors if x is not None)
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given):
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in given
+    ):
         raise NotImplementedError(NO_FORWARD_MODE)
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
+    """Both passes of a `Call`: (call, *tensors with a batch axis) -> (out, lse, max_logits or
+    None).
+    """
 
     @staticmethod
     def forward(ctx, call, *tensors):
@@ -64,15 +73,26 @@ class Attention(torch.autograd.Function):
         create_graph = torch.is_grad_enabled()
         if call.ranks > 1:
             call.agree("backward", needs_grad)
-        restored = call.algorithm.side.restored(call.settings)  # this thread may have other settings
-        with torch.no_grad() if create_graph else _NOTHING, surroundings(q, call, "backward"), restored:
+        # this thread may have other settings
+        restored = call.algorithm.side.restored(call.settings)
+        with (
+            torch.no_grad() if create_graph else _NOTHING,
+            surroundings(q, call, "backward"),
+            restored,
+        ):
             grads = call.passes[1](call, needs_grad, dout, dlse, *saved)
         return None, *(undifferentiable(NO_SECOND_DERIVATIVE, *grads) if create_graph else grads)
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
-    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, raise an error that names the ranks."""
-    if call.ranks == 1 and not torch._C._is_any_autocast_enabled() and not profiler._is_profiler_enabled:
+    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, raise an error
+    that names the ranks.
+    """
+    if (
+        call.ranks == 1
+        and not torch._C._is_any_autocast_enabled()
+        and not profiler._is_profiler_enabled
+    ):
         return _NOTHING
     return _without_autocast(q, call, name)
 
@@ -88,6 +108,8 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
 
 
 def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise ``message`` if they are differentiated. Otherwise a second derivative would be 0."""
+    """Return gradients that raise ``message`` if they are differentiated. Otherwise a second
+    derivative would be 0.
+    """
     raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

@@ -1,8 +1,8 @@
 """Bind a public function to a half: its signature and docstring are written once, in `canon.faces`.
 
-A function there, such as `public_ring.ring_attention`, takes the algorithm of a half and returns the half's public function.
-Editors and type checkers infer its signature, and a call costs nothing more than a plain function.
-"""
+A function there, such as `public_ring.ring_attention`, takes the algorithm of a half and returns
+the half's public function. Editors and type checkers infer its signature, and a call costs nothing
+more than a plain function."""
 
 import inspect
 from collections.abc import Callable
@@ -12,7 +12,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F:
-    """Return ``function`` as a member of the module of its ``implementation``. It can then be pickled by name.
+    """Return ``function`` as a member of the module of its ``implementation``. It can then be
+    pickled by name.
 
     ``notes``: sentences that are true of this half only. They follow the shared docstring.
     """
@@ -27,5 +28,7 @@ def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F
 
 
 def half_of(implementation: Callable[..., Any]) -> str:
-    """Return the name of the half that an implementation belongs to, "reference" or "fast", or its own module."""
+    """Return the name of the half that an implementation belongs to, "reference" or "fast", or its
+    own module.
+    """
     return implementation.__module__.removeprefix("canon.").split(".")[0]

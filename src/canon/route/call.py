@@ -1,10 +1,12 @@
 """A call of an attention function: its algorithm, and its arguments with all defaults filled in.
 
-    call = checked_call(RING, q, k, v, mask=mask, layout=layout)    check the arguments on this rank alone
-    out, lse = ring_forward(call, q, k, v)                          run the mathematics alone, on all ranks
+    call = checked_call(RING, q, k, v, mask=mask, layout=layout)    check the arguments on this rank
+    alone
+    out, lse = ring_forward(call, q, k, v)                          run the mathematics alone, on
+    all ranks
 
-`call_of` finds a repeated call by one key, so nothing is checked twice. `Call.agree` compares it between all ranks, in every
-pass. A bad argument on one rank raises on every rank.
+`call_of` finds a repeated call by one key, so nothing is checked twice. `Call.agree` compares it
+between all ranks, in every pass. A bad argument on one rank raises on every rank.
 """
 
 from collections.abc import Hashable
@@ -40,11 +42,14 @@ from canon.route.checks import (
 from canon.route.plan_arguments import check_size, warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
-PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})  # types of options that a key may hold
+PLAIN = frozenset(
+    {type(None), bool, int, float, str, torch.dtype}
+)  # types of options that a key may hold
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as a caller passes them. ``options``: all of them, in the order of the signature.
+    """The arguments of a call, as a caller passes them. ``options``: all of them, in the order of
+    the signature.
 
     ``tensors``: q, k and v, or those of the declaration. ``sink``: its kind, if there is one.
     """
@@ -72,10 +77,10 @@ ALONE = Place()
 class Call:
     """The arguments of a call after all checks. Only ``rank`` differs between ranks.
 
-    One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes, strides, dtypes and alignment.
-    So it can be the key of everything that depends on the kind of a call. ``layout`` is None for `attention`.
-    ``options``: the function's other options. ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis.
-    """
+    One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
+    strides, dtypes and alignment. So it can be the key of everything that depends on the kind of a
+    call. ``layout`` is None for `attention`. ``options``: the function's other options.
+    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis."""
 
     algorithm: Algorithm
     rank: int
@@ -105,15 +110,23 @@ class Call:
 
     @property
     def passes(self) -> Passes:
-        """Both passes: with rank_invariant=True those that give equal bits on any number of ranks."""
+        """Both passes: with rank_invariant=True those that give equal bits on any number of
+        ranks.
+        """
         algorithm = self.algorithm
         if algorithm.invariant is not None and self.options["rank_invariant"]:
             return algorithm.invariant
         return algorithm.forward, algorithm.backward
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments with which the forward pass finds the largest score of each head (h,) on this rank."""
-        return {"max_logits": torch.full((q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device)}
+        """Return the keyword arguments with which the forward pass finds the largest score of each
+        head (h,) on this rank.
+        """
+        return {
+            "max_logits": torch.full(
+                (q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device
+            )
+        }
 
     def largest(self, max_logits: Tensor) -> Tensor:
         """Return the largest score of each head (h,) over all ranks."""
@@ -137,14 +150,22 @@ class Call:
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit the tensors."""
+        """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit
+        the tensors.
+        """
         make = self.algorithm.plan
         assert make is not None
         return PLANS.find((Call, self), lambda: make(self))  # so that the cache counts its memory
 
     def local_mask(self, owner: int) -> Mask:
-        """Return the mask between this rank's queries and the keys of ``owner``, in local coordinates."""
-        return self.mask if self.layout is None else self.layout.local_mask(self.mask, self.rank, owner)
+        """Return the mask between this rank's queries and the keys of ``owner``, in local
+        coordinates.
+        """
+        return (
+            self.mask
+            if self.layout is None
+            else self.layout.local_mask(self.mask, self.rank, owner)
+        )
 
     # ------------------------------------------------------------------ agreement between ranks
     @property
@@ -155,7 +176,11 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        names, shapes, (scale, softcap) = self.algorithm.declaration.tensors, self.shapes, split_scale(self.scale)
+        names, shapes, (scale, softcap) = (
+            self.algorithm.declaration.tensors,
+            self.shapes,
+            split_scale(self.scale),
+        )
         return (
             ("function", self.function),
             ("half", self.algorithm.side.name),
@@ -167,70 +192,111 @@ class Call:
                 (f"batch, heads and width of {name}", (x[0], *x[2:]))
                 for name, x in zip(names[:3], shapes, strict=False)
             ),
-            *((f"shape of {name}", tuple(x)) for name, x in zip(names[3:], shapes[3:], strict=True)),
+            *(
+                (f"shape of {name}", tuple(x))
+                for name, x in zip(names[3:], shapes[3:], strict=True)
+            ),
             ("scale", scale),
             ("softcap", softcap),
             ("reduce_dtype", self.reduce_dtype),
             ("backward", self.backward),
             ("sink", self.sink),
-            ("options", tuple((name, type(value).__name__, value) for name, value in self.options.items())),
+            (
+                "options",
+                tuple((name, type(value).__name__, value) for name, value in self.options.items()),
+            ),
         )
 
     @cached_property
     def _digests(self) -> dict[tuple[str, tuple[bool, ...]], tuple[str, Fields, int]]:
-        """The name, the fields and the digest of each pass, by its name and by the tensors that need a gradient."""
+        """The name, the fields and the digest of each pass, by its name and by the tensors that
+        need a gradient.
+        """
         return {}
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call between all ranks at the start of its pass ``name``. Raises like `GroupState.agree`."""
+        """Compare this call between all ranks at the start of its pass ``name``. Raises like
+        `GroupState.agree`.
+        """
         found = self._digests.get((name, needs_grad))
         if found is None:
             names = ", ".join(self.algorithm.declaration.tensors)
             fields = (("pass", name), *self.fields, (f"requires_grad of {names}", needs_grad))
-            found = self._digests[name, needs_grad] = f"{self.function} ({name})", fields, digest_of(fields)
+            found = self._digests[name, needs_grad] = (
+                f"{self.function} ({name})",
+                fields,
+                digest_of(fields),
+            )
         title, fields, digest = found
         self.state.agree(title, fields, wait=self.device.type == "cpu", digest=digest)
 
 
 def checked_call(
-    algorithm: Algorithm, *tensors: Tensor, mask: Any = None, layout: Any = None, group: Group = None, **options: Any
+    algorithm: Algorithm,
+    *tensors: Tensor,
+    mask: Any = None,
+    layout: Any = None,
+    group: Group = None,
+    **options: Any,
 ) -> Call:
-    """Return a call with its defaults, after checks on this rank alone: its passes then need no agreement.
+    """Return a call with its defaults, after checks on this rank alone: its passes then need no
+    agreement.
 
     Raises TypeError for an option that the public function does not have.
     """
-    return call_of(algorithm, Arguments(tensors, mask, layout, group, algorithm.declaration.with_defaults(options)))
+    return call_of(
+        algorithm,
+        Arguments(tensors, mask, layout, group, algorithm.declaration.with_defaults(options)),
+    )
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults filled in. A repeated call is found by its key and not checked again.
+    """Return the call with its defaults filled in. A repeated call is found by its key and not
+    checked again.
 
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
     """
-    place = ALONE if algorithm.declaration.is_local else Place(*place_in(algorithm.function, given.group))
+    place = (
+        ALONE
+        if algorithm.declaration.is_local
+        else Place(*place_in(algorithm.function, given.group))
+    )
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
-        options = {name: x.item() if isinstance(x, np.number) else x for name, x in given.options.items()}
+        options = {
+            name: x.item() if isinstance(x, np.number) else x for name, x in given.options.items()
+        }
         given = given._replace(options=options)
         key = _key(algorithm, given, place)
     if key is not None and (call := PLANS.get(key)) is not None:
         return call
     with refused_together(algorithm.function, place.group, place.ranks):
-        call = made_call(algorithm, given, place, algorithm.side.settings(None) if key is None else key[-1])
+        call = made_call(
+            algorithm, given, place, algorithm.side.settings(None) if key is None else key[-1]
+        )
     algorithm.side.compile_for(call)
     # Calls with equal arguments share one object, however the arguments were passed.
     scale, softcap = split_scale(call.scale)
-    filled = {"scale": scale, "softcap": softcap, "reduce_dtype": call.reduce_dtype, "backward": call.backward}
+    filled = {
+        "scale": scale,
+        "softcap": softcap,
+        "reduce_dtype": call.reduce_dtype,
+        "backward": call.backward,
+    }
     filled |= call.options
     resolved = {name: filled.get(name) for name in given.options}
-    same = _key(algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place)
+    same = _key(
+        algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place
+    )
     if same is not None:
         call = PLANS.find(same, lambda: call)
     return call if key is None else PLANS.put(key, call)
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
-    """Return a key of calls that need the same checks and the same kernels, None for arguments of unusual types."""
+    """Return a key of calls that need the same checks and the same kernels, None for arguments of
+    unusual types.
+    """
     tensors, mask, layout, _, options, sink = given
     values = tuple(options.values())
     types = tuple(map(type, values))  # 1 and True are equal as keys
@@ -241,9 +307,12 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
     group, rank, ranks = place
     group = None if group is None else ref(group)
     try:
-        kinds = [(type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors]
+        kinds = [
+            (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
+        ]
         key = (algorithm, mask, layout, group, rank, ranks, sink, values, types, *kinds)
-    except (AttributeError, RuntimeError, TypeError):  # no tensor, or one without strides or memory (torch.func)
+    # no tensor, or one without strides or memory (torch.func)
+    except (AttributeError, RuntimeError, TypeError):
         return None
     return *key, algorithm.side.settings(key)
 
@@ -273,9 +342,15 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, shapes, q.element_size(), layout)
     if invariant and layout is not None:
         check_tiled(algorithm.function, layout)
-    own = {name: x for name, x in options.items() if name not in ("scale", "softcap", "reduce_dtype", "backward")}
+    own = {
+        name: x
+        for name, x in options.items()
+        if name not in ("scale", "softcap", "reduce_dtype", "backward")
+    }
     if not isinstance(own["return_max_logits"], bool):
-        raise TypeError(f"return_max_logits must be True or False, got {own['return_max_logits']!r}")
+        raise TypeError(
+            f"return_max_logits must be True or False, got {own['return_max_logits']!r}"
+        )
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
@@ -287,31 +362,56 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
 
 
 def mask_and_layout(
-    declaration: Declaration, q: Tensor, k: Tensor, mask: Mask | None, layout: Layout | None, rank: int, ranks: int,
+    declaration: Declaration,
+    q: Tensor,
+    k: Tensor,
+    mask: Mask | None,
+    layout: Layout | None,
+    rank: int,
+    ranks: int,
     rank_invariant: bool = False,
-) -> tuple[Mask, Layout]:  # fmt: skip
-    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this rank."""
+) -> tuple[Mask, Layout]:
+    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this
+    rank.
+    """
     if q.shape[-3] != k.shape[-3]:
         hint = transpose_hint((q, k.shape[-2]))
-        raise ValueError(f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and {k.shape[-3]}{hint}")
+        raise ValueError(
+            f"q and k of a rank must hold the same tokens, got {q.shape[-3]} and "
+            f"{k.shape[-3]}{hint}"
+        )
     if mask is not None:
         check_mask_type(mask)
     if layout is not None and not isinstance(layout, Layout):
         raise TypeError(
-            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with Layout.zigzag, ..."
+            f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with "
+            "Layout.zigzag, ..."
         )
-    tokens = mask.queries if mask is not None else layout.tokens if layout is not None else ranks * q.shape[-3]
+    tokens = (
+        mask.queries
+        if mask is not None
+        else layout.tokens
+        if layout is not None
+        else ranks * q.shape[-3]
+    )
     is_default = layout is None and declaration.layout is None
     if layout is None:
         layout = cached(
-            declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous), tokens, ranks
+            declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous),
+            tokens,
+            ranks,
         )
     mask = cached(Mask.causal, tokens) if mask is None else mask
     check_size(mask, layout)
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        hint = transpose_hint((q, layout.size(rank))) or ": pass the layout that divided the tokens" * is_default
-        raise ValueError(f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}")
+        hint = (
+            transpose_hint((q, layout.size(rank)))
+            or (": pass the layout that divided the tokens") * is_default
+        )
+        raise ValueError(
+            f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"
+        )
     warn_of_planned(declaration.name, mask, layout, rank, is_default)
     return mask, layout

@@ -17,7 +17,8 @@ from canon.masks.plan_cache import are_noted, cached_plan
 from canon.ranks.profiling import recorded
 
 METHODS = ("auto", "fused", "split", "head_parallel")
-LARGEST_DS = 65504.0  # of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
+# of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
+LARGEST_DS = 65504.0
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -51,7 +52,9 @@ def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
+    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all
+    packed, fit together.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -64,9 +67,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
     elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, {v.dtype}: cast them")
+        raise ValueError(
+            f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, "
+            f"{v.dtype}: cast them"
+        )
     elif not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them")
+        raise ValueError(
+            f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them"
+        )
     else:
         return
     raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
@@ -78,20 +86,32 @@ def check_tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
         raise TypeError(f"{name} is a DTensor: pass {name}.to_local(), the tokens of this rank")
-    if getattr(type(x), "__torch_dispatch__", None) is not getattr(Tensor, "__torch_dispatch__", None):
-        raise TypeError(f"{name} is a {type(x).__name__}, a tensor subclass: pass a plain torch.Tensor")
+    if getattr(type(x), "__torch_dispatch__", None) is not getattr(
+        Tensor, "__torch_dispatch__", None
+    ):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, a tensor subclass: pass a plain torch.Tensor"
+        )
     if x.layout is not torch.strided or x.is_quantized:
-        raise ValueError(f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()")
+        raise ValueError(
+            f"{name} must be a dense tensor, got layout {x.layout}: pass {name}.to_dense()"
+        )
     if x.device.type == "meta" and not are_noted():  # plans are made ahead on tensors without data
         raise ValueError(f"{name} is on the meta device and has no data: move it to a CPU or a GPU")
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
-    """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for each token of k."""
+    """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for
+    each token of k.
+    """
     check_mask_type(mask, name)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
-            f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} tokens and k {k.shape[-3]}"
+            (
+                f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} "
+                "tokens "
+                f"and k {k.shape[-3]}"
+            )
             + transpose_hint((q, mask.queries), (k, mask.keys))
         )
 
@@ -103,14 +123,17 @@ def transpose_hint(*expected: tuple[Tensor, int]) -> str:
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): nothing else would show it.
+    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): nothing
+    else would show it.
 
-    It is so without a mask and a layout, whose sizes would not fit, if q has as many heads as k, and fewer tokens than heads.
-    """
+    It is so without a mask and a layout, whose sizes would not fit, if q has as many heads as k,
+    and fewer tokens than heads."""
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
-            f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than heads. If they are (b, heads, "
-            "t, width), pass x.transpose(1, 2). If they are not, pass a mask, as Mask.causal(tokens of the sequence)",
+            f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
+            "heads. If they are (b, heads, "
+            "t, width), pass x.transpose(1, 2). If they are not, pass a mask, as "
+            "Mask.causal(tokens of the sequence)",
             stacklevel=6,  # the caller's line
         )
 
@@ -120,25 +143,42 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
     refuse_numbers(mask, name)
     if isinstance(mask, (tuple, list)):
         raise TypeError(
-            f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves the whole batch here, "
+            f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves "
+            "the whole batch here, "
             "so pack the sequences into one and pass Mask.concat(masks)"
         )
     if not isinstance(mask, Mask):
         expected = "a canon.Mask or None" if name == "mask" else "a canon.Mask"
-        raise TypeError(f"{name} must be {expected}, got {type(mask).__name__}: build one with Mask.causal, ...")
+        raise TypeError(
+            f"{name} must be {expected}, got {type(mask).__name__}: build one with Mask.causal, ..."
+        )
 
 
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
-    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as the ends of packed documents."""
-    numbers = None if isinstance(mask, Mask) else nested(mask)  # a compiler cannot look for attributes of a Mask
-    if isinstance(numbers, (tuple, list)) and numbers and all(type(number) is int for number in numbers):
+    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as the ends of
+    packed documents.
+    """
+    # a compiler cannot look for attributes of a Mask
+    numbers = None if isinstance(mask, Mask) else nested(mask)
+    if (
+        isinstance(numbers, (tuple, list))
+        and numbers
+        and all(type(number) is int for number in numbers)
+    ):
         raise TypeError(
-            f"{name} must be a canon.Mask, got {shown(mask)}: for packed documents pass Mask.documents(cu_seqlens)"
+            f"{name} must be a canon.Mask, got {shown(mask)}: for packed documents pass "
+            "Mask.documents(cu_seqlens)"
         )
 
 
 def check_gradients(
-    dout: Tensor, q: Tensor, v: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: Tensor | None
+    dout: Tensor,
+    q: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dlse: Tensor | None,
+    delta: Tensor | None,
 ) -> None:
     """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
     of_out = (*q.shape[:-1], v.shape[-1])
@@ -158,7 +198,9 @@ def check_gradients(
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q.device}, as q is, got {x.device}: move it")
     if dlse is not None and delta is not None:
-        raise ValueError("pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse")
+        raise ValueError(
+            "pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse"
+        )
 
 
 def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
@@ -177,32 +219,47 @@ def check_method(name: str, method: str) -> None:
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each query head of q, on the device of q."""
+    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each query head of
+    q, on the device of q.
+    """
     if sink is None:
         return
     check_tensor("sink", sink)
     if tuple(sink.shape) != (q.shape[-2],):
-        raise ValueError(f"sink must be ({q.shape[-2]},), a logit for each query head, got {tuple(sink.shape)}")
+        raise ValueError(
+            f"sink must be ({q.shape[-2]},), a logit for each query head, got {tuple(sink.shape)}"
+        )
     if sink.dtype not in (torch.float32, q.dtype):
-        names = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (torch.float32, q.dtype))
+        names = dict.fromkeys(
+            str(dtype).removeprefix("torch.") for dtype in (torch.float32, q.dtype)
+        )
         raise ValueError(f"sink must be {' or '.join(names)}, got {sink.dtype}: cast it")
     if sink.device != q.device:
         raise ValueError(f"sink must be on {q.device}, as q is, got {sink.device}: move it")
 
 
 def kind_of_sink(sink: Tensor | None) -> str | None:
-    """Return all that decides the result of `check_sink`, to be compared between ranks. Then all ranks raise, or none."""
+    """Return all that decides the result of `check_sink`, to be compared between ranks. Then all
+    ranks raise, or none.
+    """
     if not isinstance(sink, Tensor):
         return None if sink is None else type(sink).__name__
-    return f"{type(sink).__name__} {tuple(sink.shape)} {sink.dtype} {sink.device.type} {sink.layout}"
+    return (
+        f"{type(sink).__name__} {tuple(sink.shape)} {sink.dtype} {sink.device.type} {sink.layout}"
+    )
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not fit q and k."""
+    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not
+    fit q and k.
+    """
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(
-                f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, {k.shape[-3]}"
+                (
+                    f"mask=None is causal and needs as many queries as keys, got {q.shape[-3]}, "
+                    f"{k.shape[-3]}"
+                )
                 + transpose_hint((q, k.shape[-2]))
             )
         return cached(Mask.causal, q.shape[-3])
@@ -211,18 +268,24 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
-    """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError unless both are valid."""
+    """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError
+    unless both are valid.
+    """
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
     return number if cap is None else CappedScale(number, cap)
 
 
 def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a floating dtype."""
+    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a
+    floating dtype.
+    """
     if reduce_dtype is None:
         return accumulate_dtype(q.dtype)
     if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
-        raise ValueError(f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}")
+        raise ValueError(
+            f"reduce_dtype must be float64, float32, float16 or bfloat16, got {reduce_dtype}"
+        )
     return reduce_dtype
 
 
@@ -237,24 +300,34 @@ def checked_softcap(softcap: float | None) -> float | None:
 
 
 def _number(name: str, x: Any, remedy: str) -> float:
-    if isinstance(x, (str, bytes)) or (isinstance(x, Tensor) and (x.requires_grad or x.numel() != 1)):
+    if isinstance(x, (str, bytes)) or (
+        isinstance(x, Tensor) and (x.requires_grad or x.numel() != 1)
+    ):
         raise TypeError(f"{name} must be a number without a gradient, got {x!r}: {remedy}")
     if isinstance(x, Tensor) and x.device.type != "cpu":
-        raise TypeError(f"{name} is a tensor on {x.device}, for which each call would wait: pass a Python number")
+        raise TypeError(
+            f"{name} is a tensor on {x.device}, for which each call would wait: pass "
+            "a Python number"
+        )
     if not math.isfinite(number := float(x)):
         raise ValueError(f"{name} must be finite, got {number}")
     return number
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run without autocast.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run
+    without autocast.
 
-    Tensors of all floating dtypes except float64 are cast, as `torch.nn.functional.scaled_dot_product_attention` does. The
-    function has its name in traces of torch.profiler.
-    """
+    Tensors of all floating dtypes except float64 are cast, as
+    `torch.nn.functional.scaled_dot_product_attention` does. The function has its name in traces of
+    torch.profiler."""
 
     def _decorate(function: Callable) -> Callable:
-        places = [place for place, name in enumerate(inspect.signature(function).parameters) if name in names]
+        places = [
+            place
+            for place, name in enumerate(inspect.signature(function).parameters)
+            if name in names
+        ]
 
         @wraps(function)
         def _called(*args, **kwargs):
@@ -280,18 +353,30 @@ def under_autocast(*names: str) -> Callable:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype of autocast on the device of x, None if autocast is off there or x is not a tensor."""
+    """Return the dtype of autocast on the device of x, None if autocast is off there or x is not a
+    tensor.
+    """
     if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
         return None
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+    return (
+        torch.get_autocast_dtype(x.device.type)
+        if torch.is_autocast_enabled(x.device.type)
+        else None
+    )
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
     """Return a floating tensor in ``dtype``, and anything else, float64 included, unchanged."""
-    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+    return (
+        x.to(dtype)
+        if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+    )
 
 
 @cached_plan
 def cached(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)``, a default mask or layout, from a cache: all layers of a model share it."""
+    """Return ``make(*sizes)``, a default mask or layout, from a cache: all layers of a model share
+    it.
+    """
     return make(*sizes)

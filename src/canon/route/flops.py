@@ -1,18 +1,23 @@
-"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`. Visible cells count, not the dense square.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`. Visible cells count,
+not the dense square.
 
-    cells       of the mask, between this rank's queries and the keys of all ranks; so the ranks' counts add up
+    cells       of the mask, between this rank's queries and the keys of all ranks; so the ranks'
+                counts add up
     forward     2 cells b h (d + dv)
-    backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h (d + dv) for dk and dv
+    backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h
+                (d + dv) for dk and dv
 
-`latent_attention` also projects the tokens that this rank's queries see, by up_weight (rows, rank): 2 b tokens rows rank FLOPs
-more forward. Backward has as many more for K and V, for the gradient of the latents, and for that of up_weight.
+`latent_attention` also projects the tokens that this rank's queries see, by up_weight (rows, rank):
+2 b tokens rows rank FLOPs more forward. Backward has as many more for K and V, for the gradient of
+the latents, and for that of up_weight.
 
-Unneeded gradients count 0. The repeated scores of ``backward="split"`` count 0, as in torch's formula of
-`scaled_dot_product_attention`. With ``rank_invariant=True``, dk and dv are computed, but not counted, by the owner of the keys.
+Unneeded gradients count 0. The repeated scores of ``backward="split"`` count 0, as in torch's
+formula of `scaled_dot_product_attention`. With ``rank_invariant=True``, dk and dv are computed, but
+not counted, by the owner of the keys.
 
-`torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are registered after a program has
-imported it: at a call under a dispatch mode. Under such a mode, torch runs compiled functions in eager mode.
-"""
+`torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are
+registered after a program has imported it: at a call under a dispatch mode. Under such a mode,
+torch runs compiled functions in eager mode."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -37,21 +42,27 @@ Named = Callable[[Declaration, tuple, dict[str, Any]], dict[str, Any]]
 def register_formulas(named: Named) -> None:
     """Register the formulas if flop_counter is loaded, also with the counters that are active.
 
-    ``named(declaration, arguments, keywords)`` returns all arguments of an operator after its tensors, by name.
-    """
+    ``named(declaration, arguments, keywords)`` returns all arguments of an operator after its
+    tensors, by name."""
     if (counting := sys.modules.get("torch.utils.flop_counter")) is None:
         return
     formulas = {}
     for function, declaration in DECLARATIONS.items():
         formulas[getattr(torch.ops.canon, function)] = partial(_forward, named, declaration)
-        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(_backward, named, declaration)
-    modes: list[Any] = [x for x in _get_current_dispatch_mode_stack() if isinstance(x, counting._FlopCounterMode)]
+        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(
+            _backward, named, declaration
+        )
+    modes: list[Any] = [
+        x for x in _get_current_dispatch_mode_stack() if isinstance(x, counting._FlopCounterMode)
+    ]
     for registry in (counting.flop_registry, *(mode.counter.flop_registry for mode in modes)):
         for operator, formula in formulas.items():
             registry.setdefault(operator, formula)
 
 
-def _forward(named: Named, declaration: Declaration, *given: Any, out_val: Any, **keywords: Any) -> int:
+def _forward(
+    named: Named, declaration: Declaration, *given: Any, out_val: Any, **keywords: Any
+) -> int:
     number = len(declaration.tensors)
     tensors, options = batched(*given[:number]), named(declaration, given[number:], keywords)
     local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
@@ -60,14 +71,22 @@ def _forward(named: Named, declaration: Declaration, *given: Any, out_val: Any, 
 
 
 def _backward(
-    named: Named, declaration: Declaration, needs_grad: list[bool], dout: Tensor, dlse: Tensor | None,
-    *given: Any, out_val: Any, **keywords: Any,
-) -> int:  # fmt: skip
+    named: Named,
+    declaration: Declaration,
+    needs_grad: list[bool],
+    dout: Tensor,
+    dlse: Tensor | None,
+    *given: Any,
+    out_val: Any,
+    **keywords: Any,
+) -> int:
     number = len(declaration.tensors)  # out, lse and kept follow
     tensors, options = batched(*given[:number]), named(declaration, given[number + 3 :], keywords)
     local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
     d, both = tensors[0].shape[-1], tensors[0].shape[-1] + declaration.value_width(shapes)
-    attended = 2 * _cells(tensors[0], local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+    attended = (
+        2 * _cells(tensors[0], local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+    )
     products = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
     return attended + products * declaration.more_flops(shapes, local)
 
@@ -81,7 +100,9 @@ def _cells(q: Tensor, local: Mask) -> int:
     return local.area * q.shape[0] * q.shape[2]
 
 
-def _local_mask(declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]) -> Mask:
+def _local_mask(
+    declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]
+) -> Mask:
     """Return the mask between this rank's queries and all keys."""
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
@@ -89,6 +110,10 @@ def _local_mask(declaration: Declaration, tensors: Sequence[Tensor], options: di
     if declaration.is_local:
         return default_mask(q, k, mask)
     group = group_named(options["group"])
-    rank, ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False))
+    rank, ranks = (
+        (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    )
+    mask, layout = mask_and_layout(
+        declaration, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False)
+    )
     return layout.local_mask(mask, rank, range(ranks))

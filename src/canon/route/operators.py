@@ -1,21 +1,27 @@
-"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective checkpointing.
+"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective
+checkpointing.
 
-    canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores (h,) or an empty tensor
-    canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed ones of dq, dk, dv
+    canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores
+                                      (h,) or an empty tensor
+    canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed
+                                      ones of dq, dk, dv
 
-There is a pair for each declared function, for both halves, with the tensors and the options of its declaration. Eager calls do
-not use operators, because one costs more host time than an autograd Function. Both run the same `Algorithm`. An operator finds
-its `Call` when it runs, not when it is traced.
+There is a pair for each declared function, for both halves, with the tensors and the options of its
+declaration. Eager calls do not use operators, because one costs more host time than an autograd
+Function. Both run the same `Algorithm`. An operator finds its `Call` when it runs, not when it is
+traced.
 
-A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both are made outside of the
-compiled region. A group travels as its name. Results own their memory and are contiguous, as the fake implementations say.
+A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both
+are made outside of the compiled region. A group travels as its name. Results own their memory and
+are contiguous, as the fake implementations say.
 
-Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs leave the operators out.
-The ranks do not compare the sink of a compiled call, so a sink that does not fit raises on its own rank only.
-An option that keeps tensors, such as ``keep_kv``, keeps as many rows as the mask needs: a compiled graph needs
+Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
+leave the operators out. The ranks do not compare the sink of a compiled call, so a sink that does
+not fit raises on its own rank only. An option that keeps tensors, such as ``keep_kv``, keeps as
+many rows as the mask needs: a compiled graph needs
 torch._dynamo.config.capture_dynamic_output_shape_ops.
-A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and `redistribute`.
-FlopCounterMode counts FLOPs by the formulas of `flops.py`.
+A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and
+`redistribute`. FlopCounterMode counts FLOPs by the formulas of `flops.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +37,12 @@ from canon.masks.mask import Mask
 from canon.masks.opaque import registered
 from canon.ranks.group import group_named, name_of
 from canon.route.algorithm import ALGORITHMS, DECLARATIONS, SIDES, Algorithm, Declaration, Side
-from canon.route.autograd import NO_MAXIMA, NO_SECOND_DERIVATIVE, check_differentiation, surroundings
+from canon.route.autograd import (
+    NO_MAXIMA,
+    NO_SECOND_DERIVATIVE,
+    check_differentiation,
+    surroundings,
+)
 from canon.route.call import Arguments, Call, call_of
 from canon.route.checks import accumulate_dtype, batched, check_mask_type
 from canon.route.flops import register_formulas
@@ -39,21 +50,34 @@ from canon.route.flops import register_formulas
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
-PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")  # arguments after the tensors
+# arguments after the tensors
+PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")
 OF_RANKS = ("group", "needs_grad")  # arguments after the options, of functions of several ranks
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 
 
 def is_traced() -> bool:
-    """Return whether a public function must call its operator: in a traced program, or in a dispatch mode."""
+    """Return whether a public function must call its operator: in a traced program, or in a
+    dispatch mode.
+    """
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, largest scores) from the operator of a public function. Its body checks the arguments."""
-    if not EXPORTS and torch.compiler._is_exporting_flag:  # in torch.compile, `is_exporting` of old versions is True
-        raise RuntimeError("torch.export of canon needs torch >= 2.13: older versions do not take masks as constants")
-    compiling, side, (tensors, mask, layout, group, options, _) = torch.compiler.is_compiling(), algorithm.side, given
+    """Return (out, lse, largest scores) from the operator of a public function. Its body checks the
+    arguments.
+    """
+    # in torch.compile, `is_exporting` of old versions is True
+    if not EXPORTS and torch.compiler._is_exporting_flag:
+        raise RuntimeError(
+            "torch.export of canon needs torch >= 2.13: older versions do not take "
+            "masks as constants"
+        )
+    compiling, side, (tensors, mask, layout, group, options, _) = (
+        torch.compiler.is_compiling(),
+        algorithm.side,
+        given,
+    )
     if not compiling:
         register_formulas(_by_name)
         check_differentiation(*tensors)
@@ -75,13 +99,18 @@ def _settings_at_compilation(side: str) -> str | None:
     return SIDES[side].settings(None)
 
 
-# What torch.compiler.assume_constant_result sets; that function would import torch._dynamo with canon.
+# What torch.compiler.assume_constant_result sets; that function would import torch._dynamo with
+# canon.
 _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @contextmanager
-def _call(function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]) -> Iterator[Call]:
-    """Find the call, with the settings of its half inside. If it has several ranks, they agree on its pass ``pass_name``."""
+def _call(
+    function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]
+) -> Iterator[Call]:
+    """Find the call, with the settings of its half inside. If it has several ranks, they agree on
+    its pass ``pass_name``.
+    """
     named = dict(zip((*PLACED, *_names(DECLARATIONS[function])), options, strict=True))
     mask, has_mask, layout, has_layout, half, settings = (named.pop(name) for name in PLACED)
     mask, layout = mask if has_mask else None, layout if has_layout else None
@@ -97,12 +126,17 @@ def _call(function: str, pass_name: str, tensors: Sequence[Tensor], options: Seq
 
 
 def _check_settings(side: Side, settings: str | None) -> None:
-    """Raise RuntimeError if another backend was chosen around a compiled function than at its compilation."""
+    """Raise RuntimeError if another backend was chosen around a compiled function than at its
+    compilation.
+    """
     in_backward = torch._C._current_graph_task_id() != -1
     if not in_backward and (chosen := side.settings(None)) not in (None, settings):
-        compiled = "outside of backend(...)" if settings is None else f"inside backend({settings!r})"
+        compiled = (
+            "outside of backend(...)" if settings is None else f"inside backend({settings!r})"
+        )
         raise RuntimeError(
-            f"backend({chosen!r}) surrounds a function that was compiled {compiled}: compile another copy"
+            f"backend({chosen!r}) surrounds a function that was compiled {compiled}: compile "
+            "another copy"
         )
 
 
@@ -131,7 +165,9 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
     return tuple(map(_alone, results))
 
 
-def _parted(declaration: Declaration, given: Sequence[Any]) -> tuple[Sequence[Tensor], Sequence[Any]]:
+def _parted(
+    declaration: Declaration, given: Sequence[Any]
+) -> tuple[Sequence[Tensor], Sequence[Any]]:
     """Return the tensors of a function, and its other arguments."""
     number = len(declaration.tensors)
     return given[:number], given[number:]
@@ -143,7 +179,9 @@ def _backward(
     tensors, (out, lse, kept, *options) = _parted(declaration, given)
     packed = tensors[0].ndim == 3
     with _call(declaration.name, "backward", tensors, options) as call:
-        of_results = [None if x is None else x.unsqueeze(0) if packed else x for x in (dout, dlse, out, lse)]
+        of_results = [
+            None if x is None else x.unsqueeze(0) if packed else x for x in (dout, dlse, out, lse)
+        ]
         saved = (*batched(*tensors), *of_results[2:])
         if declaration.keeps and call.options[declaration.keeps] and call.algorithm.kept_rows:
             saved = *saved, *kept[0].split(call.algorithm.kept_rows(call))
@@ -169,8 +207,11 @@ def _fake_forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
     tensors, rest = _parted(declaration, given)
     q, k, v, *weights = tensors
     no_weights = [x for x in weights if x.ndim != 2 or q.shape[-2] == 0]
-    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim or no_weights:  # other errors raise when it runs
-        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(declaration.tensors, tensors, strict=True))
+    # other errors raise when it runs
+    if q.ndim not in (3, 4) or not q.ndim == k.ndim == v.ndim or no_weights:
+        shapes = ", ".join(
+            f"{name} {tuple(x.shape)}" for name, x in zip(declaration.tensors, tensors, strict=True)
+        )
         raise ValueError(f"expected {declaration.expected}, got {shapes}")
     *batch, t, h, _ = q.shape
     width = max(0, declaration.value_width(tuple(x.shape for x in tensors)))
@@ -180,7 +221,9 @@ def _fake_forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
     results = q.new_empty(*batch, t, h, width), lse, max_logits
     if not declaration.keeps:
         return results
-    return *results, _rows(k, v, torch.library.get_ctx().new_dynamic_size() if named[declaration.keeps] else 0)
+    return *results, _rows(
+        k, v, torch.library.get_ctx().new_dynamic_size() if named[declaration.keeps] else 0
+    )
 
 
 def _fake_backward(
@@ -198,8 +241,11 @@ def _save(number: int, ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(declaration: Declaration, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any) -> tuple:
-    number, options, saved = len(declaration.tensors), ctx.options, ctx.saved_tensors  # a checkpoint unpacks them once
+def _differentiate(
+    declaration: Declaration, ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: Any
+) -> tuple:
+    # a checkpoint unpacks them once
+    number, options, saved = len(declaration.tensors), ctx.options, ctx.saved_tensors
     tensors, (out, lse, *kept) = saved[:number], saved[number:]
     needs_grad = list(ctx.needs_input_grad[:number])
     if dout is None and dlse is None:
@@ -215,7 +261,9 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> Declaration:
-    """Declare a public attention function, and register its operators, their fakes and their autograd formulas."""
+    """Declare a public attention function, and register its operators, their fakes and their
+    autograd formulas.
+    """
     declaration = Declaration(face, **more)
     DECLARATIONS[declaration.name] = declaration
     options = [
@@ -224,14 +272,23 @@ def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> De
     ]
     options += [] if declaration.is_local else ["str group, bool[] needs_grad"]
     given = ", ".join([f"Tensor {name}" for name in declaration.tensors]), ", ".join(options)
-    results = ["Tensor out", "Tensor lse", "Tensor max_logits"] + ["Tensor kept"] * bool(declaration.keeps)
+    results = ["Tensor out", "Tensor lse", "Tensor max_logits"] + ["Tensor kept"] * bool(
+        declaration.keeps
+    )
     forward = _operator(
-        declaration.name, f"({', '.join(given)}) -> ({', '.join(results)})", partial(_forward, declaration)
+        declaration.name,
+        f"({', '.join(given)}) -> ({', '.join(results)})",
+        partial(_forward, declaration),
     )
     forward.register_fake(partial(_fake_forward, declaration))
     number = len(declaration.tensors)
-    forward.register_autograd(partial(_differentiate, declaration), setup_context=partial(_save, number))
-    of_results, saved = "bool[] needs_input_grad, Tensor dout, Tensor? dlse", "Tensor out, Tensor lse, Tensor[] kept"
+    forward.register_autograd(
+        partial(_differentiate, declaration), setup_context=partial(_save, number)
+    )
+    of_results, saved = (
+        ("bool[] needs_input_grad, Tensor dout, Tensor? dlse"),
+        "Tensor out, Tensor lse, Tensor[] kept",
+    )
     schema = f"({of_results}, {given[0]}, {saved}, {given[1]}) -> Tensor[]"
     backward = _operator(f"{declaration.name}_backward", schema, partial(_backward, declaration))
     backward.register_fake(_fake_backward)
@@ -242,4 +299,6 @@ def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> De
 def _operator(name: str, schema: str, body: Callable) -> torch.library.CustomOpDef:
     BODIES[name] = body
     tags = [torch.Tag.cudagraph_unsafe]
-    return torch.library.custom_op(f"canon::{name}", body, mutates_args=(), schema=schema, tags=tags)
+    return torch.library.custom_op(
+        f"canon::{name}", body, mutates_args=(), schema=schema, tags=tags
+    )

@@ -1,10 +1,11 @@
-"""Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a block-diagonal mask.
+"""Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a
+block-diagonal mask.
 
-q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow it. If the masks are equal,
-nothing is packed.
+q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
+it. If the masks are equal, nothing is packed.
 
-Several ranks pack alike: the layout of one sequence is repeated, so a rank's tokens of all sequences follow each other.
-"""
+Several ranks pack alike: the layout of one sequence is repeated, so a rank's tokens of all
+sequences follow each other."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,24 +20,36 @@ from canon.route.checks import check_gradients, check_mask, check_tensors, refus
 
 
 def attend_each(
-    attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], on_tiles: bool = False, **options: Any
+    attend: Callable,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    masks: Sequence[Mask],
+    on_tiles: bool = False,
+    **options: Any,
 ) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for each sequence.
+    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
+    each sequence.
 
-    ``on_tiles``: each sequence must begin on a tile. Sequences of other lengths are computed one after another.
-    """
+    ``on_tiles``: each sequence must begin on a tile. Sequences of other lengths are computed one
+    after another."""
     refuse_compilation()
     check_masks(q, k, v, masks)
     if not (on_tiles and masks and differ(masks) and (q.shape[1] % TILE or k.shape[1] % TILE)):
         return attend_packed(attend, q, k, v, masks, **options)
-    results = [attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)]
+    results = [
+        attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)
+    ]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
-    joined = lambda parts: torch.cat(parts) if parts[0].ndim > 1 else torch.stack(parts).amax(0)  # the largest scores
+    # the largest scores
+    joined = lambda parts: torch.cat(parts) if parts[0].ndim > 1 else torch.stack(parts).amax(0)
     return tuple(joined(parts) for parts in zip(*results, strict=True))
 
 
-def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any) -> Any:
+def attend_packed(
+    attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any
+) -> Any:
     """Return the result of `attend_each` without checks."""
     if not differ(masks):
         return attend(q, k, v, masks[0], **options)
@@ -45,7 +58,8 @@ def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequ
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
     statistic = lambda x: x.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
-    unpacked = {4: lambda x: _unpacked(x, b, t), 3: statistic, 1: lambda x: x}  # by axes: out, lse, the largest scores
+    # by axes: out, lse, the largest scores
+    unpacked = {4: lambda x: _unpacked(x, b, t), 3: statistic, 1: lambda x: x}
     return tuple(unpacked[x.ndim](x) for x in result)
 
 
@@ -63,7 +77,9 @@ def differentiate_each(
     delta: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each sequence."""
+    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each
+    sequence.
+    """
     check_masks(q, k, v, masks)
     if not differ(masks):
         return differentiate(dout, q, k, v, out, lse, masks[0], dlse=dlse, delta=delta, **options)
@@ -71,27 +87,39 @@ def differentiate_each(
     tokens_first = map(_packed, (dout, q, k, v, out))
     dlse, delta = (None if x is None else _packed_statistic(x) for x in (dlse, delta))
     mask = block_diagonal(tuple(masks))
-    grads = differentiate(*tokens_first, _packed_statistic(lse), mask, dlse=dlse, delta=delta, **options)
+    grads = differentiate(
+        *tokens_first, _packed_statistic(lse), mask, dlse=dlse, delta=delta, **options
+    )
     b, sizes = q.shape[0], (q.shape[1], k.shape[1], k.shape[1])
-    return tuple(None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True))
+    return tuple(
+        None if x is None else _unpacked(x, b, size) for x, size in zip(grads, sizes, strict=True)
+    )
 
 
 def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a mask that fits."""
+    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a mask
+    that fits.
+    """
     check_tensors(q, k, v)
     check_each_mask(q, k, masks, check_mask)
 
 
-def check_each_mask(q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask, name)`` raises otherwise."""
+def check_each_mask(
+    q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]
+) -> None:
+    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask,
+    name)`` raises otherwise.
+    """
     refuse_numbers(masks)
     if q.ndim == 3:
         raise ValueError(
-            "mask is a sequence of Masks, but q, k, v are packed (t, heads, width): pass one Mask, as Mask.concat(masks)"
+            "mask is a sequence of Masks, but q, k, v are packed (t, heads, width): pass one "
+            "Mask, as Mask.concat(masks)"
         )
     if len(masks) != q.shape[0]:
         raise ValueError(
-            f"mask holds {len(masks)} Masks for a batch of {q.shape[0]}: pass one for each sequence, or one Mask for all"
+            f"mask holds {len(masks)} Masks for a batch of {q.shape[0]}: pass one for each "
+            "sequence, or one Mask for all"
         )
     for place, mask in enumerate(masks):
         check(q, k, mask, f"mask[{place}]")
@@ -101,7 +129,8 @@ def refuse_compilation() -> None:
     """Raise NotImplementedError in a compiled call."""
     if torch.compiler.is_compiling():
         raise NotImplementedError(
-            "a compiled call of attention takes one Mask: build Mask.concat(masks), and Layout.concat of the layouts, "
+            "a compiled call of attention takes one Mask: build Mask.concat(masks), and "
+            "Layout.concat of the layouts, "
             "outside, and flatten batch and tokens"
         )
 

@@ -1,4 +1,6 @@
-"""Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their defaults."""
+"""Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their
+defaults.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ USUAL_CHUNK = 1024  # tokens
 FEWEST_CHUNKS, MOST_CHUNKS = 8, 32  # of a rank
 
 
-PLANNED: WeakValueDictionary[tuple[Mask, int], Layout] = WeakValueDictionary()  # of `dispatch`, by mask and ranks
+# of `dispatch`, by mask and ranks
+PLANNED: WeakValueDictionary[tuple[Mask, int], Layout] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -34,29 +37,46 @@ class Sizes:
 
 
 def check_rows(
-    name: str, x: Tensor, plan: CastPlan, stage: int, group: dist.ProcessGroup | None, received: bool = False
+    name: str,
+    x: Tensor,
+    plan: CastPlan,
+    stage: int,
+    group: dist.ProcessGroup | None,
+    received: bool = False,
 ) -> tuple[int, Sizes]:
-    """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the plan and the rows of ``x``.
+    """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the
+    plan and the rows of ``x``.
 
     ``x`` has the rows of the rank or, with ``received``, those that it receives.
     """
     _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
-        raise ValueError(f"{name}: the plan is for {plan.layout.ranks} ranks, the group has {ranks}")
+        raise ValueError(
+            f"{name}: the plan is for {plan.layout.ranks} ranks, the group has {ranks}"
+        )
     if not 0 <= stage < plan.casts:
-        raise ValueError(f"{name}: stage {stage} is not one of the plan's {plan.casts} casts, counted from 0")
+        raise ValueError(
+            f"{name}: stage {stage} is not one of the plan's {plan.casts} casts, counted from 0"
+        )
     sizes = Sizes(plan.send_sizes(stage, rank), plan.receive_sizes(stage, rank))
     expected = sum(sizes.received) if received else plan.layout.size(rank)
     if x.shape[0] != expected:
-        raise ValueError(f"{name} has {x.shape[0]} rows, rank {rank} of the plan has {expected} tokens here")
+        raise ValueError(
+            f"{name} has {x.shape[0]} rows, rank {rank} of the plan has {expected} tokens here"
+        )
     return rank, sizes
 
 
 def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
-    """Raise ValueError unless ``into`` has a row for each token of the rank, of the shape of the rows of ``y``."""
+    """Raise ValueError unless ``into`` has a row for each token of the rank, of the shape of the
+    rows of ``y``.
+    """
     expected = (plan.layout.size(rank), *y.shape[1:])
     if tuple(into.shape) != expected:
-        raise ValueError(f"group_reduce: into must be {expected}, the tokens of rank {rank}, got {tuple(into.shape)}")
+        raise ValueError(
+            f"group_reduce: into must be {expected}, the tokens of rank {rank}, got "
+            f"{tuple(into.shape)}"
+        )
 
 
 def default_chunk(tokens: int, ranks: int) -> int:
@@ -65,8 +85,8 @@ def default_chunk(tokens: int, ranks: int) -> int:
         tokens of a rank    4,096    8,192    32,768    131,072
         chunk                 512    1,024     1,024      4,096
 
-    Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number. The length is a multiple of
-    128, the tile of a kernel, if possible, or else of 16.
+    Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number.
+    The length is a multiple of 128, the tile of a kernel, if possible, or else of 16.
     """
     most = min(USUAL_CHUNK, tokens // (FEWEST_CHUNKS * ranks))
     unit = next((unit for unit in (128, 16) if unit <= most), 1)
@@ -75,7 +95,8 @@ def default_chunk(tokens: int, ranks: int) -> int:
 
 
 def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
-    """Return the mask that `dispatch` plans, and its number of sequences: masks that differ become one block-diagonal mask.
+    """Return the mask that `dispatch` plans, and its number of sequences: masks that differ become
+    one block-diagonal mask.
 
     Raise TypeError or ValueError unless all are square and of one size.
     """
@@ -88,13 +109,19 @@ def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
         if not isinstance(each, Mask):
             raise TypeError(f"dispatch: {name} must be a Mask, got {shown(each)}")
         if each.queries != each.keys:
-            raise ValueError(f"dispatch needs a key for each query: {name} is {each.queries} x {each.keys}, not square")
+            raise ValueError(
+                f"dispatch needs a key for each query: {name} is {each.queries} x "
+                f"{each.keys}, not square"
+            )
         if each.queries != masks[0].queries:
             raise ValueError(
-                f"dispatch needs masks of one size: mask[0] has {masks[0].queries} tokens, {name} {each.queries}"
+                f"dispatch needs masks of one size: mask[0] has {masks[0].queries} tokens, {name} "
+                f"{each.queries}"
             )
     if not masks:
-        raise ValueError("dispatch: mask holds no Mask: pass one for each sequence, or one Mask for all")
+        raise ValueError(
+            "dispatch: mask holds no Mask: pass one for each sequence, or one Mask for all"
+        )
     return (block_diagonal(tuple(masks)), len(masks)) if differ(masks) else (masks[0], 1)
 
 
@@ -109,40 +136,53 @@ def checked_dispatch(
     swaps_per_chunk: int,
     rank_invariant: bool = False,
 ) -> tuple[int, int, Fraction, int, int, int]:
-    """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and one fraction.
+    """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
+    one fraction.
 
     ``mask``, ``sequences``: of `one_mask`.
 
     Warn if an explicit chunk leaves a rank empty although a shorter one would not.
     """
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
-    cells_per_us, tokens_per_us = whole("cells_per_us", cells_per_us, 1), whole("tokens_per_us", tokens_per_us, 1)
+    cells_per_us, tokens_per_us = (
+        whole("cells_per_us", cells_per_us, 1),
+        whole("tokens_per_us", tokens_per_us, 1),
+    )
     if isinstance(imbalance, bool) or not isinstance(imbalance, Real):
         raise TypeError(f"imbalance must be a number >= 1, got {shown(imbalance)}: pass a float")
     if not 1 <= imbalance < float("inf"):
-        raise ValueError(f"imbalance is the largest work divided by its lower bound, so at least 1; got {imbalance}")
+        raise ValueError(
+            "imbalance is the largest work divided by its lower bound, so at least "
+            f"1; got {imbalance}"
+        )
     allowed = Fraction(imbalance) if isinstance(imbalance, Rational) else Fraction(float(imbalance))
     fits = lambda area: max(area * allowed * tokens_per_us, mask.keys * cells_per_us) < 2**62
     if not fits(mask.queries * mask.keys) and not fits(mask.area):
         raise ValueError(
-            f"cells_per_us={cells_per_us}, tokens_per_us={tokens_per_us} and imbalance={imbalance} are too large for "
+            f"cells_per_us={cells_per_us}, tokens_per_us={tokens_per_us} and "
+            f"imbalance={imbalance} are too large for "
             f"{mask.area} cells in 64 bits: only the ratio of the two rates matters, so divide both"
         )
     if not isinstance(rank_invariant, bool):
-        raise TypeError(f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}")
+        raise TypeError(
+            f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}"
+        )
     tokens = mask.queries // sequences
     together, default = checked_chunk(chunk, tokens, ranks), default_chunk(tokens, ranks)
     if rank_invariant:
         if chunk is not None and chunk % TILE:
             raise ValueError(
-                f"dispatch: rank_invariant=True needs a chunk that is a multiple of {TILE} tokens, got {chunk}: call "
-                f"dispatch(..., chunk={-(-chunk // TILE) * TILE}, rank_invariant=True), or leave chunk None"
+                f"dispatch: rank_invariant=True needs a chunk that is a multiple of {TILE} "
+                f"tokens, got {chunk}: call "
+                f"dispatch(..., chunk={-(-chunk // TILE) * TILE}, rank_invariant=True), or leave "
+                "chunk None"
             )
         together, default = (-(-tokens // TILE) * TILE for tokens in (together, default))
     chunks = -(-tokens // together)
     if chunk is not None and chunks < ranks <= tokens and together > default:
         warn(
-            f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, as {tokens} tokens make "
+            f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, "
+            f"as {tokens} tokens make "
             f"fewer chunks than ranks: pass chunk={default}, the default",
             stacklevel=3,
         )
@@ -151,16 +191,24 @@ def checked_dispatch(
 
 def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
     """Return ``chunk``, at most ``tokens`` + 1, or the default if it is None."""
-    return default_chunk(tokens, ranks) if chunk is None else min(whole("chunk", chunk, 1), tokens + 1)
+    return (
+        default_chunk(tokens, ranks) if chunk is None else min(whole("chunk", chunk, 1), tokens + 1)
+    )
 
 
 def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
-    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that fits this rank's tokens."""
-    planned = PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
+    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
+    fits this rank's tokens.
+    """
+    planned = (
+        PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
+    )
     if planned is not None and planned != layout and planned.size(rank) == layout.size(rank):
         warn(
-            f"{function}: dispatch has planned a layout for this mask, but none is passed, so tokens are taken to be "
-            "contiguous: pass layout=, the result of dispatch, if it divided them, or layout=Layout.contiguous(tokens, ranks)",
+            f"{function}: dispatch has planned a layout for this mask, but none is passed, so "
+            "tokens are taken to be "
+            "contiguous: pass layout=, the result of dispatch, if it divided them, or "
+            "layout=Layout.contiguous(tokens, ranks)",
             stacklevel=7,  # the caller's line
         )
 
@@ -176,17 +224,23 @@ def check_cast(mask: Mask, layout: Layout) -> None:
 def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
     """Raise ValueError unless the mask is over the layout's tokens."""
     if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens")
+        raise ValueError(
+            f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens"
+        )
 
 
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
-    """Return the two options of a cast plan with their defaults. Own keys come first before several casts.
+    """Return the two options of a cast plan with their defaults. Own keys come first before several
+    casts.
 
-    None for a single cast: by `own_keys_come_first`. Raise TypeError or ValueError if the options do not fit together.
-    """
+    None for a single cast: by `own_keys_come_first`. Raise TypeError or ValueError if the options
+    do not fit together."""
     casts = 1 if casts is None else whole("casts", casts, 1)
     if own_keys_first is None:
         return casts, True if casts > 1 else None
     if not flag("own_keys_first", own_keys_first) and casts > 1:
-        raise ValueError(f"casts={casts} needs own_keys_first=True or None: one step uses own keys and a single cast")
+        raise ValueError(
+            f"casts={casts} needs own_keys_first=True or None: one step uses own "
+            "keys and a single cast"
+        )
     return casts, own_keys_first

@@ -1,4 +1,5 @@
-"""Plans that are made ahead of a call, perhaps in another process, and the checks of the arguments of `prepare`.
+"""Plans that are made ahead of a call, perhaps in another process, and the checks of the arguments
+of `prepare`.
 
 data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
 queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
@@ -26,7 +27,9 @@ from canon.route.plan_arguments import check_size
 
 @dataclass(frozen=True, eq=False)
 class PreparedPlans:
-    """The plans of one call on one rank, as pairs of a key in the cache and a plan. They can be pickled."""
+    """The plans of one call on one rank, as pairs of a key in the cache and a plan. They can be
+    pickled.
+    """
 
     mask: Mask
     layout: Layout | None
@@ -41,9 +44,11 @@ class PreparedPlans:
         return object.__new__(cls)
 
     def load(self) -> None:
-        """Put the plans into the cache of this process, shortly before the call: the cache keeps its limit of bytes.
+        """Put the plans into the cache of this process, shortly before the call: the cache keeps
+        its limit of bytes.
 
-        Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to compare.
+        Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to
+        compare.
         """
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)
@@ -56,7 +61,9 @@ class PreparedPlans:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The arguments of `prepare`. ``heads``: of queries and of keys. ``widths``: of keys and of values."""
+    """The arguments of `prepare`. ``heads``: of queries and of keys. ``widths``: of keys and of
+    values.
+    """
 
     function: str
     mask: Mask
@@ -70,29 +77,43 @@ class Preparation:
     options: dict[str, Any]
 
     def call(self, side: Side) -> Call:
-        """Return the call, of tensors without memory. Raise ValueError or TypeError unless the arguments fit together."""
+        """Return the call, of tensors without memory. Raise ValueError or TypeError unless the
+        arguments fit together.
+        """
         if self.function not in DECLARATIONS:
             expected = ", ".join(map(repr, DECLARATIONS))
-            raise ValueError(f"prepare: function={shown(self.function)}: expected one of {expected}")
+            raise ValueError(
+                f"prepare: function={shown(self.function)}: expected one of {expected}"
+            )
         declaration, algorithm = DECLARATIONS[self.function], ALGORITHMS[side.name, self.function]
         check_mask_type(self.mask)
         if self.dtype not in DTYPES:
-            raise ValueError(f"prepare: dtype must be float64, float32, float16 or bfloat16, got {shown(self.dtype)}")
+            raise ValueError(
+                "prepare: dtype must be float64, float32, float16 or bfloat16, got "
+                f"{shown(self.dtype)}"
+            )
         if not isinstance(self.requires_grad, bool):
-            raise TypeError(f"prepare: requires_grad must be True or False, got {shown(self.requires_grad)}")
+            raise TypeError(
+                f"prepare: requires_grad must be True or False, got {shown(self.requires_grad)}"
+            )
         batch = whole("batch", self.batch, 1)
         heads, widths = _pair("heads", self.heads), _pair("widths", self.widths)
         if heads[0] % heads[1]:
-            raise ValueError(f"prepare: {heads[0]} query heads are not a multiple of {heads[1]} key heads")
+            raise ValueError(
+                f"prepare: {heads[0]} query heads are not a multiple of {heads[1]} key heads"
+            )
         place = self._place(declaration)
-        options = {name: x for name, x in self.options.items() if name not in APART}  # no plan depends on a sink
+        # no plan depends on a sink
+        options = {name: x for name, x in self.options.items() if name not in APART}
         options = declaration.with_defaults(options, "prepare: ")
         sizes = self.mask.queries, self.mask.keys
         if self.layout is not None:
             sizes = (self.layout.size(place.rank),) * 2
             if declaration.layout is not None:
                 cached(declaration.layout, self.layout.tokens, self.layout.ranks)
-        new = lambda shape: torch.empty(shape if len(shape) == 2 else (batch, *shape), dtype=self.dtype, device="meta")
+        new = lambda shape: torch.empty(
+            shape if len(shape) == 2 else (batch, *shape), dtype=self.dtype, device="meta"
+        )
         tensors = tuple(map(new, declaration.shapes(*sizes, heads, widths)))
         given = Arguments(tensors, self.mask, self.layout, None, options)
         return made_call(algorithm, given, place, side.settings(None))
@@ -104,26 +125,34 @@ class Preparation:
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
 
     def _place(self, declaration: Declaration) -> Place:
-        """Return the rank: by default this process's rank, if its process group has as many ranks as the layout."""
+        """Return the rank: by default this process's rank, if its process group has as many ranks
+        as the layout.
+        """
         layout, rank = self.layout, self.rank
         if declaration.is_local:
             if layout is not None or rank not in (None, 0):
-                raise ValueError(f"prepare: {declaration.name} runs on one rank: leave out layout and rank")
+                raise ValueError(
+                    f"prepare: {declaration.name} runs on one rank: leave out layout and rank"
+                )
             return Place()
         if not isinstance(layout, Layout):
             raise TypeError(
-                f"prepare: layout must be a canon.Layout, got {shown(layout)}: {declaration.name} has several ranks"
+                f"prepare: layout must be a canon.Layout, got {shown(layout)}: {declaration.name} "
+                "has several ranks"
             )
         check_size(self.mask, layout)
         if rank is None and layout.ranks > 1:
             if not dist.is_initialized() or dist.get_world_size() != layout.ranks:
                 raise ValueError(
-                    f"prepare: rank=None needs a process group of {layout.ranks} ranks in this process: pass rank, which a "
+                    f"prepare: rank=None needs a process group of {layout.ranks} ranks in this "
+                    "process: pass rank, which a "
                     "data-loader worker cannot find out"
                 )
             rank = dist.get_rank()
         if (rank := whole("rank", rank or 0, 0)) >= layout.ranks:
-            raise ValueError(f"rank {rank} is not one of the layout's {layout.ranks}: they count from 0")
+            raise ValueError(
+                f"rank {rank} is not one of the layout's {layout.ranks}: they count from 0"
+            )
         return Place(None, rank, layout.ranks)
 
 

@@ -1,47 +1,57 @@
 """The contract of ``rank_invariant=True``, and the rules that calls must keep.
 
-**Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that it sees: their order and
-their positions modulo 128. They also depend on scale, soft-cap, sink, dtype, widths, kernel backend, GPU model and versions.
-They depend on nothing else. return_max_logits=True selects the Triton backend. A document that moves by a multiple of 128
-tokens keeps its bits. One that moves by 100 may change them.
+**Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that
+it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
+dtype, widths, kernel backend, GPU model and versions. They depend on nothing else.
+return_max_logits=True selects the Triton backend. A document that moves by a multiple of 128 tokens
+keeps its bits. One that moves by 100 may change them.
 
     equal bits                                       call
-    training on any number of ranks                  `strided_attention`, `magi_attention`, layouts cut at multiples of 128
+    training on any number of ranks                  `strided_attention`, `magi_attention`, layouts
+                                                     cut at multiples of 128
     prefill in chunks of any size                    `attention` with Mask.causal(queries, keys)
-    decoding, token by token                         `decode_attention`, keys of several ranks cut at multiples of 128
+    decoding, token by token                         `decode_attention`, keys of several ranks cut
+                                                     at multiples of 128
     another batch, other heads, a mask for each      any
     among other documents                            documents that begin at multiples of 128
     a branch of a tree                               a tree packed with multiple_of=128
     gradient                                         equal to that of the sequence alone
     dq                                               as out: of every query
     dk, dv of keys that only this sequence sees      yes, for equal ``backward``; "auto" is "split"
-    dk, dv of a shared trunk                         no: a sum over the queries of all branches, in the order of their positions
+    dk, dv of a shared trunk                         no: a sum over the queries of all branches, in
+                                                     the order of their positions
 
-**Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions. A row of a tile of queries
-has a state: maximum m, sum l, output o.
+**Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions.
+A row of a tile of queries has a state: maximum m, sum l, output o.
 
-1. A row's tiles are visited once each, in order. All bands between two tiles make one visit (`canon.fast.tables.key_order`).
-2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns of the tile. The MMA and
-   the reductions of a row read no other row. A product of fixed shape adds in a fixed order. So the step is a function of the
-   row's state, its scores, and its hidden columns.
+1. A row's tiles are visited once each, in order. All bands between two tiles make one visit
+   (`canon.fast.tables.key_order`).
+2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns
+   of the tile. The MMA and the reductions of a row read no other row. A product of fixed shape adds
+   in a fixed order. So the step is a function of the row's state, its scores, and its hidden
+   columns.
 3. A full tile skips the select, which would select every score: the result is the same.
-4. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie there.
-5. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o + 0. Before the first visible
-   key the state is (-inf, 0, 0), and the first step multiplies it by exp(-inf) = 0.
-6. By 1 to 5 the sequence of states is a function of the visible keys by column of their tile. Rows of a tile, their class,
-   the packing of heads and the order of work tiles occur nowhere.
-7. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide by m, l and s of the row.
-   A vote of a warp only adds steps that multiply by 1.
-8. The configuration follows from dtype and widths: tiles have equal widths whether they are full or not.
+4. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
+   there.
+5. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
+   0. Before the first visible key the state is (-inf, 0, 0), and the first step multiplies it by
+      exp(-inf) = 0.
+6. By 1 to 5 the sequence of states is a function of the visible keys by column of their tile. Rows
+   of a tile, their class, the packing of heads and the order of work tiles occur nowhere.
+7. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
+   by m, l and s of the row. A vote of a warp only adds steps that multiply by 1.
+8. The configuration follows from dtype and widths: tiles have equal widths whether they are full or
+   not.
 
-Limits: o of -0 may become 0 in 4 and 5. A NaN reaches others in its tile (`canon.fast.kernels.triton.launch`). On "cuda" bits
-also depend on the bands of the mask, because a tile is visited once for each of its bands. CPU products need one thread.
+Limits: o of -0 may become 0 in 4 and 5. A NaN reaches others in its tile
+(`canon.fast.kernels.triton.launch`). On "cuda" bits also depend on the bands of the mask, because a
+tile is visited once for each of its bands. CPU products need one thread.
 
-Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs compute the weights of
-their keys at once, and sum them in the order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights
-follow from its scores and the maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all
-keys of a tile of queries.
-"""
+Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs
+compute the weights of their keys at once, and sum them in the order of the keys
+(`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights follow from its scores and the
+maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all keys of
+a tile of queries."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -54,10 +64,19 @@ from canon.masks.plan_cache import cached_plan
 
 Piece = tuple[int, range]  # the first row in a buffer, and the tokens
 Contradictions = Mapping[str, tuple[tuple, str, str]]
-# Options that fix an order of sums themselves: the values that rank_invariant allows, the reason, and the remedy.
+# Options that fix an order of sums themselves: the values that rank_invariant allows, the reason,
+# and the remedy.
 COMMON: Contradictions = {
-    "backward": (("auto", "split", "head_parallel"), "adds to dq key tile by key tile", 'with backward="auto"'),
-    "reduce_dtype": ((None,), "rounds partial sums of dk and dv on their way", "without reduce_dtype"),
+    "backward": (
+        ("auto", "split", "head_parallel"),
+        "adds to dq key tile by key tile",
+        'with backward="auto"',
+    ),
+    "reduce_dtype": (
+        (None,),
+        "rounds partial sums of dk and dv on their way",
+        "without reduce_dtype",
+    ),
 }
 
 
@@ -66,24 +85,34 @@ def contiguous_tiles(tokens: int, ranks: int) -> Layout:
     return Layout.contiguous(tokens, ranks, TILE)
 
 
-def check_rank_invariant(function: str, contradictions: Contradictions, options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do not contradict.
+def check_rank_invariant(
+    function: str, contradictions: Contradictions, options: Mapping[str, Any]
+) -> None:
+    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do
+    not contradict.
 
     ``contradictions``: those of this function, besides `COMMON`.
     """
     rank_invariant = options.get("rank_invariant", False)
     if not isinstance(rank_invariant, bool):
-        raise TypeError(f"{function}: rank_invariant must be True or False, got {shown(rank_invariant)}")
-    for name, (allowed, reason, remedy) in {**COMMON, **contradictions}.items() if rank_invariant else ():
+        raise TypeError(
+            f"{function}: rank_invariant must be True or False, got {shown(rank_invariant)}"
+        )
+    for name, (allowed, reason, remedy) in (
+        {**COMMON, **contradictions}.items() if rank_invariant else ()
+    ):
         if options.get(name, allowed[0]) not in allowed:
             raise ValueError(
-                f"{function}: {name}={options[name]!r} {reason}, which contradicts rank_invariant=True: call "
+                f"{function}: {name}={options[name]!r} {reason}, which contradicts "
+                "rank_invariant=True: call "
                 f"{function}(..., rank_invariant=True) {remedy}"
             )
 
 
 def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces begin at multiples of 128 tokens, in the sequence and on their rank."""
+    """Raise ValueError unless all pieces begin at multiples of 128 tokens, in the sequence and on
+    their rank.
+    """
     if (wrong := _misplaced(layout)) is None:
         return
     rank, row, piece = wrong
@@ -94,21 +123,28 @@ def check_tiled(function: str, layout: Layout) -> None:
         else f"tokens {piece.start}:{piece.stop}"
     )
     raise ValueError(
-        f"{function}: rank_invariant=True needs pieces that begin at multiples of {TILE} tokens, in the sequence and on their "
-        f"rank; rank {rank} holds {place} from its row {row} on: pass Layout.contiguous({n}, {ranks}, multiple_of={TILE}), "
-        f"Layout.zigzag({n}, {ranks}, multiple_of={TILE}) or dispatch(mask, {ranks}, rank_invariant=True)"
+        f"{function}: rank_invariant=True needs pieces that begin at multiples of {TILE} tokens, "
+        "in the sequence and on their "
+        f"rank; rank {rank} holds {place} from its row {row} on: pass Layout.contiguous({n}, "
+        f"{ranks}, multiple_of={TILE}), "
+        f"Layout.zigzag({n}, {ranks}, multiple_of={TILE}) or dispatch(mask, {ranks}, "
+        "rank_invariant=True)"
     )
 
 
 @cached_plan
 def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    """Return (row, tokens) of each piece of a rank, in local order. A piece that continues the previous one is joined to it."""
+    """Return (row, tokens) of each piece of a rank, in local order. A piece that continues the
+    previous one is joined to it.
+    """
     return tuple(placed(layout.ranges_per_rank[rank]))
 
 
 @cached_plan
 def transposed(mask: Mask) -> Mask:
-    """Return the mask with queries and keys exchanged: its `needed_keys` are the queries that see some keys."""
+    """Return the mask with queries and keys exchanged: its `needed_keys` are the queries that see
+    some keys.
+    """
     bands = [Band(b.k_start, b.k_stop, b.q_start, b.q_stop, -b.hi, -b.lo) for b in mask.bands]
     return Mask.of_disjoint(bands, mask.keys, mask.queries)
 

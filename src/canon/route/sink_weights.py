@@ -1,4 +1,6 @@
-"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile. `canon.reference.local` explains it."""
+"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile.
+`canon.reference.local` explains it.
+"""
 
 import torch
 from torch import Tensor
@@ -11,15 +13,16 @@ def weighted(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
     """Return a (*b, h, t), 0 for queries that see no key."""
-    hidden = lse == -torch.inf  # -inf is replaced before the subtraction: -inf - -inf has the gradient NaN
+    # -inf is replaced before the subtraction: -inf - -inf has the gradient NaN
+    hidden = lse == -torch.inf
     return sigmoid(lse.masked_fill(hidden, 0) - sink[:, None]).masked_fill(hidden, 0)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Return the sigmoid. Its float32 bits do not depend on the number of elements.
 
-    A CPU takes another exponential for the last elements of a tensor. In float64 the difference vanishes in the rounding.
-    """
+    A CPU takes another exponential for the last elements of a tensor. In float64 the difference
+    vanishes in the rounding."""
     return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
 

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @styled
 def pieces(mask, layout):
-    """Draw the rows of a mask in the colours of their ranks, and the cells of each piece, stacked by rank."""
+    """Draw the rows of a mask in the colours of their ranks, and the cells of each piece, stacked
+    by rank.
+    """
     figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3.4), width_ratios=[1, 1.15])
     cells, bottoms = mask.dense(), [0] * layout.ranks
     values = torch.zeros_like(cells, dtype=torch.long)
@@ -24,7 +26,14 @@ def pieces(mask, layout):
         rows, area = list(piece), int(cells[list(piece)].sum())
         values[rows] = cells[rows] * (1 + rank)
         right.bar(rank, area, 0.92, bottom=bottoms[rank], color=RANKS[rank], edgecolor="white")
-        right.text(rank, bottoms[rank] + area / 2, f"piece {number}: {area}", ha="center", va="center", color="white")
+        right.text(
+            rank,
+            bottoms[rank] + area / 2,
+            f"piece {number}: {area}",
+            ha="center",
+            va="center",
+            color="white",
+        )
         bottoms[rank] += area
     matrix(left, values, RANKS[: layout.ranks], "rows in the colours of their ranks")
     left.set(xlabel="keys", ylabel="queries")
@@ -44,8 +53,15 @@ def owners(layouts):
         for rank in range(layout.ranks):
             for token in layout.positions(rank).tolist():
                 ax.add_patch(Rectangle((token, 0), 0.94, 1, color=RANKS[rank]))
-                ax.text(token + 0.47, 0.5, token, ha="center", va="center", color="white", fontsize=7)
-        ax.set(xlim=(0, layout.tokens), ylim=(0, 1), yticks=[0.5], xticks=range(0, layout.tokens + 1, 4))
+                ax.text(
+                    token + 0.47, 0.5, token, ha="center", va="center", color="white", fontsize=7
+                )
+        ax.set(
+            xlim=(0, layout.tokens),
+            ylim=(0, 1),
+            yticks=[0.5],
+            xticks=range(0, layout.tokens + 1, 4),
+        )
         ax.set_yticklabels([name], fontsize=9, color=INK)
         bare(ax)
     axes[-1, 0].set_xlabel("position in the sequence")
@@ -57,13 +73,25 @@ def owners(layouts):
 
 @styled
 def local_masks(layouts, mask):
-    """Draw a grid of local masks: queries of each rank (row), keys of each rank (column and colour)."""
+    """Draw a grid of local masks: queries of each rank (row), keys of each rank (column and
+    colour).
+    """
     ranks = next(iter(layouts.values())).ranks
     figure = plt.figure(figsize=(0.85 * ranks * len(layouts), 0.74 * ranks + 0.5))
     parts = figure.subfigures(1, len(layouts), squeeze=False)[0]
     for part, (name, layout) in zip(parts, layouts.items(), strict=True):
         part.suptitle(name, y=1.0, fontsize=10, va="bottom")
-        _pairs(part, layout, mask, hspace=0.06, wspace=0.06, left=0.08, right=0.98, bottom=0.01, top=0.88)
+        _pairs(
+            part,
+            layout,
+            mask,
+            hspace=0.06,
+            wspace=0.06,
+            left=0.08,
+            right=0.98,
+            bottom=0.01,
+            top=0.88,
+        )
     return figure
 
 
@@ -72,14 +100,20 @@ def _pairs(part, layout, mask, **inside):
     axes = part.subplots(layout.ranks, layout.ranks, squeeze=False, gridspec_kw=inside)
     for rank in range(layout.ranks):
         for owner in range(layout.ranks):
-            matrix(axes[rank, owner], layout.local_mask(mask, rank, owner).dense().long(), [RANKS[owner]])
+            matrix(
+                axes[rank, owner],
+                layout.local_mask(mask, rank, owner).dense().long(),
+                [RANKS[owner]],
+            )
         axes[rank, 0].set_ylabel(f"rank {rank}")
         axes[0, rank].set_title(f"keys of {rank}", fontsize=8)
 
 
 @styled
 def zigzag_cases(layout, mask):
-    """Draw the local masks of a zigzag layout, queries by row and keys by column, and their three cases."""
+    """Draw the local masks of a zigzag layout, queries by row and keys by column, and their three
+    cases.
+    """
     figure = plt.figure(figsize=(9, 4.2))
     grid, cases = figure.subfigures(1, 2, squeeze=False, width_ratios=[1.5, 1])[0]
     grid.suptitle("all pairs of ranks", y=1.0, fontsize=10, va="bottom")
@@ -90,7 +124,9 @@ def zigzag_cases(layout, mask):
         "keys of an earlier rank: the left half": 0,
         "keys of a later rank: the lower half": 2,
     }
-    axes = cases.subplots(3, 1, gridspec_kw={"hspace": 0.75, "left": 0.2, "right": 0.8, "bottom": 0.1, "top": 0.9})
+    axes = cases.subplots(
+        3, 1, gridspec_kw={"hspace": 0.75, "left": 0.2, "right": 0.8, "bottom": 0.1, "top": 0.9}
+    )
     for ax, (name, owner) in zip(axes, named.items(), strict=True):
         matrix(ax, layout.local_mask(mask, 1, owner).dense().long(), [RANKS[owner]], name)
         for axis, tokens in (("x", layout.positions(owner)), ("y", layout.positions(1))):
@@ -102,14 +138,22 @@ def zigzag_cases(layout, mask):
 @styled
 def work(shares):
     """Draw the work of each rank over the mean. shares[mask][layout] is a list by rank."""
-    figure, axes = plt.subplots(1, len(shares), figsize=(3 * len(shares), 2.5), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(shares), figsize=(3 * len(shares), 2.5), sharey=True, squeeze=False
+    )
     for ax, (name, by_layout) in zip(axes.flat, shares.items(), strict=True):
         for column, areas in enumerate(by_layout.values()):
             mean = sum(areas) / len(areas)
             for rank, area in enumerate(areas):
                 place = column + (rank - (len(areas) - 1) / 2) * 0.8 / len(areas)
                 ax.bar(place, area / mean, 0.72 / len(areas), color=RANKS[rank])
-            ax.text(column, max(areas) / mean + 0.04, f"max {max(areas) / mean:.2f}", ha="center", fontsize=8)
+            ax.text(
+                column,
+                max(areas) / mean + 0.04,
+                f"max {max(areas) / mean:.2f}",
+                ha="center",
+                fontsize=8,
+            )
         mean_line(ax)
         ax.set_xticks(range(len(by_layout)), list(by_layout))
         ax.set_title(name)
@@ -148,16 +192,30 @@ def bars(ax, values: list[float], ylabel: str) -> None:
 
 @styled
 def plot_layout(layout: "Layout", mask: Mask | None = None):
-    """Draw the rows of a mask in the colours of their ranks, and the work of each rank. See `Layout.plot`."""
+    """Draw the rows of a mask in the colours of their ranks, and the work of each rank. See
+    `Layout.plot`.
+    """
     mask = Mask.causal(layout.tokens) if mask is None else mask
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.6, 4), width_ratios=[1.2, 1], layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(8.6, 4), width_ratios=[1.2, 1], layout="constrained"
+    )
     work = areas(layout, mask)  # raises if mask and layout do not fit
     step = sample_step((layout.tokens,), strides(layout))
     every = range(0, layout.tokens, step)
-    cells(left, mask.crop(every, every).dense() * (1 + owners_of(layout)[::step, None]), RANKS, mask, step)
-    left.set_title("rows in the colours of their ranks" + f"\none cell for every {step} tokens" * (step > 1))
+    cells(
+        left,
+        mask.crop(every, every).dense() * (1 + owners_of(layout)[::step, None]),
+        RANKS,
+        mask,
+        step,
+    )
+    left.set_title(
+        ("rows in the colours of their ranks") + f"\none cell for every {step} tokens" * (step > 1)
+    )
     mean = sum(work) / len(work)
-    bars(right, [area / mean if mean else 0.0 for area in work], "visible cells / mean of the ranks")
+    bars(
+        right, [area / mean if mean else 0.0 for area in work], "visible cells / mean of the ranks"
+    )
     mean_line(right)
     right.set_title(f"largest {max(work) / mean:.2f} of the mean" if mean else "no visible cell")
     return figure

@@ -1,4 +1,6 @@
-"""Pictures of masks: bands in colours, several masks side by side, a window of a mask, and masks of any size."""
+"""Pictures of masks: bands in colours, several masks side by side, a window of a mask, and masks of
+any size.
+"""
 
 from collections.abc import Iterable, Sequence
 from math import gcd
@@ -18,12 +20,18 @@ CELLS = 512  # cells of a picture along each side
 
 
 def band_numbers(mask: "Mask") -> Tensor:
-    """Return the matrix int64 [queries, keys] that has i + 1 in the cells of band i, and 0 in hidden cells."""
+    """Return the matrix int64 [queries, keys] that has i + 1 in the cells of band i, and 0 in
+    hidden cells.
+    """
     values = torch.zeros(mask.queries, mask.keys, dtype=torch.long, device="cpu")
     for number, b in enumerate(mask.bands, 1):
-        queries, keys = (torch.arange(*x, device="cpu") for x in ((b.q_start, b.q_stop), (b.k_start, b.k_stop)))
+        queries, keys = (
+            torch.arange(*x, device="cpu") for x in ((b.q_start, b.q_stop), (b.k_start, b.k_stop))
+        )
         offset = keys - queries[:, None]
-        values[b.q_start : b.q_stop, b.k_start : b.k_stop][(offset >= b.lo) & (offset <= b.hi)] = number
+        values[b.q_start : b.q_stop, b.k_start : b.k_stop][(offset >= b.lo) & (offset <= b.hi)] = (
+            number
+        )
     return values
 
 
@@ -39,7 +47,9 @@ def bands(ax, mask, title="", colours=RANKS):
 def gallery(masks, columns=4):
     """Draw masks by name, with one colour for each band."""
     rows = -(-len(masks) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(2.5 * columns, 3.1 * rows), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(2.5 * columns, 3.1 * rows), squeeze=False, layout="constrained"
+    )
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)
     for ax, (name, mask) in zip(axes.flat, masks.items(), strict=False):
         count = len(mask.bands)
@@ -55,14 +65,20 @@ def gallery(masks, columns=4):
 
 @styled
 def crop(mask, rows, columns):
-    """Draw a mask with a window, and the mask of this window in its own coordinates, in the same colours."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.6), width_ratios=[mask.keys, len(columns)])
+    """Draw a mask with a window, and the mask of this window in its own coordinates, in the same
+    colours.
+    """
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(7, 3.6), width_ratios=[mask.keys, len(columns)]
+    )
     values = bands(left, mask, f"mask, {mask.queries} x {mask.keys}")
     frame = (columns.start - 0.5, rows.start - 0.5), len(columns), len(rows)
     left.add_patch(Rectangle(*frame, fill=False, edgecolor=INK, linewidth=2, zorder=5))
     window = mask.crop(rows, columns)
     inside, numbers = values[list(rows)][:, list(columns)], band_numbers(window)
-    colours = [colour(int(inside[numbers == 1 + place][0]) - 1) for place in range(len(window.bands))]
+    colours = [
+        colour(int(inside[numbers == 1 + place][0]) - 1) for place in range(len(window.bands))
+    ]
     bands(right, window, f"crop({rows}, {columns})", colours)
     for ax, height, width in ((left, mask.queries, mask.keys), (right, len(rows), len(columns))):
         ax.set_xticks(range(0, width, -(-width // 10)))
@@ -76,8 +92,8 @@ def crop(mask, rows, columns):
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
     """Return the least n such that every n-th of so many tokens are at most `CELLS`.
 
-    n has no factor in common with the ``strides`` of a layout: otherwise all samples could lie on one rank.
-    Raises ValueError if a size is 0.
+    n has no factor in common with the ``strides`` of a layout: otherwise all samples could lie on
+    one rank. Raises ValueError if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")
@@ -88,9 +104,13 @@ def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
 
 
 def cells(ax, values: Tensor, colours: Sequence[str], mask: "Mask", step: int) -> None:
-    """Draw a matrix of colour indices, the cells of every ``step``-th query and key of a mask. Axes count tokens."""
+    """Draw a matrix of colour indices, the cells of every ``step``-th query and key of a mask. Axes
+    count tokens.
+    """
     right, bottom = (step * size for size in (values.shape[1], values.shape[0]))
-    look: dict[str, Any] = dict(vmin=0, vmax=len(colours), interpolation="nearest", extent=(0, right, bottom, 0))
+    look: dict[str, Any] = dict(
+        vmin=0, vmax=len(colours), interpolation="nearest", extent=(0, right, bottom, 0)
+    )
     ax.imshow(values.numpy(), cmap=ListedColormap(["white", *colours]), **look)
     ax.set(xlim=(0, mask.keys), ylim=(mask.queries, 0), xlabel="keys", ylabel="queries")
     ax.ticklabel_format(style="plain")
@@ -106,7 +126,9 @@ def counted(number: int, noun: str) -> str:
 
 @styled
 def plot_mask(mask: "Mask", ax=None):
-    """Draw a mask of any size with one colour for each band, and return the axes. See `Mask.plot`."""
+    """Draw a mask of any size with one colour for each band, and return the axes.
+    See `Mask.plot`.
+    """
     if ax is None:
         ax = plt.subplots(figsize=(4.6, 4.6), layout="constrained")[1]
     step = sample_step((mask.queries, mask.keys))

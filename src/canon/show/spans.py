@@ -4,15 +4,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = {"nccl": "message", "memcpy": "message", "forward": "forward", "dkdv": "backward", "dq": "backward"}
-KINDS |= {"fused": "backward", "backward": "backward"}  # part of a kernel's name -> kind of its span
+KINDS = {
+    "nccl": "message",
+    "memcpy": "message",
+    "forward": "forward",
+    "dkdv": "backward",
+    "dq": "backward",
+}
+# part of a kernel's name -> kind of its span
+KINDS |= {"fused": "backward", "backward": "backward"}
 KIND_NAMES = ("forward", "backward", "other", "message")
-KERNELS = "kernels_of_both_by_rank"  # of a record: for each rank, [start in us, length in us, name] of each kernel
+# of a record: for each rank, [start in us, length in us, name] of each kernel
+KERNELS = "kernels_of_both_by_rank"
 
 
 @dataclass(frozen=True)
 class Span:
-    """A kernel, a step or a message of a rank: "message", "forward", "backward" or "other", from start to stop in ms."""
+    """A kernel, a step or a message of a rank: "message", "forward", "backward" or "other", from
+    start to stop in ms.
+    """
 
     kind: str
     name: str
@@ -33,15 +43,20 @@ def recorded(record: Any, schedules: Iterable[str] = ()) -> dict[str, dict[str, 
     results = record.get("results", ()) if isinstance(record, dict) else ()
     rows = [row for row in results if isinstance(row, dict) and KERNELS in row]
     if not rows:
-        raise ValueError(f"the record has no timeline: no result has {KERNELS!r}, the kernels of a profiled run")
+        raise ValueError(
+            f"the record has no timeline: no result has {KERNELS!r}, the kernels of a profiled run"
+        )
     names = list(dict.fromkeys(row["schedule"] for row in rows))
     wanted = list(schedules) or names
     if unknown := [name for name in wanted if name not in names]:
-        raise ValueError(f"the record has no timeline of {unknown[0]!r}; it has {', '.join(map(repr, names))}")
+        raise ValueError(
+            f"the record has no timeline of {unknown[0]!r}; it has {', '.join(map(repr, names))}"
+        )
     return {
         ", ".join(filter(None, (row["schedule"], row.get("transport")))): {
             f"rank {rank}": [
-                Span(kind_of(name), name, start / 1e3, (start + length) / 1e3) for start, length, name in ran
+                Span(kind_of(name), name, start / 1e3, (start + length) / 1e3)
+                for start, length, name in ran
             ]
             for rank, ran in enumerate(row[KERNELS])
         }

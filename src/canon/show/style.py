@@ -1,11 +1,15 @@
-"""Colours and settings of all pictures. Raises ModuleNotFoundError with the remedy if matplotlib is missing."""
+"""Colours and settings of all pictures. Raises ModuleNotFoundError with the remedy if matplotlib is
+missing.
+"""
 
 try:
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError("Pictures need matplotlib: run `pip install matplotlib`.", name="matplotlib") from missing
+    raise ModuleNotFoundError(
+        "Pictures need matplotlib: run `pip install matplotlib`.", name="matplotlib"
+    ) from missing
 
 RANKS = [
     "#3b6fb6",
@@ -69,7 +73,11 @@ def matrix(ax, values, colours, title=""):
     """Draw a small matrix of colour indices as cells. Index 0 is blank."""
     rows, columns = values.shape
     ax.imshow(
-        values.numpy(), cmap=ListedColormap(["white", *colours]), vmin=0, vmax=len(colours), interpolation="nearest"
+        values.numpy(),
+        cmap=ListedColormap(["white", *colours]),
+        vmin=0,
+        vmax=len(colours),
+        interpolation="nearest",
     )
     ax.set_xticks([x - 0.5 for x in range(columns + 1)], minor=True)
     ax.set_yticks([y - 0.5 for y in range(rows + 1)], minor=True)

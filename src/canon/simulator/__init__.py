@@ -1,22 +1,27 @@
-"""Simulate Gluon kernels on the CPU: launches inside `simulated` run the Python source, and check its synchronisation.
+"""Simulate Gluon kernels on the CPU: launches inside `simulated` run the Python source, and check
+its synchronisation.
 
     with simulator.simulated(order="late", seed=0):
-        kernel[grid](*tensors_and_descriptors, **constants_and_options)     # CPU tensors, host TensorDescriptors
-    simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your own builtin
-    simulator.simulated(log=[])                                             # append all `Event` in order
+        kernel[grid](*tensors_and_descriptors, **constants_and_options)     # CPU tensors, host
+        TensorDescriptors
+    simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your
+    own builtin simulator.simulated(log=[])                                             # append all
+    `Event` in order
 
-One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue when it ends, and at its
-atomic operations and volatile loads. TMA loads land, wgmma read their operands and stores are written "early" (at once),
-"late" (when nothing else can happen, or at a wait) or at "random" times. The simulator raises `Fault` with the kernel's lines:
+One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
+when it ends, and at its atomic operations and volatile loads. TMA loads land, wgmma read their
+operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a
+wait) or at "random" times. The simulator raises `Fault` with the kernel's lines:
 
     deadlocks                               the message names each wait, its barrier and phase
-    reads of data that is not there yet,    by vector clocks, in every interleaving, even if this run would give correct
+    reads of data that is not there yet,    by vector clocks, in every interleaving, even if this
+                                            run would give correct
       buffers overwritten too early         numbers
-    results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named barriers
-    addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
+    results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named
+    barriers addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: changes by the compiler, layouts, clusters, float8, tf32, tensor memory, races in global memory, and time. Other
-features raise NotImplementedError with their name.
+Not simulated: changes by the compiler, layouts, clusters, float8, tf32, tensor memory, races in
+global memory, and time. Other features raise NotImplementedError with their name.
 """
 
 import ast
@@ -52,12 +57,15 @@ __all__ = ["Deadlock", "Event", "Fault", "reduce_add", "register", "simulated"]
 
 ORDERS = ("late", "early", "random")
 
-_stand_ins: dict[int, tuple[Any, Any]] = {}  # id of the real object: (real object, to keep it alive, and its stand-in)
+# id of the real object: (real object, to keep it alive, and its stand-in)
+_stand_ins: dict[int, tuple[Any, Any]] = {}
 _simulations: list[tuple[str, int, list | None]] = []  # order, seed, log; the last one applies
 _threads: list[int] = []  # torch's number of threads outside simulations
 _changing = threading.Lock()
-parsing = threading.Lock()  # Python 3.11 shares one nesting counter between all threads that parse source
-_compiled: dict[int, tuple[Any, CodeType]] = {}  # id of the kernel: (kernel, to keep it alive, and its code)
+# Python 3.11 shares one nesting counter between all threads that parse source
+parsing = threading.Lock()
+# id of the kernel: (kernel, to keep it alive, and its code)
+_compiled: dict[int, tuple[Any, CodeType]] = {}
 
 
 def register(real: Any, stand_in: Any) -> None:
@@ -83,7 +91,11 @@ _OTHER_NAMES = {
 def _register_all() -> None:
     stand_ins = dict(_OTHER_NAMES)
     for module in (language, memory, engines):
-        stand_ins |= {name: f for name, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__}
+        stand_ins |= {
+            name: f
+            for name, f in vars(module).items()
+            if getattr(f, "__module__", "") == module.__name__
+        }
     for module in (gl, hopper, hopper.mbarrier, hopper.tma):
         for name in stand_ins.keys() & set(dir(module)):
             register(getattr(module, name), stand_ins[name])
@@ -113,7 +125,9 @@ _PTX_STAND_INS: dict[str, Callable] = {
 
 
 def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
-    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums the rows of a tile by lane."""
+    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums the rows
+    of a tile by lane.
+    """
 
     def add_rounding_excess(excess, p, sums, limit, warpgroup):
         rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
@@ -132,7 +146,9 @@ class _Module:
         self._module = module
 
     def __getattr__(self, name: str):
-        seen = self.__dict__[name] = _seen(getattr(self._module, name), f"{self._module.__name__}.{name}")
+        seen = self.__dict__[name] = _seen(
+            getattr(self._module, name), f"{self._module.__name__}.{name}"
+        )
         return seen
 
 
@@ -147,7 +163,10 @@ class _Function:
             self.python = _rebuilt(self.function)
         for i in self.constant:
             if i < len(arguments) and isinstance(arguments[i], Tensor):
-                raise TypeError(f"{self.name} wants a constant for {self.function.params[i].name}, got {arguments[i]}")
+                raise TypeError(
+                    f"{self.name} wants a constant for "
+                    f"{self.function.params[i].name}, got {arguments[i]}"
+                )
         return self.python(*arguments, **named)
 
 
@@ -162,7 +181,9 @@ def _of_constants(function: ConstexprFunction) -> Callable:
 
 def _unknown(name: str) -> Callable:
     def raised(*arguments, **named):
-        raise NotImplementedError(f"{name} is not simulated; simulator.register may give it a stand-in")
+        raise NotImplementedError(
+            f"{name} is not simulated; simulator.register may give it a stand-in"
+        )
 
     return raised
 
@@ -215,19 +236,29 @@ def merged(condition: Any, value: Any) -> Any:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops, or in branches on values, into values, as Triton's compiler does."""
+    """Turn constants that change in loops, or in branches on values, into values, as Triton's
+    compiler does.
+    """
 
     def __init__(self, tree: ast.AST):
         annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
-        self.constants = {node.target.id for node in annotated if "constexpr" in ast.unparse(node.annotation)}
+        self.constants = {
+            node.target.id for node in annotated if "constexpr" in ast.unparse(node.annotation)
+        }
 
     def _assigned(self, *bodies: list) -> list[str]:
         nodes = (node for body in bodies for statement in body for node in ast.walk(statement))
-        names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        names = {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         return sorted(name for name in names - self.constants if not name.startswith("__"))
 
     def _converted(self, names: list[str], conversion: str, at: ast.AST) -> list[ast.stmt]:
-        lines = (f"try: {name} = {conversion.format(name)}\nexcept NameError: pass" for name in names)
+        lines = (
+            (f"try: {name} = {conversion.format(name)}\nexcept NameError: pass") for name in names
+        )
         statements = [statement for line in lines for statement in ast.parse(line).body]
         for statement in statements:
             for node in ast.walk(statement):
@@ -247,7 +278,13 @@ class _Rewriting(ast.NodeTransformer):
         test = f"__test_{node.lineno}_{node.col_offset}"
         keep = ast.copy_location(ast.Assign([ast.Name(test, ast.Store())], node.test), node.test)
         node.test = ast.copy_location(ast.Name(test, ast.Load()), node.test)
-        return [keep, node, *self._converted(self._assigned(node.body, node.orelse), f"__merged({test}, {{}})", node)]
+        return [
+            keep,
+            node,
+            *self._converted(
+                self._assigned(node.body, node.orelse), f"__merged({test}, {{}})", node
+            ),
+        ]
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
         if node.value is None:
@@ -276,11 +313,20 @@ def _rebuilt(kernel: GluonJITFunction) -> Callable:
     with parsing:
         code = _code(kernel)
     known = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
-    names: dict[str, Any] = {name: _seen(known[name], name) for name in _names(code) if name in known}
-    names |= {"__builtins__": _BUILTINS, "__simulated__": True, "__carried": carried, "__merged": merged}
+    names: dict[str, Any] = {
+        name: _seen(known[name], name) for name in _names(code) if name in known
+    }
+    names |= {
+        "__builtins__": _BUILTINS,
+        "__simulated__": True,
+        "__carried": carried,
+        "__merged": merged,
+    }
     defaults = tuple(_seen(value, "default") for value in function.__defaults__ or ())
     rebuilt = FunctionType(code, names, function.__name__, defaults)
-    rebuilt.__kwdefaults__ = {name: _seen(value, name) for name, value in (function.__kwdefaults__ or {}).items()}
+    rebuilt.__kwdefaults__ = {
+        name: _seen(value, name) for name, value in (function.__kwdefaults__ or {}).items()
+    }
     return rebuilt
 
 
@@ -295,7 +341,9 @@ def _names(code: CodeType) -> set[str]:
 def _argument(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
-            raise ValueError(f"simulated kernels take tensors on the CPU, got one on {value.device}")
+            raise ValueError(
+                f"simulated kernels take tensors on the CPU, got one on {value.device}"
+            )
         return values.pointer(value)
     if isinstance(value, TensorDescriptor):
         return Descriptor(value)
@@ -305,13 +353,19 @@ def _argument(value: Any) -> Any:
 
 
 def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
-    """Return bound arguments, kernel values and options. A specialised 1 is a constant, as in Triton."""
+    """Return bound arguments, kernel values and options. A specialised 1 is a constant, as in
+    Triton.
+    """
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in named.items() if name not in signature.parameters}
-    bound = signature.bind(*arguments, **{name: named[name] for name in named if name not in options})
+    bound = signature.bind(
+        *arguments, **{name: named[name] for name in named if name not in options}
+    )
     bound.apply_defaults()
     if unknown := set(options) - {field.name for field in fields(CUDAOptions)}:
-        raise KeyError(f"{kernel.fn.__name__} has no parameter, and Triton no option {sorted(unknown)}")
+        raise KeyError(
+            f"{kernel.fn.__name__} has no parameter, and Triton no option {sorted(unknown)}"
+        )
     given = {}
     for parameter in kernel.params:
         value = bound.arguments[parameter.name]
@@ -333,13 +387,17 @@ def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named)
     chance, function = random.Random(seed), _rebuilt(kernel)
     places = [(x, y, z) for z in range(sizes[2]) for y in range(sizes[1]) for x in range(sizes[0])]
     programs = [Program(place, sizes, order, chance, log) for place in places]
-    take_turns(programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given))
+    take_turns(
+        programs, chance, kernel.fn.__name__, options.get("num_warps", 4), lambda: function(**given)
+    )
     return None
 
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate Gluon launches of all threads on the CPU. ``seed`` draws all free choices, and ``log`` receives events."""
+    """Simulate Gluon launches of all threads on the CPU. ``seed`` draws all free choices, and
+    ``log`` receives events.
+    """
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     with _changing:

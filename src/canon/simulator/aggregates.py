@@ -1,7 +1,7 @@
 """Construct aggregates of Gluon on the CPU.
 
-Only Triton's compiler can construct a class decorated with `gluon.aggregate`. `python_class` returns a Python class with
-the same constructor, fields and methods.
+Only Triton's compiler can construct a class decorated with `gluon.aggregate`. `python_class`
+returns a Python class with the same constructor, fields and methods.
 """
 
 import inspect
@@ -27,18 +27,23 @@ class Aggregate:
     def __init__(self, *arguments: Any, **named: Any):
         type(self).constructor(self, *arguments, **named)
         if missing := self.annotations.keys() - vars(self).keys():
-            raise AttributeError(f"the constructor of {type(self).__name__} did not initialise {sorted(missing)}")
+            raise AttributeError(
+                f"the constructor of {type(self).__name__} did not initialise {sorted(missing)}"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.annotations:
             raise AttributeError(f"{type(self).__name__} has no field {name}")
         if isinstance(value, gl.constexpr):
             if self.annotations[name] is not gl.constexpr:
-                raise TypeError(f"field {name} of {type(self).__name__} is no constant, got {value}")
+                raise TypeError(
+                    f"field {name} of {type(self).__name__} is no constant, got {value}"
+                )
             value = value.value
         if not _fits(value, self.annotations[name]):
             raise TypeError(
-                f"field {name} of {type(self).__name__} is a {self.annotations[name].__name__}, got {value!r}"
+                f"field {name} of {type(self).__name__} is a {self.annotations[name].__name__}, "
+                f"got {value!r}"
             )
         super().__setattr__(name, value)
 
@@ -62,14 +67,18 @@ def is_aggregate(value: Any) -> bool:
 
 
 @cache
-def python_class(real: type, as_function: Callable[[GluonJITFunction], Callable]) -> type[Aggregate]:
+def python_class(
+    real: type, as_function: Callable[[GluonJITFunction], Callable]
+) -> type[Aggregate]:
     """Return the Python class for an aggregate."""
     declared = inspect.getclosurevars(real.__new__).nonlocals["cls"]
     constructor = declared.__init__
     members: dict[str, Any] = {
         "real": real,
         "annotations": dict(declared.__annotations__),
-        "constructor": staticmethod(constructor.fn if isinstance(constructor, ConstexprFunction) else constructor),
+        "constructor": staticmethod(
+            constructor.fn if isinstance(constructor, ConstexprFunction) else constructor
+        ),
     }
     for name, member in vars(declared).items():
         if isinstance(member, GluonJITFunction):

@@ -1,7 +1,8 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-Both carry vector clocks: a wait joins the clocks of the arrivals of its phase into that of the waiting partition. It does not
-join arrivals of a later phase, even if they happen before the partition resumes.
+Both carry vector clocks: a wait joins the clocks of the arrivals of its phase into that of the
+waiting partition. It does not join arrivals of a later phase, even if they happen before the
+partition resumes.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
 """
@@ -41,7 +42,9 @@ class Barrier:
 
     def arrive(self, count: int, expected: int = 0) -> None:
         if not 0 <= expected <= MAX_COUNT:
-            raise Fault(f"an mbarrier expects at most {MAX_COUNT} bytes, got {expected}, at {Place()}")
+            raise Fault(
+                f"an mbarrier expects at most {MAX_COUNT} bytes, got {expected}, at {Place()}"
+            )
         if count > self.valid().pending:
             raise Fault(f"too many arrivals: {count} more at {self}, at {Place()}")
         self.program.note("arrive", expected, (self.name, self.phase))
@@ -51,7 +54,9 @@ class Barrier:
         self._turn()
 
     def receive(self, number: int) -> int:
-        """Count landed bytes. Return the phase number that a wait must reach to be ordered after them."""
+        """Count landed bytes. Return the phase number that a wait must reach to be ordered after
+        them.
+        """
         self.valid()
         self.bytes -= number
         self.landed = self.phase + 1
@@ -65,7 +70,9 @@ class Barrier:
             self.settled = self.clock.copy()
 
     def wait(self, parity: int) -> None:
-        """Block the running partition until the phase of this parity is complete, as PTX defines it."""
+        """Block the running partition until the phase of this parity is complete, as PTX defines
+        it.
+        """
         if parity not in (0, 1):
             raise Fault(f"a parity is 0 or 1, got {parity}, at {Place()}")
         self.valid()
@@ -87,10 +94,14 @@ class NamedBarrier:
         self.settled: dict[int, int] = {}
 
     def arrive(self, threads: int, stay: bool) -> None:
-        """Count the threads of the running partition. With ``stay``, block until the round is complete."""
+        """Count the threads of the running partition. With ``stay``, block until the round is
+        complete.
+        """
         me = here()
         if self.come and threads != self.threads:
-            raise Fault(f"{self.name} is used with {self.threads} and with {threads} threads, at {Place()}")
+            raise Fault(
+                f"{self.name} is used with {self.threads} and with {threads} threads, at {Place()}"
+            )
         if me in self.present:
             raise Fault(f"{me.name} comes to {self.name} twice in one round, at {Place()}")
         self.threads = threads
@@ -105,6 +116,9 @@ class NamedBarrier:
             self.rounds, self.come, self.present = self.rounds + 1, 0, []
             self.settled = self.clock.copy()
         if stay:
-            me.block(lambda: self.rounds > before, lambda: f"{self.name} ({self.come} of {threads} threads have come)")
+            me.block(
+                lambda: self.rounds > before,
+                lambda: f"{self.name} ({self.come} of {threads} threads have come)",
+            )
             me.program.note("wait", 0, (self.name, before))
             join(me.clock, self.settled)

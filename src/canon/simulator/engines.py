@@ -1,9 +1,10 @@
 """Simulate Hopper's asynchronous operations: mbarriers, TMA, wgmma, fences, named barriers.
 
-operation          start                             end
-TMA load           fills its tile with NaN           it lands: its barrier receives the bytes
-wgmma              enters its partition's queue      the warpgroup_mma_wait that removes it from the queue
-TMA store, add     enters its partition's queue      the store_wait (read), or the end of the program (written)
+operation        start                          end
+TMA load         fills its tile with NaN        it lands: its barrier receives the bytes
+wgmma            enters its partition's queue   the warpgroup_mma_wait that takes it off
+TMA store, add   enters its partition's queue   store_wait (read), or the program's end
+                 (written)
 """
 
 import re
@@ -15,7 +16,14 @@ from triton.experimental.gluon import language as gl
 from canon.simulator.aggregates import Aggregate
 from canon.simulator.barriers import Barrier, NamedBarrier
 from canon.simulator.language import load
-from canon.simulator.memory import Access, Allocation, Descriptor, Shared, allocate_shared_memory, garbage
+from canon.simulator.memory import (
+    Access,
+    Allocation,
+    Descriptor,
+    Shared,
+    allocate_shared_memory,
+    garbage,
+)
 from canon.simulator.program import Fault, Place, here
 from canon.simulator.values import Tensor, number
 
@@ -32,8 +40,11 @@ HARDWARE_BARRIERS = 16
 init = lambda mbarrier, count: mbarrier.barrier.init(count)
 invalidate = lambda mbarrier: setattr(mbarrier.barrier.valid(), "count", None)
 warpgroup_mma_init = lambda value: value
-async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(tensor_desc, coord, src, add=False)
-reduce_add = lambda desc, coord, smem: _store(desc, coord, smem, add=True)  # `tma.async_atomic_add` of Triton 3.8
+async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(
+    tensor_desc, coord, src, add=False
+)
+# `tma.async_atomic_add` of Triton 3.8
+reduce_add = lambda desc, coord, smem: _store(desc, coord, smem, add=True)
 
 
 def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None):
@@ -77,12 +88,16 @@ def fence_async_shared(cluster=False):
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
     """Simulate named barriers (bar.sync, bar.arrive). No other inline assembly is simulated."""
     if not (found := NAMED.fullmatch(asm)):
-        raise NotImplementedError(f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are")
+        raise NotImplementedError(
+            f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are"
+        )
     kind, name, threads = found[1], int(found[2]), int(found[3])
     program = here().program
     taken = 1 + len(program.partitions)
     if not taken < name + 1 <= HARDWARE_BARRIERS:
-        raise Fault(f"named barrier {name}: Triton itself uses 0 to {taken - 1}, there are 16, at {Place()}")
+        raise Fault(
+            f"named barrier {name}: Triton itself uses 0 to {taken - 1}, there are 16, at {Place()}"
+        )
     if threads % 32:
         raise Fault(f"{threads} threads are no whole warps, at {Place()}")
     program.named.setdefault(name, NamedBarrier(name)).arrive(threads, stay=kind == "sync")
@@ -96,7 +111,14 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 class Load:
     """A TMA load in flight."""
 
-    def __init__(self, descriptor: Descriptor, coordinates: list[int], barrier: Barrier, view: Shared, access: Access):
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        coordinates: list[int],
+        barrier: Barrier,
+        view: Shared,
+        access: Access,
+    ):
         self.descriptor, self.coordinates, self.barrier = descriptor, coordinates, barrier
         self.view, self.access = view, access
         self.started = here().program.note("load", descriptor.block_type.nbytes)
@@ -117,8 +139,21 @@ class Load:
 class Store:
     """A TMA store or add in flight."""
 
-    def __init__(self, descriptor: Descriptor, coordinates: list[int], view: Shared, access: Access, add: bool):
-        self.descriptor, self.coordinates, self.view, self.access, self.add = descriptor, coordinates, view, access, add
+    def __init__(
+        self,
+        descriptor: Descriptor,
+        coordinates: list[int],
+        view: Shared,
+        access: Access,
+        add: bool,
+    ):
+        self.descriptor, self.coordinates, self.view, self.access, self.add = (
+            descriptor,
+            coordinates,
+            view,
+            access,
+            add,
+        )
         self.started = here().program.note("add" if add else "store", descriptor.block_type.nbytes)
         self.written = here().program.draws()
         if self.written:
@@ -129,7 +164,9 @@ class Store:
         target.copy_(target + mine if self.add else mine)
 
     def complete(self) -> None:
-        """End the read of shared memory. A delayed write to global memory follows at the end of the program."""
+        """End the read of shared memory. A delayed write to global memory follows at the end of the
+        program.
+        """
         self.view.allocation.settle(self.access)
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:
@@ -160,7 +197,9 @@ def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> Non
         raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
     coordinates = [number(c) for c in coord]
     descriptor.check(coordinates, source)
-    access, taint = source.allocation.read(source.region, "TMA add" if add else "TMA store", asynchronous=True)
+    access, taint = source.allocation.read(
+        source.region, "TMA add" if add else "TMA store", asynchronous=True
+    )
     if access is None:
         raise Fault(taint)
     here().stores.append(Store(descriptor, coordinates, source, access, add))
@@ -189,7 +228,10 @@ def await_written() -> None:
     """Wait until all stores of this partition have written to global memory."""
     store_wait(0)
     me, program = here(), here().program
-    mine, program.late = [x for x in program.late if x[0] is me], [x for x in program.late if x[0] is not me]
+    mine, program.late = (
+        [x for x in program.late if x[0] is me],
+        [x for x in program.late if x[0] is not me],
+    )
     for _, write in mine:
         write()
 
@@ -198,7 +240,9 @@ def await_written() -> None:
 
 
 def in_steps(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Return a @ b + ``total`` in float32, 16 columns of a after another. Bits do not depend on the columns of b."""
+    """Return a @ b + ``total`` in float32, 16 columns of a after another. Bits do not depend on the
+    columns of b.
+    """
     for products in a.unflatten(1, (-1, 16)).transpose(0, 1) @ b.unflatten(0, (-1, 16)):
         total = products.float() if total is None else total + products.float()
     return total
@@ -221,7 +265,9 @@ class Product:
             else:
                 self.taint = self.taint or operand.taint
         if before is not None:
-            self.taint = self.taint or (before.product if isinstance(before, Pending) else before).taint
+            self.taint = (
+                self.taint or (before.product if isinstance(before, Pending) else before).taint
+            )
 
     def __str__(self) -> str:
         return f"wgmma at {self.place}"
@@ -233,7 +279,9 @@ class Product:
             else:
                 before = self.before
                 if before is not None:
-                    before = before.product.compute() if isinstance(before, Pending) else before.data
+                    before = (
+                        before.product.compute() if isinstance(before, Pending) else before.data
+                    )
                 self.value = in_steps(self.a.data.double(), self.b.data.double(), before)
             self.a = self.b = self.before = None
         return self.value
@@ -256,7 +304,9 @@ class Pending(Tensor):
 
     @property
     def data(self):
-        raise Fault(f"the result of a wgmma is used before warpgroup_mma_wait, at {Place()}: {self.product}")
+        raise Fault(
+            f"the result of a wgmma is used before warpgroup_mma_wait, at {Place()}: {self.product}"
+        )
 
     @property
     def taint(self):
@@ -267,16 +317,28 @@ class Pending(Tensor):
         return self.product.shape
 
 
-def warpgroup_mma(a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False):
+def warpgroup_mma(
+    a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False
+):
     """`hopper.warpgroup_mma` of float16 or bfloat16 operands, accumulated in float32."""
     me = here()
     if me.warps != WARPGROUP:
-        raise Fault(f"wgmma in {me.name} of {me.warps} warps: partitions of 4 are simulated, at {Place()}")
+        raise Fault(
+            f"wgmma in {me.name} of {me.warps} warps: partitions of 4 are simulated, at {Place()}"
+        )
     (m, k), (k2, n) = a.shape, b.shape
-    if not isinstance(b, Shared) or a.dtype.name != b.dtype.name or a.dtype.name not in ("fp16", "bf16"):
-        raise TypeError(f"wgmma of {a!r} and {b!r}: both float16 or bfloat16, the second in shared memory")
+    if (
+        not isinstance(b, Shared)
+        or a.dtype.name != b.dtype.name
+        or a.dtype.name not in ("fp16", "bf16")
+    ):
+        raise TypeError(
+            f"wgmma of {a!r} and {b!r}: both float16 or bfloat16, the second in shared memory"
+        )
     if k != k2 or acc.shape != [m, n] or acc.dtype.name != "fp32" or m % 64 or n % 8 or k % 16:
-        raise TypeError(f"wgmma of {a.shape} and {b.shape} into {acc.dtype}{acc.shape}, at {Place()}")
+        raise TypeError(
+            f"wgmma of {a.shape} and {b.shape} into {acc.dtype}{acc.shape}, at {Place()}"
+        )
     if isinstance(a, Pending):
         _ = a.data
     product = Product(a, b, acc if number(use_acc) else None, [m, n])
@@ -312,9 +374,13 @@ def _waited(x: Any, products: list[Product]) -> Any:
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """`gl.warp_specialize`."""
     if len(worker_num_warps) != len(functions_and_args) - 1:
-        raise ValueError(f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}")
+        raise ValueError(
+            f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}"
+        )
     if worker_num_regs is not None and len(worker_num_regs) != len(worker_num_warps):
-        raise ValueError(f"{len(worker_num_warps)} workers, but registers for {len(worker_num_regs)}")
+        raise ValueError(
+            f"{len(worker_num_warps)} workers, but registers for {len(worker_num_regs)}"
+        )
     for registers in worker_num_regs or ():
         if not 24 <= registers <= 256 or registers % 8:
             raise Fault(f"a thread has 24 to 256 registers, a multiple of 8, got {registers}")

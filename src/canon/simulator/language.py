@@ -1,4 +1,6 @@
-"""Define functions of Gluon's language on the CPU, under their own names. Layouts are ignored: compilation checks them."""
+"""Define functions of Gluon's language on the CPU, under their own names. Layouts are ignored:
+compilation checks them.
+"""
 
 import builtins
 import math
@@ -45,7 +47,9 @@ def _addresses(address: Tensor, mask: Any, what: str) -> tuple[Any, Any]:
         low, high = map(int, at.aminmax()) if isinstance(at, torch.Tensor) else (at, at)
         if low < 0 or high >= address.memory.numel():
             end = low if low < 0 else high
-            raise Fault(f"{what} of element {end} of {address.memory.numel()}: out of bounds, at {Place()}")
+            raise Fault(
+                f"{what} of element {end} of {address.memory.numel()}: out of bounds, at {Place()}"
+            )
     return at, keep
 
 
@@ -54,7 +58,11 @@ def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
     if value.taint:
         raise Fault(value.taint)
     kind = pointer.dtype.element_ty
-    data = block(cast(value.data, value.dtype, kind), kind).to(pointer.memory.dtype).expand(pointer.shape)
+    data = (
+        block(cast(value.data, value.dtype, kind), kind)
+        .to(pointer.memory.dtype)
+        .expand(pointer.shape)
+    )
     return data[keep] if isinstance(keep, torch.Tensor) else data
 
 
@@ -64,8 +72,12 @@ def _no_options(**given: Any) -> None:
             raise NotImplementedError(f"{name}={value!r} is not simulated")
 
 
-def load(pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache):
-    """`gl.load`. Masked elements are ``other``, or NaN without it. A ``volatile`` load first lets other programs run."""
+def load(
+    pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache
+):
+    """`gl.load`. Masked elements are ``other``, or NaN without it. A ``volatile`` load first lets
+    other programs run.
+    """
     _no_options(boundary_check=boundary_check, padding_option=padding_option)
     if volatile:
         _let_go_on()
@@ -96,7 +108,9 @@ def atomic_add(pointer, val, mask=None, sem=None, scope=None):
     before = load(pointer, mask, 0)
     at, keep = _addresses(pointer, mask, "atomic_add")
     if keep is not False:
-        pointer.memory.index_put_((torch.as_tensor(at),), _values(pointer, val, keep), accumulate=True)
+        pointer.memory.index_put_(
+            (torch.as_tensor(at),), _values(pointer, val, keep), accumulate=True
+        )
     _let_go_on()
     return before
 
@@ -137,14 +151,18 @@ def _elementwise(function: Callable) -> Callable:
     def applied(x):
         x = tensor(x)
         if x.dtype.name not in ("fp32", "fp64"):
-            raise TypeError(f"{function.__name__} takes float32 or float64, got {x.dtype}, at {Place()}")
+            raise TypeError(
+                f"{function.__name__} takes float32 or float64, got {x.dtype}, at {Place()}"
+            )
         here().program.note(function.__name__, x.numel)
         return Tensor(function(block(x.data, x.dtype)), x.dtype, x.taint)
 
     return applied
 
 
-exp, exp2, log, log2, tanh = map(_elementwise, (torch.exp, torch.exp2, torch.log, torch.log2, torch.tanh))
+exp, exp2, log, log2, tanh = map(
+    _elementwise, (torch.exp, torch.exp2, torch.log, torch.log2, torch.tanh)
+)
 
 
 def capped_weights(x, lse, limit):
@@ -173,7 +191,9 @@ def fma(x, y, z):
 # Reductions.
 
 
-def _reduced(data: torch.Tensor, axis: int | None, keep_dims: bool, function: Callable) -> torch.Tensor:
+def _reduced(
+    data: torch.Tensor, axis: int | None, keep_dims: bool, function: Callable
+) -> torch.Tensor:
     result = function(data.flatten(), 0) if axis is None else function(data, axis)
     if not keep_dims:
         return result
@@ -190,7 +210,9 @@ def sum(input, axis=None, keep_dims=False, dtype=None):
 
 
 def _extreme(bottom: float, function: Callable) -> Callable:
-    def reduced(input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False):
+    def reduced(
+        input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False
+    ):
         _no_options(return_indices=return_indices)
         if input.dtype.primitive_bitwidth < 32:
             input = input.to(gl.float32 if input.dtype.is_floating() else gl.int32)
@@ -287,13 +309,19 @@ zeros_like = lambda input, shape=None, dtype=None, layout=None: full_like(input,
 expand_dims = lambda input, axis: input.expand_dims(axis)
 reshape = lambda input, *shape: input.reshape(*shape)
 permute = lambda input, *dims: input.permute(*dims)
-split = lambda a: tuple(Tensor(a.data[..., i], a.dtype, a.taint) for i in (0, 1))  # the inverse of `join`
-convert_layout = lambda value, layout, assert_trivial=False: Tensor(value.data, value.dtype, value.taint)
-broadcast_rows = lambda x, like: Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)  # one number per column
+# the inverse of `join`
+split = lambda a: tuple(Tensor(a.data[..., i], a.dtype, a.taint) for i in (0, 1))
+convert_layout = lambda value, layout, assert_trivial=False: Tensor(
+    value.data, value.dtype, value.taint
+)
+# one number per column
+broadcast_rows = lambda x, like: Tensor(x.data.expand(like.shape).clone(), x.dtype, x.taint)
 hint = lambda input, values=None: input
 program_id = lambda axis: Tensor(here().program.indices[axis], gl.int32)
 num_programs = lambda axis: Tensor(here().program.grid[axis], gl.int32)
 num_warps = lambda: here().warps
 num_ctas = lambda: 1  # clusters are not simulated
 barrier = lambda cluster=False: _no_options(cluster=cluster)  # the warps of a partition run as one
-static_range = lambda arg1, arg2=None, step=None: range(*((0, arg1) if arg2 is None else (arg1, arg2)), step or 1)
+static_range = lambda arg1, arg2=None, step=None: range(
+    *((0, arg1) if arg2 is None else (arg1, arg2)), step or 1
+)

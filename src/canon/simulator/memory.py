@@ -1,18 +1,19 @@
 """Simulate shared memory with race detection, and TMA descriptors of tensors.
 
-Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or the phase of a barrier
-for TMA loads. This finds three errors in every interleaving:
+Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or
+the phase of a barrier for TMA loads. This finds three errors in every interleaving:
 
-    a read that no barrier orders after the write        the value is tainted (NaN), and its use raises the fault
+    a read that no barrier orders after the write        the value is tainted (NaN), and its use
+                                                         raises the fault
     a write that no barrier orders after a read          a fault at once, with both places
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value and drop it, as pipelines do before the first tile arrives. To store it unmasked,
-to branch on it or to use it as an address raises the fault.
+A kernel may compute with a tainted value and drop it, as pipelines do before the first tile
+arrives. To store it unmasked, to branch on it or to use it as an address raises the fault.
 
-Not simulated: alignment, banks, reuse of freed memory, flags in global memory, and the fences after reads and mbarrier.init.
-"""
+Not simulated: alignment, banks, reuse of freed memory, flags in global memory, and the fences after
+reads and mbarrier.init."""
 
 from functools import lru_cache
 from typing import Any
@@ -24,7 +25,8 @@ from canon.simulator.barriers import Barrier
 from canon.simulator.program import Fault, Partition, Place, here
 from canon.simulator.values import MEMORY, Tensor, held, number, type_of
 
-MAX_SHARED = 232448  # bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
+# bytes that a CTA may use on sm_90: CUDA C++ Programming Guide, technical specifications
+MAX_SHARED = 232448
 
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
 
@@ -66,12 +68,30 @@ def covers(a: Region, b: Region) -> bool:
 
 
 class Access:
-    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in flight."""
+    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in
+    flight.
+    """
 
-    __slots__ = ("asynchronous", "by", "epoch", "fenced", "owner", "place", "region", "what", "write")
+    __slots__ = (
+        "asynchronous",
+        "by",
+        "epoch",
+        "fenced",
+        "owner",
+        "place",
+        "region",
+        "what",
+        "write",
+    )
 
     def __init__(self, region: Region, what: str, by: Partition, write: bool, asynchronous: bool):
-        self.region, self.what, self.by, self.write, self.asynchronous = region, what, by, write, asynchronous
+        self.region, self.what, self.by, self.write, self.asynchronous = (
+            region,
+            what,
+            by,
+            write,
+            asynchronous,
+        )
         self.owner = by.id
         self.epoch: int | None = None if asynchronous else by.clock[by.id]
         self.fenced: int | None = None
@@ -84,10 +104,16 @@ class Access:
         return self.epoch is not None and me.clock.get(self.owner, 0) >= self.epoch
 
     def unfinished(self) -> str:
-        return f"the {self} is still in flight" if self.epoch is None else f"no barrier says that the {self} is over"
+        return (
+            f"the {self} is still in flight"
+            if self.epoch is None
+            else (f"no barrier says that the {self} is over")
+        )
 
     def visible(self, me: Partition) -> bool:
-        return self.asynchronous or (self.fenced is not None and me.clock.get(self.by.id, 0) >= self.fenced)
+        return self.asynchronous or (
+            self.fenced is not None and me.clock.get(self.by.id, 0) >= self.fenced
+        )
 
 
 class Allocation:
@@ -101,15 +127,23 @@ class Allocation:
         self.name = f"shared memory {program.allocations} (allocated at {Place()})"
         self.barriers: list[Barrier] = []
         if isinstance(layout, gl.nvidia.hopper.mbarrier.MBarrierLayout):
-            names = (f"barrier {program.allocations}[{i}] of {Place()}" for i in range(self.data.numel()))
+            names = (
+                (f"barrier {program.allocations}[{i}] of {Place()}")
+                for i in range(self.data.numel())
+            )
             self.barriers = [Barrier(program, name) for name in names]
             program.barriers += self.barriers
         program.allocations += 1
         program.shared_bytes += self.data.numel() * dtype.itemsize
         if program.shared_bytes > MAX_SHARED:
-            raise Fault(f"{program.shared_bytes} bytes of shared memory, {MAX_SHARED} are there, at {Place()}")
+            raise Fault(
+                f"{program.shared_bytes} bytes of shared memory, {MAX_SHARED} are there, "
+                f"at {Place()}"
+            )
 
-    def read(self, region: Region, what: str, asynchronous: bool = False) -> tuple[Access | None, str | None]:
+    def read(
+        self, region: Region, what: str, asynchronous: bool = False
+    ) -> tuple[Access | None, str | None]:
         """Record a read. Return (access, None), or (None, reason) if the value is garbage."""
         me, written = here(), False
         access = Access(region, what, me, False, asynchronous)
@@ -120,7 +154,10 @@ class Allocation:
             if not other.before(me):
                 return None, f"{access} reads {self.name}, but {other.unfinished()}"
             if asynchronous and not other.visible(me):
-                raise Fault(f"{access} reads {self.name}, but there is no fence_async_shared after the {other}")
+                raise Fault(
+                    f"{access} reads {self.name}, but there is no fence_async_shared "
+                    f"after the {other}"
+                )
         if not written:
             return None, f"{access} reads {self.name}, but no store has reached it"
         self._keep_latest(access)
@@ -132,16 +169,24 @@ class Allocation:
         self._keep_latest(access)
 
     def _keep_latest(self, access: Access) -> None:
-        """Drop previous reads of the region: an access ordered after this one is ordered after them."""
+        """Drop previous reads of the region: an access ordered after this one is ordered after
+        them.
+        """
 
         def earlier(a: Access) -> bool:
-            return not a.write and a.epoch is not None and (a.owner, a.region) == (access.owner, access.region)
+            return (
+                not a.write
+                and a.epoch is not None
+                and (a.owner, a.region) == (access.owner, access.region)
+            )
 
         if access.epoch is not None:
             self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
-        """Record and return a write. Raise Fault if an overlapping access may still be in flight."""
+        """Record and return a write. Raise Fault if an overlapping access may still be in
+        flight.
+        """
         me = here()
         access = Access(region, what, me, True, asynchronous)
         for other in self.accesses:
@@ -150,7 +195,10 @@ class Allocation:
             if not other.before(me):
                 raise Fault(f"{access} overwrites {self.name}, but {other.unfinished()}")
             if asynchronous and other.write and not other.visible(me):
-                raise Fault(f"{access} overwrites {self.name}, but there is no fence_async_shared after the {other}")
+                raise Fault(
+                    f"{access} overwrites {self.name}, but there is no fence_async_shared "
+                    f"after the {other}"
+                )
         self.accesses = [a for a in self.accesses if not covers(region, a.region)]
         self.accesses.append(access)
         return access
@@ -162,7 +210,9 @@ class Shared:
     def __init__(self, allocation: Allocation, data: torch.Tensor, layout: Any):
         self.allocation, self.data, self.layout = allocation, data, layout
         self.shape = list(data.shape)
-        axes = sorted((a for a in zip(data.stride(), data.shape, strict=True) if a[1] > 1), reverse=True)
+        axes = sorted(
+            (a for a in zip(data.stride(), data.shape, strict=True) if a[1] > 1), reverse=True
+        )
         self.region: Region = (data.storage_offset(), tuple(axes))
         self._views: dict[tuple, Shared] = {}
 
@@ -186,7 +236,9 @@ class Shared:
     @property
     def barrier(self) -> Barrier:
         if not self.allocation.barriers or self.numel != 1:
-            raise TypeError(f"an mbarrier is one element of MBarrierLayout, got {self.shape} of {self.layout}")
+            raise TypeError(
+                f"an mbarrier is one element of MBarrierLayout, got {self.shape} of {self.layout}"
+            )
         return self.allocation.barriers[self.data.storage_offset()]
 
     def _view(self, key: tuple, make: Any) -> "Shared":
@@ -204,8 +256,13 @@ class Shared:
         if not all(isinstance(x, int) for x in (start, length, dim)):
             raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
         if start < 0 or start + length > self.shape[dim]:
-            raise Fault(f"slice {start}:{start + length} of {self.shape[dim]} in {self.allocation.name}, at {Place()}")
-        return self._view(("slice", start, length, dim), lambda data: data.narrow(dim, start, length))
+            raise Fault(
+                f"slice {start}:{start + length} of {self.shape[dim]} in "
+                f"{self.allocation.name}, at {Place()}"
+            )
+        return self._view(
+            ("slice", start, length, dim), lambda data: data.narrow(dim, start, length)
+        )
 
     def permute(self, order):
         return self._view(("permute", *order), lambda data: data.permute(*order))
@@ -263,10 +320,18 @@ class Descriptor:
         self._padding = host.padding
         strides = [int(n) for n in host.strides]
         if base.data_ptr() % 16 or any(n * size % 16 for n in strides[:-1]) or strides[-1] != 1:
-            raise Fault(f"TMA wants addresses and strides that are multiples of 16 bytes, got strides {strides}")
-        reach = base.storage_offset() + sum((int(n) - 1) * s for n, s in zip(host.shape, strides, strict=True))
+            raise Fault(
+                "TMA wants addresses and strides that are multiples of 16 bytes, got "
+                f"strides {strides}"
+            )
+        reach = base.storage_offset() + sum(
+            (int(n) - 1) * s for n, s in zip(host.shape, strides, strict=True)
+        )
         if reach >= base.untyped_storage().nbytes() // size:
-            raise Fault(f"a descriptor of shape {list(host.shape)}, strides {strides} reaches behind its tensor")
+            raise Fault(
+                f"a descriptor of shape {list(host.shape)}, strides {strides} reaches "
+                "behind its tensor"
+            )
         self._data = base.detach().as_strided([int(n) for n in host.shape], strides)
 
     def __getattr__(self, name: str):
@@ -275,7 +340,9 @@ class Descriptor:
         raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the intersection of the block with the tensor: as views of the tensor and of the tile."""
+        """Return the intersection of the block with the tensor: as views of the tensor and of the
+        tile.
+        """
         inside, outside = self._data, tile.view(self.block_shape)
         for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
             first = min(max(c, 0), self._data.shape[axis])
@@ -287,11 +354,17 @@ class Descriptor:
     def check(self, coordinates: list[int], view: Shared) -> None:
         size = self._data.element_size()
         if coordinates[-1] * size % 16:
-            raise Fault(f"the innermost coordinate {coordinates[-1]} is no multiple of 16 bytes, at {Place()}")
+            raise Fault(
+                f"the innermost coordinate {coordinates[-1]} is no multiple of 16 bytes, "
+                f"at {Place()}"
+            )
         if view.dtype.name != self.dtype.name:
             raise Fault(f"TMA between {self.dtype} and shared memory of {view.dtype}, at {Place()}")
         if [n for n in view.shape if n > 1] != [n for n in self.block_shape if n > 1]:
-            raise Fault(f"TMA of a block {self.block_shape} and shared memory of shape {view.shape}, at {Place()}")
+            raise Fault(
+                f"TMA of a block {self.block_shape} and shared memory of shape "
+                f"{view.shape}, at {Place()}"
+            )
 
     @property
     def padding(self) -> float:

@@ -1,14 +1,15 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
-Partitions are threads, and one of them holds the baton. A partition passes it on when it blocks, and sometimes after it
-starts or signals something. A seeded generator draws the next partition.
+Partitions are threads, and one of them holds the baton. A partition passes it on when it blocks,
+and sometimes after it starts or signals something. A seeded generator draws the next partition.
 
-Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into partitions.
-So `canon.simulator.memory` finds whether barriers order two accesses, in any interleaving.
+Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits
+join them into partitions. So `canon.simulator.memory` finds whether barriers order two accesses, in
+any interleaving.
 
-Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988). Races:
-Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection (2009).
-"""
+Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial
+ordering (1988). Races: Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic
+race detection (2009)."""
 
 import linecache
 import random
@@ -58,7 +59,9 @@ class Place:
             frame = frame.f_back
 
     def __str__(self) -> str:
-        return " < ".join(f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines)
+        return " < ".join(
+            (f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})") for code, n in self.lines
+        )
 
     def source(self) -> list[str]:
         return [linecache.getline(code.co_filename, n).strip() for code, n in self.lines]
@@ -70,7 +73,9 @@ class Event(NamedTuple):
     kernel: str
     program: tuple[int, ...]
     partition: str
-    kind: str  # "load", "store", "add" or "wgmma" for a start, and "done" for its end: of a wgmma, the wait for it
+    # "load", "store", "add" or "wgmma" for a start, and "done" for its end: of a wgmma, the wait
+    # for it
+    kind: str
     place: Place
     size: int = 0  # bytes of boxes, FLOPs of a wgmma, elements of functions
     barrier: tuple[str, int] | None = None  # name, phase
@@ -85,7 +90,9 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function. ``products`` and ``stores`` are started operations without a wait."""
+    """Warps that run one function. ``products`` and ``stores`` are started operations without a
+    wait.
+    """
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
@@ -94,7 +101,8 @@ class Partition:
         self.products: list[Any] = []
         self.stores: list[Any] = []
         self.acquired = False  # True after an acquire without a later proxy fence
-        self.unfenced: list[Any] = []  # writes to shared memory without a later fence for the async proxy
+        # writes to shared memory without a later fence for the async proxy
+        self.unfenced: list[Any] = []
         self.baton = threading.Lock()
         self.baton.acquire()
         self.seen: tuple[Any, Any] = (None, None)  # address and value of the last volatile load
@@ -121,28 +129,51 @@ class Partition:
         """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
-        if self.looks and self.program.loads:  # a polling partition counts as blocked, so late TMA loads land
+        # a polling partition counts as blocked, so late TMA loads land
+        if self.looks and self.program.loads:
             self.program.land()
         if self.looks == IN_VAIN:
-            raise Deadlock(f"{self.name} has found {found} {IN_VAIN} times, and nobody changes it, at {Place()}")
+            raise Deadlock(
+                f"{self.name} has found {found} {IN_VAIN} times, and nobody changes "
+                f"it, at {Place()}"
+            )
 
     def end(self) -> None:
         if self.products:
-            raise Fault(f"{self.name} ends with {len(self.products)} wgmma not waited for: {self.products[-1]}")
+            raise Fault(
+                f"{self.name} ends with {len(self.products)} wgmma not waited for: "
+                f"{self.products[-1]}"
+            )
 
 
 class Program:
     """The state of the partitions of one program, and the baton."""
 
-    def __init__(self, indices: tuple, grid: tuple, order: str, chance: random.Random, log: list[Event] | None = None):
-        self.indices, self.grid, self.order, self.chance, self.log = indices, grid, order, chance, log
-        self.inference = torch.is_inference_mode_enabled()  # by the launching thread; partitions are other threads
-        self.inertia = chance.choice((0.1, 0.5, 0.9))  # probability that a ready partition keeps the baton
+    def __init__(
+        self,
+        indices: tuple,
+        grid: tuple,
+        order: str,
+        chance: random.Random,
+        log: list[Event] | None = None,
+    ):
+        self.indices, self.grid, self.order, self.chance, self.log = (
+            indices,
+            grid,
+            order,
+            chance,
+            log,
+        )
+        # by the launching thread; partitions are other threads
+        self.inference = torch.is_inference_mode_enabled()
+        # probability that a ready partition keeps the baton
+        self.inertia = chance.choice((0.1, 0.5, 0.9))
         self.actors = self.shared_bytes = self.allocations = 0
         self.barriers: list[Any] = []  # mbarriers
         self.named: dict[int, Any] = {}  # named hardware barriers
         self.loads: list[Any] = []  # TMA loads in flight
-        self.late: list[tuple[Partition, Callable[[], None]]] = []  # writes to global memory, delayed until the end
+        # writes to global memory, delayed until the end
+        self.late: list[tuple[Partition, Callable[[], None]]] = []
         self.partitions: list[Partition] = []
         self.failure: BaseException | None = None
         self.name = ""  # of the kernel
@@ -161,7 +192,9 @@ class Program:
         if len(self.partitions) > 1:
             self.pass_baton(here())
 
-    def note(self, kind: str, size: int = 0, barrier: tuple[str, int] | None = None, of: Any = None) -> Event | None:
+    def note(
+        self, kind: str, size: int = 0, barrier: tuple[str, int] | None = None, of: Any = None
+    ) -> Event | None:
         if self.log is None:
             return None
         partition, place = (of.partition, of.place) if of else (here().name, Place())
@@ -184,7 +217,9 @@ class Program:
                 raise Stopped
 
     def next(self) -> Partition:
-        """Return a partition that can continue. Complete TMA loads until there is one, or raise Deadlock."""
+        """Return a partition that can continue. Complete TMA loads until there is one, or raise
+        Deadlock.
+        """
         while not (ready := [p for p in self.partitions if p.ready()]):
             if not self.loads:
                 raise Deadlock(self.deadlock())
@@ -192,7 +227,11 @@ class Program:
         return self.chance.choice(ready)
 
     def deadlock(self) -> str:
-        waiting = [f"{p.name} waits for {p.waits_for()}, at {p.place}" for p in self.partitions if not p.finished]
+        waiting = [
+            (f"{p.name} waits for {p.waits_for()}, at {p.place}")
+            for p in self.partitions
+            if not p.finished
+        ]
         return f"deadlock in program {self.indices}:\n  " + "\n  ".join(waiting)
 
     def fail(self, failure: BaseException, me: Partition) -> None:
@@ -252,21 +291,35 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Complete all stores. Raise Fault if anything else is in flight, or if barriers are out of balance."""
+        """Complete all stores. Raise Fault if anything else is in flight, or if barriers are out of
+        balance.
+        """
         for store in main.stores:
             store.complete()
         for _, write in self.late:
             write()
         if self.loads:
-            raise Fault(f"the program ends while {len(self.loads)} TMA loads are in flight, the first {self.loads[0]}")
+            raise Fault(
+                f"the program ends while {len(self.loads)} TMA loads are in flight, the "
+                f"first {self.loads[0]}"
+            )
         for barrier in self.barriers:
             if barrier.bytes:
-                raise Fault(f"the program ends with bytes that never came, or that nobody expected: {barrier}")
+                raise Fault(
+                    "the program ends with bytes that never came, or that nobody "
+                    f"expected: {barrier}"
+                )
             if main.clock.get(barrier.id, 0) < barrier.landed:
-                raise Fault(f"the program ends, and nobody has waited for what a TMA load brought: {barrier}")
+                raise Fault(
+                    "the program ends, and nobody has waited for what a TMA load "
+                    f"brought: {barrier}"
+                )
         for named in self.named.values():
             if named.come:
-                raise Fault(f"{named.name} is out of balance: {named.present[0].name} has come to it in vain")
+                raise Fault(
+                    f"{named.name} is out of balance: {named.present[0].name} has come to "
+                    "it in vain"
+                )
 
     def specialise(self, parts: list[tuple[str, Callable[[], Any]]], warps: list[int]) -> Any:
         main = here()
@@ -278,7 +331,9 @@ class Program:
         workers = [Partition(self, f"{name} [{i}]", n, clock) for i, ((name, _), n) in named]
         self.partitions = [main, *workers]
         jobs = zip(workers, others, strict=True)
-        threads = [threading.Thread(target=self._work, args=(w, job), daemon=True) for w, (_, job) in jobs]
+        threads = [
+            threading.Thread(target=self._work, args=(w, job), daemon=True) for w, (_, job) in jobs
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -1,8 +1,9 @@
-"""Compute values of simulated kernels: blocks are torch tensors, scalars Python numbers, each with its Triton type.
+"""Compute values of simulated kernels: blocks are torch tensors, scalars Python numbers, each with
+its Triton type.
 
-Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Unsigned integers wrap. Triton's own
-rules promote types. `//` and `%` of values truncate, as in C. Constants are Python numbers with Python's operators.
-"""
+Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Unsigned
+integers wrap. Triton's own rules promote types. `//` and `%` of values truncate, as in C. Constants
+are Python numbers with Python's operators."""
 
 import ctypes
 import math
@@ -17,11 +18,25 @@ from triton.language.semantic import TritonSemantic
 from canon.simulator.program import Fault, Place
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
-FLOATS = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-MEMORY = {**FLOATS, "int1": torch.bool, **{name: getattr(torch, name) for name in INTEGERS}}  # types in memory
+FLOATS = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+MEMORY = {
+    **FLOATS,
+    "int1": torch.bool,
+    **{name: getattr(torch, name) for name in INTEGERS},
+}  # types in memory
 HELD = {**FLOATS, "int1": torch.bool, **dict.fromkeys(INTEGERS, torch.int64)}  # of values
 BITS = {name: int(name.lstrip("uint")) for name in ("int1", *INTEGERS)}
-LITERALS = ((gl.int32, -(2**31), 2**31), (gl.uint32, 0, 2**32), (gl.int64, -(2**63), 2**63), (gl.uint64, 0, 2**64))
+LITERALS = (
+    (gl.int32, -(2**31), 2**31),
+    (gl.uint32, 0, 2**32),
+    (gl.int64, -(2**63), 2**63),
+    (gl.uint64, 0, 2**64),
+)
 
 COMPARISONS = {operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne}
 BITWISE = {operator.and_, operator.or_, operator.xor, operator.lshift, operator.rshift}
@@ -31,11 +46,15 @@ _promotions: dict[tuple, Any] = {}
 
 
 class Tensor:
-    """A value of a kernel. ``taint`` is the reason why it is garbage. A pointer points into ``memory``."""
+    """A value of a kernel. ``taint`` is the reason why it is garbage. A pointer points into
+    ``memory``.
+    """
 
     __slots__ = ("data", "dtype", "memory", "taint")
 
-    def __init__(self, data: Any, dtype: Any, taint: str | None = None, memory: torch.Tensor | None = None):
+    def __init__(
+        self, data: Any, dtype: Any, taint: str | None = None, memory: torch.Tensor | None = None
+    ):
         self.data: Any = data.item() if isinstance(data, torch.Tensor) and data.dim() == 0 else data
         self.dtype, self.taint, self.memory = dtype, taint, memory
 
@@ -72,7 +91,11 @@ class Tensor:
 
     def __invert__(self):
         all_bits = -1 if self.dtype.is_int_signed() else (1 << BITS[self.dtype.name]) - 1
-        return binary(operator.xor, self, Tensor(bool(all_bits) if self.dtype.is_int1() else all_bits, self.dtype))
+        return binary(
+            operator.xor,
+            self,
+            Tensor(bool(all_bits) if self.dtype.is_int1() else all_bits, self.dtype),
+        )
 
     def __getitem__(self, keys):
         keys = keys if isinstance(keys, tuple) else (keys,)
@@ -115,7 +138,11 @@ Tensor.__rsub__ = _operator(operator.sub)[1]
 
 def several(values: tuple) -> list[int]:
     """Return arguments as a list."""
-    return list(values[0]) if len(values) == 1 and isinstance(values[0], list | tuple) else list(values)
+    return (
+        list(values[0])
+        if len(values) == 1 and isinstance(values[0], list | tuple)
+        else list(values)
+    )
 
 
 def number(x: Any) -> Any:
@@ -181,7 +208,9 @@ def cast(data: Any, source: Any, target: Any) -> Any:
 def bits_as(data: Any, source: Any, target: Any) -> Any:
     """Reinterpret the bits of a block as another type."""
     if not isinstance(data, torch.Tensor) or source.primitive_bitwidth != target.primitive_bitwidth:
-        raise NotImplementedError(f"bits of {source} as {target}: of blocks alone, and to types of the same size")
+        raise NotImplementedError(
+            f"bits of {source} as {target}: of blocks alone, and to types of the same size"
+        )
     return held(data.to(MEMORY[source.name]).contiguous().view(MEMORY[target.name]))
 
 
@@ -230,8 +259,12 @@ def check_ranks(*data: Any) -> None:
         raise ValueError(f"cannot broadcast, rank mismatch: {shapes}, at {Place()}")
 
 
-def promoted(a: Any, b: Any, division: bool = False, weak: bool = True) -> tuple[Any, Any, Any, str | None]:
-    """Return both operands in their common type, that type, and their taint. ``weak`` constants adopt the other type."""
+def promoted(
+    a: Any, b: Any, division: bool = False, weak: bool = True
+) -> tuple[Any, Any, Any, str | None]:
+    """Return both operands in their common type, that type, and their taint. ``weak`` constants
+    adopt the other type.
+    """
     x, y = tensor(a), tensor(b)
     kind = x.dtype
     if kind is not y.dtype or division:
@@ -260,7 +293,11 @@ def binary(function: Callable, a: Any, b: Any) -> Any:
         raise TypeError(f"{function.__name__} of {kind}, at {Place()}")
     if function is operator.truediv:
         if kind.is_int():
-            left, right, kind = cast(left, kind, gl.float32), cast(right, kind, gl.float32), gl.float32
+            left, right, kind = (
+                cast(left, kind, gl.float32),
+                cast(right, kind, gl.float32),
+                gl.float32,
+            )
         result = block(left, kind) / block(right, kind)
     elif function in DIVISIONS:
         result = truncated(function, block(left, kind), block(right, kind), kind)
@@ -269,13 +306,19 @@ def binary(function: Callable, a: Any, b: Any) -> Any:
     return Tensor(fitted(result, kind, function.__name__), kind, taint)
 
 
-def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor, kind: Any) -> torch.Tensor:
+def truncated(
+    function: Callable, left: torch.Tensor, right: torch.Tensor, kind: Any
+) -> torch.Tensor:
     """Return quotients or remainders of integers, truncated as in C."""
     if not kind.is_int():
         raise NotImplementedError(f"{function.__name__} of {kind} is not simulated")
     if not right.all():
         raise Fault(f"{function.__name__} by zero, at {Place()}")
-    return torch.fmod(left, right) if function is operator.mod else torch.div(left, right, rounding_mode="trunc")
+    return (
+        torch.fmod(left, right)
+        if function is operator.mod
+        else torch.div(left, right, rounding_mode="trunc")
+    )
 
 
 # Pointers.
@@ -295,4 +338,9 @@ def moved(address: Tensor, offset: Any, sign: int) -> Tensor:
     if other.memory is not None or not other.dtype.is_int():
         raise TypeError(f"{address.dtype} and {other.dtype} cannot be added, at {Place()}")
     check_ranks(address.data, other.data)
-    return Tensor(address.data + sign * other.data, address.dtype, address.taint or other.taint, address.memory)
+    return Tensor(
+        address.data + sign * other.data,
+        address.dtype,
+        address.taint or other.taint,
+        address.memory,
+    )

@@ -1,4 +1,6 @@
-"""Compare the bits of tensors: digests, and the first place at which two results of attention part."""
+"""Compare the bits of tensors: digests, and the first place at which two results of attention
+part.
+"""
 
 import hashlib
 from typing import NamedTuple
@@ -8,7 +10,9 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """The first token and head with other bits, and the largest distances there in units of the last place."""
+    """The first token and head with other bits, and the largest distances there in units of the
+    last place.
+    """
 
     token: int
     head: int
@@ -18,7 +22,9 @@ class Place(NamedTuple):
 
 def digest(x: Tensor) -> str:
     """Return a digest of the bits of a tensor, in hexadecimal."""
-    return hashlib.sha256(x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()
 
 
 def patterns(x: Tensor) -> Tensor:
@@ -27,7 +33,9 @@ def patterns(x: Tensor) -> Tensor:
 
 
 def distance(x: Tensor, y: Tensor) -> Tensor:
-    """Return |x - y| in units of the last place of the larger number, elementwise. It is infinite if one is not finite."""
+    """Return |x - y| in units of the last place of the larger number, elementwise. It is infinite
+    if one is not finite.
+    """
     if x.dtype != y.dtype:
         raise ValueError(f"expected tensors of one dtype, got {x.dtype} and {y.dtype}")
     kind, (a, b) = torch.finfo(x.dtype), (t.double() for t in (x, y))
@@ -36,14 +44,24 @@ def distance(x: Tensor, y: Tensor) -> Tensor:
     return torch.where(patterns(x) == patterns(y), 0.0, steps.nan_to_num(torch.inf))
 
 
-def first_difference(out: Tensor, lse: Tensor, expected_out: Tensor, expected_lse: Tensor) -> Place | None:
-    """Return the first place with other bits in out (t, h, dv) or lse (h, t), or None. Raises ValueError for other shapes."""
+def first_difference(
+    out: Tensor, lse: Tensor, expected_out: Tensor, expected_lse: Tensor
+) -> Place | None:
+    """Return the first place with other bits in out (t, h, dv) or lse (h, t), or None. Raises
+    ValueError for other shapes.
+    """
     for name, x, y in (("out", out, expected_out), ("lse", lse, expected_lse)):
         if (x.shape, x.dtype) != (y.shape, y.dtype):
-            raise ValueError(f"{name} is {tuple(x.shape)} in {x.dtype}, expected {tuple(y.shape)} in {y.dtype}")
-    differs = (patterns(out) != patterns(expected_out)).any(-1) | (patterns(lse) != patterns(expected_lse)).T
+            raise ValueError(
+                f"{name} is {tuple(x.shape)} in {x.dtype}, expected {tuple(y.shape)} in {y.dtype}"
+            )
+    differs = (patterns(out) != patterns(expected_out)).any(-1) | (
+        patterns(lse) != patterns(expected_lse)
+    ).T
     if not differs.any():
         return None
     token, head = (int(i) for i in differs.nonzero()[0])
     of_out = distance(out[token, head], expected_out[token, head]).max()
-    return Place(token, head, of_out.item(), distance(lse[head, token], expected_lse[head, token]).item())
+    return Place(
+        token, head, of_out.item(), distance(lse[head, token], expected_lse[head, token]).item()
+    )

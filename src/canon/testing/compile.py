@@ -1,9 +1,10 @@
-"""Compile every Triton and Gluon kernel without a GPU, and report registers, spills and shared memory.
+"""Compile every Triton and Gluon kernel without a GPU, and report registers, spills and shared
+memory.
 
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
-The launcher of `canon.fast` gets CPU tensors and a driver that only returns a target, so types, alignment and
-specialisation are those of a real launch.
+The launcher of `canon.fast` gets CPU tensors and a driver that only returns a target, so types,
+alignment and specialisation are those of a real launch.
 """
 
 import argparse
@@ -41,8 +42,19 @@ from canon.testing.sass import overwritten, skipped_waits, waits
 # These read a table of row indices.
 ROWS = "merge_rows", "copy_rows", "copy_statistics", "add_to_rows", "take_rows", "add_rows"
 ROWS += "copy_tokens", "zero_rows", "mask_statistic"
-NO_MMA = "delta", "sum_heads", "sum_ranks", "softmax_stats", "delta_stats", "merge", "sink", "sink_backward", *ROWS
-SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}  # bytes of a CTA: CUDA Programming Guide, 16.2
+NO_MMA = (
+    "delta",
+    "sum_heads",
+    "sum_ranks",
+    "softmax_stats",
+    "delta_stats",
+    "merge",
+    "sink",
+    "sink_backward",
+    *ROWS,
+)
+# bytes of a CTA: CUDA Programming Guide, 16.2
+SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}
 
 
 @dataclass(frozen=True)
@@ -79,7 +91,8 @@ class Compiled:
     shared: int  # bytes
     expected_shared: int  # bytes, by config.shared_bytes
     warnings: tuple[str, ...]
-    updates_after_reading: bool  # a barrier lies between the last load from global memory and the last store
+    # a barrier lies between the last load from global memory and the last store
+    updates_after_reading: bool
     overwritten: tuple[str, ...]  # instructions that write registers of an MMA in flight
     waits: int  # waits for MMAs in the machine code
     waits_added: int  # of these, by the assembler
@@ -98,18 +111,32 @@ class Compiled:
             how = next((text for text, flag in flags.items() if flag), "gluon")
             warps = 16 if c.rows == 192 else 12
         else:
-            how, warps = "in order" if case.key_order else "descriptors" if c.tma else "pointers", c.warps
-        text = f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
-        text += f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  {self.registers:3d} registers "
+            how, warps = (
+                "in order" if case.key_order else "descriptors" if c.tma else "pointers",
+                c.warps,
+            )
+        text = (
+            f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
+        )
+        text += (
+            f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  "
+            f"{self.registers:3d} registers "
+        )
         text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
         return "\n  ".join((text, *self.warnings))
 
 
 def main_cases(arch: int) -> list[Case]:
     """Return the cases of one architecture."""
-    cases = [Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)]
+    cases = [
+        Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)
+    ]
     if arch >= 90:
-        cases += [Case(kernel, arch, "bfloat16", d, d, True) for kernel in config.KERNELS for d in (64, 128, 256)]
+        cases += [
+            Case(kernel, arch, "bfloat16", d, d, True)
+            for kernel in config.KERNELS
+            for d in (64, 128, 256)
+        ]
     for d, dv in ((96, 96), (192, 128), (40, 24)):
         cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
     cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
@@ -122,7 +149,10 @@ def main_cases(arch: int) -> list[Case]:
 def _hopper_cases() -> list[Case]:
     cases = [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
     cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
-    cases += [Case(name, 90, "bfloat16", 192, 128, True, "gluon") for name in ("forward", "dq", "dkdv_hdim256")]
+    cases += [
+        Case(name, 90, "bfloat16", 192, 128, True, "gluon")
+        for name in ("forward", "dq", "dkdv_hdim256")
+    ]
     packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
     cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
     cases += [
@@ -133,11 +163,18 @@ def _hopper_cases() -> list[Case]:
     cases += [Case("forward", 90, dtype, *pads, True, "gluon", plain=True)
               for pads in hopper_config.PLAIN for dtype in ("bfloat16", "float16")]  # fmt: skip
     ordered = ("forward", 128), ("forward", 256), ("dq", 128), ("dkdv", 128), ("dkdv_hdim256", 256)
-    cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", key_order=True) for name, d in ordered]
+    cases += [
+        Case(name, 90, "bfloat16", d, d, True, "gluon", key_order=True) for name, d in ordered
+    ]
     forward = [pads for name, pads in hopper_config.TABLE if name == "forward"]
-    cases += [Case("few_queries", 90, "bfloat16", *pads, True, "gluon", key_order=True) for pads in forward]
+    cases += [
+        Case("few_queries", 90, "bfloat16", *pads, True, "gluon", key_order=True)
+        for pads in forward
+    ]
     fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
-    return cases + [Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused]
+    return cases + [
+        Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused
+    ]
 
 
 def compile_case(case: Case) -> list[Compiled]:
@@ -150,17 +187,23 @@ def compile_case(case: Case) -> list[Compiled]:
 def _compile_hopper(case: Case) -> list[Compiled]:
     q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
     softmax_stats, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
-    mask = case.placed(Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1]))
+    mask = case.placed(
+        Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
+    )
 
     def keep(kernel, _work_tiles, _q, used, arguments, **options):
         binary = kernel.warmup(*arguments, **hopper.constants(kernel, used), **options, grid=(1,))
         _, d, dv = hopper_config.choose(case.kernel, case.d, case.dv)
-        results.append(_report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv)))
+        results.append(
+            _report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv))
+        )
 
     calls = {
         "forward": lambda: hopper.forward(q, k, v, mask, 0.1, dout, lse),
         "dq": lambda: hopper.dq(q, k, v, dout, softmax_stats, mask, 0.1, q),
-        "fused": lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered),
+        "fused": lambda: hopper.dkdv(
+            q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered
+        ),
     }
     plain = {"forward": hopper_config.PLAIN[case.d, case.dv]} if case.plain else {}
     with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
@@ -169,9 +212,13 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile the kernels of `few_queries_launch`, each variant once: slices of V, few and many rows, one rank and several."""
+    """Compile the kernels of `few_queries_launch`, each variant once: slices of V, few and many
+    rows, one rank and several.
+    """
     few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
-    config, d, dv = hopper_config.choose("forward", case.d, case.dv, seen=float("inf"), most_rows=128)
+    config, d, dv = hopper_config.choose(
+        "forward", case.d, case.dv, seen=float("inf"), most_rows=128
+    )
     results, columns, shared = {}, config.columns, few_queries_launch.ROWS
     tables = {"weights_kernel": columns * d, "results_kernel": 0}
 
@@ -179,20 +226,34 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
         stages, width = options.get("STAGES", 0), options.get("SLICE", 0)
         each = tables.get(kernel.__name__, columns * (width + shared))
         bytes_ = 1024 + 2 * (stages * each + (shared * d if "STEP" in options else 0))
-        key = kernel.__name__, *options.items(), options.get("SLICE") and arguments[0].block_shape[1]
+        key = (
+            kernel.__name__,
+            *options.items(),
+            options.get("SLICE") and arguments[0].block_shape[1],
+        )
         if key not in results:
             used = hopper_config.Config(shared, columns, stages)
-            results[key] = _report(case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_)
+            results[key] = _report(
+                case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_
+            )
 
-    tokens, counter, sums = q.shape[1], torch.zeros(2, dtype=torch.int32), torch.empty(2, *lse.shape, 4)
+    tokens, counter, sums = (
+        q.shape[1],
+        torch.zeros(2, dtype=torch.int32),
+        torch.empty(2, *lse.shape, 4),
+    )
     with _target(case.arch), mock.patch.object(few, "launch", keep):
         for width, queries in product(few.SLICES, (1, tokens)):
-            plan = few.few_queries_plan(in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device)
+            plan = few.few_queries_plan(
+                in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device
+            )
             with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
                 few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
                 weights = few.empty_weights(q, plan)
                 for step in (FIRST_TILES, OF_A_RANK):
-                    few.launch_weights(q, k, (d, dv), plan, 0.1, None, (*weights, counter), lse, step, 2, 64)
+                    few.launch_weights(
+                        q, k, (d, dv), plan, 0.1, None, (*weights, counter), lse, step, 2, 64
+                    )
                 few.launch_sums(q, v, (d, dv), plan, 1, weights, sums, wide, sums, sums.stride(0))
                 few.write_results(wide, sums, lse, dout, lse, counter, 2, 64)
     return list(results.values())
@@ -205,7 +266,9 @@ def _compile_portable(case: Case) -> list[Compiled]:
     limit, hopper = SHARED_LIMIT[case.arch], case.arch >= 90
     forced = {}
     if case.kernel in config.KERNELS:
-        forced[case.kernel] = config.fitting(case.kernel, *pads, dtype.itemsize, limit, case.describable, hopper)
+        forced[case.kernel] = config.fitting(
+            case.kernel, *pads, dtype.itemsize, limit, case.describable, hopper
+        )
     results = []
 
     def keep(kernel, programs, used, arguments, width, strided, options):
@@ -213,11 +276,15 @@ def _compile_portable(case: Case) -> list[Compiled]:
         stages = {"num_warps": used.warps, "num_stages": used.stages}
         binary = kernel.warmup(*arguments, width, *strides, **options, **stages, grid=(1,))
         has_mma = any(used in (each, replace(each, partial_columns=0)) for each in forced.values())
-        expected = config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if has_mma else 4096
+        expected = (
+            config.shared_bytes(case.kernel, used, *pads, dtype.itemsize) if has_mma else 4096
+        )
         results.append(_report(case, used, binary, expected))
 
     def keep_stats(kernel, _, device, arguments, **options):
-        results.append(_report(case, launch.ROWS, kernel.warmup(*arguments, **options, grid=(1,)), 4096))
+        results.append(
+            _report(case, launch.ROWS, kernel.warmup(*arguments, **options, grid=(1,)), 4096)
+        )
 
     with (
         _target(case.arch),
@@ -230,7 +297,8 @@ def _compile_portable(case: Case) -> list[Compiled]:
 
 
 def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    tokens, h, g = 256 * case.seen or 128, 32, 8  # under a causal mask a query sees half of the tokens on average
+    # under a causal mask a query sees half of the tokens on average
+    tokens, h, g = 256 * case.seen or 128, 32, 8
     wide = torch.promote_types(dtype, torch.float32)
     q, k = (torch.empty(1, tokens, heads, case.d, dtype=dtype) for heads in (h, g))
     v, dout = (torch.empty(1, tokens, heads, case.dv, dtype=dtype) for heads in (g, h))
@@ -269,11 +337,19 @@ def _launch(case: Case, q, k, v, dout, lse, wide) -> None:
 @contextmanager
 def _target(arch: int) -> Iterator[None]:
     if launch.INTERPRETED:
-        raise RuntimeError("kernels are interpreted, not compiled; unset TRITON_INTERPRET and start the program again")
+        raise RuntimeError(
+            "kernels are interpreted, not compiled; unset TRITON_INTERPRET and "
+            "start the program again"
+        )
     before = driver._active  # reset_active would look for a GPU
-    answers = {"current_target": GPUTarget("cuda", arch, 32), "active_torch_device": torch.device("cpu")}
+    answers = {
+        "current_target": GPUTarget("cuda", arch, 32),
+        "active_torch_device": torch.device("cpu"),
+    }
     answers |= {"current_device": arch, "current_stream": 0}  # Triton caches kernels by device
-    driver.set_active(SimpleNamespace(**{f"get_{name}": lambda *_, x=x: x for name, x in answers.items()}))
+    driver.set_active(
+        SimpleNamespace(**{f"get_{name}": lambda *_, x=x: x for name, x in answers.items()})
+    )
     try:
         yield
     finally:
@@ -285,7 +361,14 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [get_ptxas(case.arch).path, "-v", f"--gpu-name={target}", source, "-o", source.with_suffix(".cubin")]
+        command = [
+            get_ptxas(case.arch).path,
+            "-v",
+            f"--gpu-name={target}",
+            source,
+            "-o",
+            source.with_suffix(".cubin"),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         listing = ""
         if "wgmma" in ptx:

@@ -1,28 +1,35 @@
-"""Judge whether a result of attention is correct: compare its error with that of dense attention in the same dtype.
+"""Judge whether a result of attention is correct: compare its error with that of dense attention in
+the same dtype.
 
     exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
-    honest = orders(q, k, v, dout, mask)         dense attention in the dtype of q, in four orders of summation
-    verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each tensor and norm
+    honest = orders(q, k, v, dout, mask)         dense attention in the dtype of q, in four orders
+                                                 of summation
+    verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each
+                                                 tensor and norm
 
-**Bound.** The honest error is the largest of four evaluations, which sum in different orders and merge 1, 2, 4 and 8 parts
-of the keys through lse. The factor 2 allows for other roundings of a kernel. For float64 the bound is 1e-12.
+**Bound.** The honest error is the largest of four evaluations, which sum in different orders and
+merge 1, 2, 4 and 8 parts of the keys through lse. The factor 2 allows for other roundings of a
+kernel. For float64 the bound is 1e-12.
 
-**Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``, with L2 over heads and
-width. Attention over n keys has size 1 / sqrt(n), so the first two norms may miss a late token.
+**Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``,
+with L2 over heads and width. Attention over n keys has size 1 / sqrt(n), so the first two norms may
+miss a late token.
 
-**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax are float32, in base 2.
+**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax
+are float32, in base 2.
 
-**lse** is never rounded to 16 bits. The sum over d in q k^T makes its error: a tensor core adds 16 products at a time and
-truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor
-cores, 2021).
+**lse** is never rounded to 16 bits. The sum over d in q k^T makes its error: a tensor core adds 16
+products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis,
+Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 
 **Soft-caps.** A `CappedScale` as ``scale`` turns scores s into softcap tanh(s / softcap).
 
-**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO * out).
+**Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
+out).
 
-**NaN and infinities** reach exactly the results of the cells that see them: a sum over keys or queries leaves out hidden
-cells. The judge compares their places, and the errors everywhere else. A module that multiplies hidden elements by 0 spreads
-them: ``spread`` holds the places where it may.
+**NaN and infinities** reach exactly the results of the cells that see them: a sum over keys or
+queries leaves out hidden cells. The judge compares their places, and the errors everywhere else. A
+module that multiplies hidden elements by 0 spreads them: ``spread`` holds the places where it may.
 
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
@@ -44,11 +51,14 @@ EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32
 NORMS = ("l2", "max", "token")
 LOG2E = 1.4426950408889634
-_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}  # number of scores in memory at a time, all heads together
+# number of scores in memory at a time, all heads together
+_BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class Attended(NamedTuple):
-    """Results of attention, forward and backward. None for results that a function does not return."""
+    """Results of attention, forward and backward.
+    None for results that a function does not return.
+    """
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -76,30 +86,49 @@ def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 
-def oracle(q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None) -> Results:
+def oracle(
+    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None
+) -> Results:
     """Return dense attention and its gradients in float64, from the definition.
 
-    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t), sink (h,).
-    All may be without b. ``mask`` may be a tuple of b Masks. ``scale`` defaults to 1 / sqrt(d).
-    """
+    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h,
+    t), sink (h,). All may be without b. ``mask`` may be a tuple of b Masks. ``scale`` defaults to 1
+    / sqrt(d)."""
     return _attend(q, k, v, dout, mask, scale, dlse, sink, torch.float64, None, 0)
 
 
 def dense(
-    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None, *, order: int = 0
+    q,
+    k,
+    v,
+    dout,
+    mask: Masks | None = None,
+    scale: Scale | None = None,
+    dlse=None,
+    sink=None,
+    *,
+    order: int = 0,
 ) -> Results:
-    """Return the same in the dtype of q. ``order`` > 0 shuffles d and the keys, and merges 2 ** order parts of the keys."""
+    """Return the same in the dtype of q. ``order`` > 0 shuffles d and the keys, and merges 2 **
+    order parts of the keys.
+    """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
 
-def orders(q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None) -> list[Results]:
-    """Return four results of `dense`, with different orders of summation and 1, 2, 4 and 8 parts."""
+def orders(
+    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None
+) -> list[Results]:
+    """Return four results of `dense`, with different orders of summation and 1, 2,
+    4 and 8 parts.
+    """
     return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
-    """Let a function (q, k, v, dout, mask, scale, dlse, sink, ...) also take packed tensors, and a tuple of masks."""
+    """Let a function (q, k, v, dout, mask, scale, dlse, sink, ...) also take packed tensors, and a
+    tuple of masks.
+    """
 
     def called(q, k, v, dout, mask=None, scale=None, dlse=None, sink=None, *more) -> Results:
         if q.dim() == 3:
@@ -111,16 +140,32 @@ def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
         parts = []
         for i, own in enumerate(mask):
             own_dlse = None if dlse is None else dlse[i : i + 1]
-            parts.append(function(*(x[i : i + 1] for x in (q, k, v, dout)), own, scale, own_dlse, sink, *more))
+            parts.append(
+                function(
+                    *(x[i : i + 1] for x in (q, k, v, dout)), own, scale, own_dlse, sink, *more
+                )
+            )
         dsink = None if sink is None else torch.stack([part[5] for part in parts]).sum(0)
-        return results_of((torch.cat(x) for x in zip(*(part[:5] for part in parts), strict=True)), dsink)
+        return results_of(
+            (torch.cat(x) for x in zip(*(part[:5] for part in parts), strict=True)), dsink
+        )
 
     return called
 
 
 @by_sequence
 def _attend(
-    q, k, v, dout, mask, scale, dlse, sink, wide: torch.dtype, narrow: torch.dtype | None, order: int
+    q,
+    k,
+    v,
+    dout,
+    mask,
+    scale,
+    dlse,
+    sink,
+    wide: torch.dtype,
+    narrow: torch.dtype | None,
+    order: int,
 ) -> Results:
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -144,19 +189,33 @@ def _attend(
             scores, slope = _capped(scale * LOG2E * _products(q[:, :, rows], k, narrow), softcap)
             scores.masked_fill_(~visible[:, keys], -torch.inf)
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
-            seen_lse, seen = _finite(lse[:, :, rows]), visible[:, keys] & (lse[:, :, rows, None] != -torch.inf)
-            a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)  # the share of the keys
+            seen_lse, seen = (
+                _finite(lse[:, :, rows]),
+                visible[:, keys] & (lse[:, :, rows, None] != -torch.inf),
+            )
+            # the share of the keys
+            a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)
             out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
             p = torch.exp2(scores - LOG2E * seen_lse[..., None])
-            delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1).masked_fill(lse[:, :, rows] == -torch.inf, 0)
-            ds = p * (a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None])
+            delta = (
+                (dout[:, :, rows] * out[:, :, rows])
+                .sum(-1)
+                .masked_fill(lse[:, :, rows] == -torch.inf, 0)
+            )
+            ds = p * (
+                a[..., None] * (dout[:, :, rows] @ v.mT) - (a * delta - dlse[:, :, rows])[..., None]
+            )
             ds = rounded(slope * ds)
             dq[:, :, rows] = scale * _over_seen(ds, k, seen)
             dk += scale * _over_seen(ds.mT, q[:, :, rows], seen.mT)
             dv += _over_seen(rounded(a[..., None] * p).mT, dout[:, :, rows], seen.mT)
             if sink is not None and dsink is not None:
                 dsink -= (torch.sigmoid(sink - seen_lse) * delta).sum((0, 2))
-    dq, dk, dv = dq[..., widths.argsort()], dk[:, :, keys.argsort()][..., widths.argsort()], dv[:, :, keys.argsort()]
+    dq, dk, dv = (
+        dq[..., widths.argsort()],
+        dk[:, :, keys.argsort()][..., widths.argsort()],
+        dv[:, :, keys.argsort()],
+    )
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     narrow = wide if narrow is None else narrow
     out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))
@@ -171,29 +230,42 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | flo
     return softcap * LOG2E * ratio, 1 - ratio.square()
 
 
-def _softmax(scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+def _softmax(
+    scores: Tensor, v: Tensor, parts: int, rounded: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
     out = v.new_zeros(*scores.shape[:-1], v.shape[-1])
     lse = v.new_full((*scores.shape[:-1], 1), -torch.inf)
-    for scores_part, v_part in zip(scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True):
+    for scores_part, v_part in zip(
+        scores.tensor_split(parts, -1), v.tensor_split(parts, -2), strict=True
+    ):
         if scores_part.shape[-1]:
             top = scores_part.amax(-1, keepdim=True)
             p = torch.exp2(scores_part - _finite(top))
             total = p.sum(-1, keepdim=True)
-            part = _over_seen(rounded(p), v_part, scores_part > -torch.inf) / total.masked_fill(total == 0, 1)
+            part = _over_seen(rounded(p), v_part, scores_part > -torch.inf) / total.masked_fill(
+                total == 0, 1
+            )
             part_lse = (top + total.log2()) / LOG2E
             merged = torch.logaddexp(lse, part_lse)
-            out = torch.exp(lse - _finite(merged)) * out + torch.exp(part_lse - _finite(merged)) * part
+            out = (
+                torch.exp(lse - _finite(merged)) * out
+                + torch.exp(part_lse - _finite(merged)) * part
+            )
             lse = merged
     return out, lse[..., 0]
 
 
 def _over_seen(weights: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """Return weights @ x over the cells that are ``seen``. A weight of 0 does not hide a NaN, because 0 * NaN is NaN."""
+    """Return weights @ x over the cells that are ``seen``. A weight of 0 does not hide a NaN,
+    because 0 * NaN is NaN.
+    """
     finite = x.isfinite()
     rest = (~finite).any(-1).flatten(0, 1).any(0)
     cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
     weights = weights.masked_fill(~seen, 0)
-    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(~seen[..., rest, None], 0).sum(-2)
+    return weights @ x.masked_fill(~finite, 0) + cells.masked_fill(~seen[..., rest, None], 0).sum(
+        -2
+    )
 
 
 def _finite(x: Tensor) -> Tensor:
@@ -211,7 +283,9 @@ def _shuffled(n: int, order: int, device) -> Tensor:
 
 
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (queries, bool [queries, keys]), so that the whole score matrix need not fit into memory."""
+    """Yield (queries, bool [queries, keys]), so that the whole score matrix need not fit into
+    memory.
+    """
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     yield from visible_blocks(mask, q.device, step)
 
@@ -237,7 +311,9 @@ def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
     return queries, keys
 
 
-def visible_blocks(mask: Mask, device: torch.device | str = "cpu", step: int = 4096) -> Iterator[tuple[slice, Tensor]]:
+def visible_blocks(
+    mask: Mask, device: torch.device | str = "cpu", step: int = 4096
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield (queries, bool [queries, keys]), ``step`` rows of the mask at a time."""
     for start in range(0, mask.queries, step):
         rows = slice(start, min(start + step, mask.queries))
@@ -250,9 +326,14 @@ def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
     for start in range(0, q.shape[-1], 16):
-        exact = total.double() + q[..., start : start + 16].double() @ k[..., start : start + 16].double().mT
+        exact = (
+            total.double()
+            + q[..., start : start + 16].double() @ k[..., start : start + 16].double().mT
+        )
         total = exact.float()
-        total = torch.where(total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total)
+        total = torch.where(
+            total.abs() > exact.abs(), torch.nextafter(total, torch.zeros_like(total)), total
+        )
     return total
 
 
@@ -320,11 +401,12 @@ def agreement(
     roundings: Results | None = None,
     spread: Results | None = None,
 ) -> Agreement:
-    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``. Tensors that are None are not judged.
+    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``. Tensors
+    that are None are not judged.
 
-    The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds. ``spread``: booleans, more places where
-    ``got`` may be NaN or infinite. Raises ValueError if all tensors are None, or a shape is wrong.
-    """
+    The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds. ``spread``:
+    booleans, more places where ``got`` may be NaN or infinite. Raises ValueError if all tensors are
+    None, or a shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, more, *theirs in zip(
@@ -332,7 +414,9 @@ def agreement(
     ):
         if mine is not None:
             if mine.shape != true.shape:
-                raise ValueError(f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(mine.shape)}, expected {tuple(true.shape)}"
+                )
             more_measures, more_faults = judged(name, mine.detach(), true, theirs, size, more)
             measures += more_measures
             faults += more_faults
@@ -351,28 +435,46 @@ def judged(
 ) -> tuple[list[Measure], list[str]]:
     """Return measures and faults of the tensor ``name`` (..., tokens, heads, width)."""
     kept, unseen, missing = honest[0].dtype, exact == -torch.inf, ~got.to(exact.device).isfinite()
-    wrong = [Measure(name, "nan/inf", float("inf"), 0.0)]  # if their places are not those of the oracle
+    # if their places are not those of the oracle
+    wrong = [Measure(name, "nan/inf", float("inf"), 0.0)]
     if name == "lse" and not torch.equal(got.to(exact.device) == -torch.inf, unseen):
-        return wrong, [f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at {int(unseen.sum())}"]
-    stray = missing & exact.isfinite() if spread is None else missing & exact.isfinite() & ~spread.to(exact.device)
+        return wrong, [
+            f"lse is -inf at {int((got == -torch.inf).sum())} places, the oracle at "
+            f"{int(unseen.sum())}"
+        ]
+    stray = (
+        missing & exact.isfinite()
+        if spread is None
+        else missing & exact.isfinite() & ~spread.to(exact.device)
+    )
     if bool(stray.any()):
         return wrong, [f"{name} has {int(stray.sum())} values that are not finite"]
     if hidden := int((~missing & ~exact.isfinite()).sum()):
-        return wrong, [f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"]
-    got, exact, *honest = (x.to(exact.device).double().masked_fill(missing, 0) for x in (got, exact, *honest))
-    floor = 0.0 if roundings is None else roundings.to(exact.device)  # below it, the oracle's own value may be rounding
+        return wrong, [
+            f"{name} is finite at {hidden} places that a visible NaN or infinity reaches"
+        ]
+    got, exact, *honest = (
+        x.to(exact.device).double().masked_fill(missing, 0) for x in (got, exact, *honest)
+    )
+    # below it, the oracle's own value may be rounding
+    floor = 0.0 if roundings is None else roundings.to(exact.device)
     significant = bool((exact.abs() > floor).any())
     faults = [f"{name} is zero everywhere"] if significant and not bool(got.any()) else []
     rounded = exact.to(kept).double()
     measures = []
     for norm in NORMS:
-        error, once, *theirs = (relative(name, norm, x - exact, exact) for x in (got, rounded, *honest))
+        error, once, *theirs = (
+            relative(name, norm, x - exact, exact) for x in (got, rounded, *honest)
+        )
         bound = EXACT if kept == torch.float64 else 2 * max(theirs) + once
         if roundings is not None:
             bound += relative(name, norm, roundings.to(exact.device).masked_fill(missing, 0), exact)
         measures.append(Measure(name, norm, error, bound))
         if not error <= bound:
-            faults.append(f"{name} is off by {error:.2e} in the {norm} norm; its dtype explains at most {bound:.2e}")
+            faults.append(
+                f"{name} is off by {error:.2e} in the {norm} norm; its dtype explains "
+                f"at most {bound:.2e}"
+            )
     return measures, faults
 
 
@@ -385,7 +487,9 @@ def relative(name: str, norm: str, error: Tensor, exact: Tensor) -> float:
     elif norm == "l2":
         error, size = error.norm(), exact.norm()
     else:
-        by_token = {"lse": lambda x: x.norm(dim=-2), "dsink": torch.abs}.get(name, lambda x: x.flatten(-2).norm(dim=-1))
+        by_token = {"lse": lambda x: x.norm(dim=-2), "dsink": torch.abs}.get(
+            name, lambda x: x.flatten(-2).norm(dim=-1)
+        )
         error, size = by_token(error), by_token(exact)
         size = size.clamp(min=size[size > 0].median()) if bool(size.any()) else size
         error, size = (error / size.masked_fill(size == 0, 1)).amax(), error.new_ones(())

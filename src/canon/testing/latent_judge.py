@@ -1,8 +1,9 @@
-"""The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project the gradients back.
+"""The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project
+the gradients back.
 
-Honest results round K and V, and their gradients, to the dtype of q, as operands of matrix products. ``latent`` and ``k_rope``,
-(b, t, 1, width) or without b, have the axis of one head, as their gradients here. Only hidden tokens may hold NaN.
-"""
+Honest results round K and V, and their gradients, to the dtype of q, as operands of matrix
+products. ``latent`` and ``k_rope``, (b, t, 1, width) or without b, have the axis of one head, as
+their gradients here. Only hidden tokens may hold NaN."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,9 @@ from canon.testing.roundings import roundings
 
 
 class AttendedLatent(NamedTuple):
-    """Results of latent attention. On several ranks, dup_weight and dsink are the sums of their gradients."""
+    """Results of latent attention. On several ranks, dup_weight and dsink are the sums of their
+    gradients.
+    """
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -28,8 +31,12 @@ class AttendedLatent(NamedTuple):
     dsink: Tensor | None = None
 
 
-def keys_of(latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: int) -> tuple[Tensor, Tensor]:
-    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``, from the definition."""
+def keys_of(
+    latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: int
+) -> tuple[Tensor, Tensor]:
+    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``, from the
+    definition.
+    """
     nope = d - k_rope.shape[-1]
     by_head = (latent @ up_weight.mT).squeeze(-2).unflatten(-1, (heads, -1))
     k_rope = k_rope.expand(*k_rope.shape[:-2], heads, -1)
@@ -37,18 +44,34 @@ def keys_of(latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: in
 
 
 def latent_oracle(
-    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
-    dlse: Tensor | None = None, sink: Tensor | None = None,
-) -> AttendedLatent:  # fmt: skip
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    dout: Tensor,
+    mask: Masks,
+    scale: Scale | None = None,
+    dlse: Tensor | None = None,
+    sink: Tensor | None = None,
+) -> AttendedLatent:
     """Return dense latent attention and its gradients in float64."""
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
     return _attend(oracle, torch.float64, torch.float64, *tensors, mask, scale, dlse, sink)
 
 
 def latent_dense(
-    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None = None,
-    dlse: Tensor | None = None, sink: Tensor | None = None, *, order: int = 0,
-) -> AttendedLatent:  # fmt: skip
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    dout: Tensor,
+    mask: Masks,
+    scale: Scale | None = None,
+    dlse: Tensor | None = None,
+    sink: Tensor | None = None,
+    *,
+    order: int = 0,
+) -> AttendedLatent:
     """Return the same in the dtype of q, with an order of summation of `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tensors = [x.detach() for x in (q, latent, k_rope, up_weight, dout)]
@@ -61,30 +84,54 @@ def latent_orders(*arguments: Any) -> list[AttendedLatent]:
 
 
 def _attend(
-    judge: Callable[..., Results], narrow: torch.dtype, wide: torch.dtype, q: Tensor, latent: Tensor, k_rope: Tensor,
-    up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None, dlse: Tensor | None,
+    judge: Callable[..., Results],
+    narrow: torch.dtype,
+    wide: torch.dtype,
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    dout: Tensor,
+    mask: Masks,
+    scale: Scale | None,
+    dlse: Tensor | None,
     sink: Tensor | None,
-) -> AttendedLatent:  # fmt: skip
+) -> AttendedLatent:
     latent, weight = torch.where(latent.isfinite(), latent, 0).to(wide), up_weight.to(wide)
-    k, v = (x.to(narrow) for x in keys_of(latent, k_rope.to(wide), weight, q.shape[-2], q.shape[-1]))
+    k, v = (
+        x.to(narrow) for x in keys_of(latent, k_rope.to(wide), weight, q.shape[-2], q.shape[-1])
+    )
     of_keys = judge(q, k, v, dout, mask, scale, dlse, sink)
     assert of_keys.dk is not None
     assert of_keys.dv is not None
     nope = q.shape[-1] - k_rope.shape[-1]
     rows = torch.cat([of_keys.dk[..., :nope], of_keys.dv], -1).to(wide).flatten(-2)
-    dlatent, dk_rope = (rows @ weight).unsqueeze(-2), of_keys.dk[..., nope:].to(wide).sum(-2, keepdim=True)
+    dlatent, dk_rope = (
+        (rows @ weight).unsqueeze(-2),
+        of_keys.dk[..., nope:].to(wide).sum(-2, keepdim=True),
+    )
     dup_weight = rows.flatten(0, -2).mT @ latent.flatten(0, -2)
-    return AttendedLatent(*of_keys[:3], *(x.to(narrow) for x in (dlatent, dk_rope, dup_weight)), *of_keys[5:])
+    return AttendedLatent(
+        *of_keys[:3], *(x.to(narrow) for x in (dlatent, dk_rope, dup_weight)), *of_keys[5:]
+    )
 
 
 def latent_roundings(
-    q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor, dout: Tensor, mask: Masks, scale: Scale | None,
-    dlse: Tensor | None, sink: Tensor | None,
-) -> AttendedLatent:  # fmt: skip
-    """Return the distances of `roundings` in float64, for the roundings of K, V and the projected gradients, too.
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    up_weight: Tensor,
+    dout: Tensor,
+    mask: Masks,
+    scale: Scale | None,
+    dlse: Tensor | None,
+    sink: Tensor | None,
+) -> AttendedLatent:
+    """Return the distances of `roundings` in float64, for the roundings of K, V and the projected
+    gradients, too.
 
-    K and V move up or down by one rounding, drawn at random, four times. The largest change is their distance. Independent
-    distances of dK and dV add as root of the sum of squares.
+    K and V move up or down by one rounding, drawn at random, four times. The largest change is
+    their distance. Independent distances of dK and dV add as root of the sum of squares.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT
@@ -110,5 +157,7 @@ def latent_roundings(
     rows, of_rows, c = (x.flatten(0, -2) for x in (rows, of_rows, c))
     dup_weight = rss(of_rows.mT, c) + wide * rows.mT @ c.abs()
     of_rope, dk_rope = (x[..., nope:] for x in (reach[3], exact.dk))
-    dk_rope = of_rope.square().sum(-2, keepdim=True).sqrt() + wide * dk_rope.abs().sum(-2, keepdim=True)
+    dk_rope = of_rope.square().sum(-2, keepdim=True).sqrt() + wide * dk_rope.abs().sum(
+        -2, keepdim=True
+    )
     return AttendedLatent(*reach[:3], dlatent.unsqueeze(-2), dk_rope, dup_weight, *reach[5:])

@@ -1,12 +1,15 @@
-"""Run one program on every rank of a process group: on threads, on gloo processes, or on one NCCL process per GPU.
+"""Run one program on every rank of a process group: on threads, on gloo processes, or on one NCCL
+process per GPU.
 
-    process_groups.threads(program, ranks=4)      ranks are threads of this process: fast, and output is in rank order
-    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and sends may block
+    process_groups.threads(program, ranks=4)      ranks are threads of this process: fast, and
+                                                  output is in rank order
+    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and
+                                                  sends may block
     process_groups.gpus(program)                  ranks are processes, each with its own GPU
 
-If a rank fails, RuntimeError names the first such rank, with its exception as the cause. No function hangs: threads that all
-wait for each other raise at once, and processes end at a timeout, whose error has the stacks of the unfinished ranks.
-"""
+If a rank fails, RuntimeError names the first such rank, with its exception as the cause. No
+function hangs: threads that all wait for each other raise at once, and processes end at a timeout,
+whose error has the stacks of the unfinished ranks."""
 
 import contextvars
 import os
@@ -29,10 +32,11 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the results by rank.
+    """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the
+    results by rank.
 
-    Backward passes run in the thread of their rank. The ranks get a copy of the caller's context variables. Raises RuntimeError
-    that names the first rank that failed, or the waits of all ranks.
+    Backward passes run in the thread of their rank. The ranks get a copy of the caller's context
+    variables. Raises RuntimeError that names the first rank that failed, or the waits of all ranks.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -52,7 +56,8 @@ class _Threads:
         self.output = _OutputByRank(sys.stdout, ranks)
         self.results: list[Any] = [None] * ranks
         self.failures: dict[int, BaseException] = {}
-        # Not Thread.join: in Python 3.11, an interrupt during a join marks a running thread as ended.
+        # Not Thread.join: in Python 3.11, an interrupt during a join marks a running thread as
+        # ended.
         self.ended = [threading.Event() for _ in range(ranks)]
         self.cores = torch.get_num_threads()
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -174,22 +179,26 @@ class _OutputByRank:
 
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
-    """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by rank.
+    """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by
+    rank.
 
-    Raises RuntimeError that names the first failed rank, and TimeoutError ``timeout`` seconds after the start of the processes.
-    """
+    Raises RuntimeError that names the first failed rank, and TimeoutError ``timeout`` seconds after
+    the start of the processes."""
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the results by rank, on the CPU.
+    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the
+    results by rank, on the CPU.
 
     Raises the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
-        raise ValueError(f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}")
+        raise ValueError(
+            f"{ranks} ranks need as many GPUs, this machine has {torch.cuda.device_count()}"
+        )
     _check_ranks(ranks)
     return run_processes(program, ranks, "nccl", timeout)
 
@@ -202,7 +211,9 @@ def run(kind: str, program: Program, ranks: int, timeout: float) -> list[Any]:
 
 
 def kernel_gpus() -> int:
-    """Return the number of GPUs for Triton's kernels: 0 if TRITON_INTERPRET keeps them on the CPU."""
+    """Return the number of GPUs for Triton's kernels:
+    0 if TRITON_INTERPRET keeps them on the CPU.
+    """
     values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
     return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0

@@ -1,6 +1,8 @@
-"""Run a program on processes as ranks, with a timeout, and read back their results, output and errors.
+"""Run a program on processes as ranks, with a timeout, and read back their results, output and
+errors.
 
-A child joins the group through a file (no ports), and writes its result, output and error into a file.
+A child joins the group through a file (no ports), and writes its result, output and error into a
+file.
 """
 
 import contextlib
@@ -30,19 +32,26 @@ GRACE = 3.0  # seconds in which the other ranks may end by themselves after a fa
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
-def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout: float) -> list[Any]:
-    """Return the results of ``program()`` by rank. Raises the errors of `process_groups.processes`."""
+def run_processes(
+    program: Callable[[], Any], ranks: int, backend: str, timeout: float
+) -> list[Any]:
+    """Return the results of ``program()`` by rank.
+    Raises the errors of `process_groups.processes`.
+    """
     try:
         packed = pickle.dumps(program)
     except _UNPICKLABLE as error:
         raise ValueError(
-            f"processes need a picklable program, a function of a module or a partial of one: {error}"
+            "processes need a picklable program, a function of a module or a partial of one: "
+            f"{error}"
         ) from error
     context = _starter(backend)
     with tempfile.TemporaryDirectory(prefix="canon-ranks-") as folder:
         where = Path(folder)
         environment = dict(os.environ)  # the fork server has the environment of its own start
-        arguments = [(rank, ranks, backend, timeout, packed, folder, environment) for rank in range(ranks)]
+        arguments = [
+            (rank, ranks, backend, timeout, packed, folder, environment) for rank in range(ranks)
+        ]
         children = [context.Process(target=_child, args=given, daemon=True) for given in arguments]
         try:
             for child in children:
@@ -50,9 +59,16 @@ def run_processes(program: Callable[[], Any], ranks: int, backend: str, timeout:
             _until_started(children, where)
             _watch(children, where, time.monotonic() + timeout)
             paths = [where / f"rank{rank}" for rank in range(ranks)]
-            reports = [torch.load(x, map_location="cpu", weights_only=False) if x.exists() else None for x in paths]
-            unfinished = [r for r, child in enumerate(children) if reports[r] is None and child.is_alive()]
-            stuck = {rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished}
+            reports = [
+                torch.load(x, map_location="cpu", weights_only=False) if x.exists() else None
+                for x in paths
+            ]
+            unfinished = [
+                r for r, child in enumerate(children) if reports[r] is None and child.is_alive()
+            ]
+            stuck = {
+                rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished
+            }
         finally:
             for child in children:
                 child.kill()
@@ -66,13 +82,19 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
     ended = "; ".join(f"rank {rank} ended with exit code {codes[rank]}" for rank in died)
     if any(codes[rank] == 0 for rank in died):  # it left the others, whose errors follow from this
         raise RuntimeError(ended)
-    for _, rank in sorted((report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]):
-        raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[rank]["error"]
+    for _, rank in sorted(
+        (report["time"], rank) for rank, report in enumerate(reports) if report and report["error"]
+    ):
+        raise rank_error(rank, reports[rank]["error"], reports[rank]["traceback"]) from reports[
+            rank
+        ]["error"]
     if died:
         raise RuntimeError(ended)
     if stuck:
         places = "".join(f"\nrank {rank} was at\n{stack}" for rank, stack in stuck.items())
-        raise TimeoutError(f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{places}")
+        raise TimeoutError(
+            f"after {timeout} s rank {', '.join(map(str, stuck))} had not finished{places}"
+        )
     return [report["result"] for report in reports]
 
 
@@ -100,11 +122,14 @@ def _watch(children: list, where: Path, deadline: float) -> None:
         for sentinel in wait_for_any(list(alive), left):
             rank, child = alive.pop(sentinel)
             child.join()
-            if child.exitcode != 0 or not (where / f"rank{rank}").exists():  # a module may call os._exit(0)
+            # a module may call os._exit(0)
+            if child.exitcode != 0 or not (where / f"rank{rank}").exists():
                 deadline = min(deadline, time.monotonic() + GRACE)
 
 
-def _child(rank: int, ranks: int, backend: str, timeout: float, packed: bytes, folder: str, environment) -> None:
+def _child(
+    rank: int, ranks: int, backend: str, timeout: float, packed: bytes, folder: str, environment
+) -> None:
     where = Path(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -120,8 +145,11 @@ def _child(rank: int, ranks: int, backend: str, timeout: float, packed: bytes, f
         device = torch.device("cuda", rank) if backend == "nccl" else None
         if device is not None:
             torch.cuda.set_device(device)
-        limit = timedelta(seconds=timeout + 60)  # the parent's timeout ends first: its error shows the stacks
-        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=device)
+        # the parent's timeout ends first: its error shows the stacks
+        limit = timedelta(seconds=timeout + 60)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=ranks, timeout=limit, device_id=device
+        )
         report["result"] = pickle.loads(packed)()
     except BaseException as error:
         report |= {"error": error, "traceback": traceback.format_exc(), "time": time.time()}
@@ -130,7 +158,8 @@ def _child(rank: int, ranks: int, backend: str, timeout: float, packed: bytes, f
     if report["error"] is not None:
         os._exit(1)  # a normal exit would wait for collectives in flight
     store.add("finished", 1)
-    while store.add("finished", 0) < ranks:  # other ranks may still read from this rank's connections
+    # other ranks may still read from this rank's connections
+    while store.add("finished", 0) < ranks:
         time.sleep(0.01)
     dist.destroy_process_group()
 
@@ -141,7 +170,11 @@ def _write(path: Path, report: dict[str, Any]) -> None:
         torch.save(report, path.with_suffix(".part"))
     except _UNPICKLABLE as error:
         cause = report["error"] or error
-        report |= {"result": None, "error": RuntimeError(f"{type(cause).__name__}: {cause}"), "time": time.time()}
+        report |= {
+            "result": None,
+            "error": RuntimeError(f"{type(cause).__name__}: {cause}"),
+            "time": time.time(),
+        }
         torch.save(report, path.with_suffix(".part"))
     path.with_suffix(".part").rename(path)
 
@@ -152,6 +185,8 @@ def _stack(path: Path, pid: int) -> str:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)
     lines = path.read_text().splitlines() if path.exists() else []
-    start = next((i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines))
+    start = next(
+        (i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines)
+    )
     end = next((i for i, line in enumerate(lines) if line.endswith("in _child")), len(lines))
     return "\n".join(lines[start + 1 : end][:8]) or "  an unknown place"

@@ -34,12 +34,21 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
 
 
 def command(*words: str, **options: Any) -> str:
-    """Return a command line. A list repeats its option, a tuple gives it several words, and nothing leaves it out."""
+    """Return a command line. A list repeats its option, a tuple gives it several words, and nothing
+    leaves it out.
+    """
     line = [*words]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             if not (one is None or one is False or one in ("", ())):
-                line += [f"--{name}", *(map(str, one if isinstance(one, tuple) else [one]) if one is not True else [])]
+                line += [
+                    f"--{name}",
+                    *(
+                        map(str, one if isinstance(one, tuple) else [one])
+                        if one is not True
+                        else []
+                    ),
+                ]
     return shlex.join(line)
 
 
@@ -64,10 +73,14 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "numpy": _version("numpy"),
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if on_gpu else [],
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if on_gpu
+        else [],
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,
-        "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]) if on_gpu else None,
+        "driver": _told(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+        if on_gpu
+        else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
     }
 
@@ -77,7 +90,9 @@ def _processor() -> str | None:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None
+    )
 
 
 def commit() -> str | None:
@@ -86,7 +101,9 @@ def commit() -> str | None:
     found = _told([*here, "rev-parse", "HEAD"])
     if found is None:
         return None
-    return found + ("+changes" if _told([*here, "status", "--porcelain", "--untracked-files=no"]) else "")
+    return found + (
+        "+changes" if _told([*here, "status", "--porcelain", "--untracked-files=no"]) else ""
+    )
 
 
 def _told(command: list[str]) -> str | None:

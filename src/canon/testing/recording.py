@@ -1,12 +1,13 @@
-"""Record the order in which a schedule posts messages, waits for them and computes, to assert overlap on CPUs.
+"""Record the order in which a schedule posts messages, waits for them and computes, to assert
+overlap on CPUs.
 
     with recording(reference.strided) as log:
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
-Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of `KINDS`. A `StepBackward` is
-recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks that are threads share a recording.
-"""
+Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of
+`KINDS`. A `StepBackward` is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks
+that are threads share a recording."""
 
 import sys
 import threading
@@ -38,10 +39,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Event:
-    """The ``number``-th message ("gather", "reduce", "hop") or computation ("forward", "backward") of a ``kind``.
+    """The ``number``-th message ("gather", "reduce", "hop") or computation ("forward", "backward")
+    of a ``kind``.
 
-    ``items`` and ``nbytes`` count what a rank receives, and the visible cells times query heads of a computation.
-    """
+    ``items`` and ``nbytes`` count what a rank receives, and the visible cells times query heads of
+    a computation."""
 
     rank: int
     what: str  # "posted", "waited", "computed" or "finished"
@@ -55,7 +57,9 @@ class Event:
 
 
 class Log:
-    """The events of all ranks. ``spans``: (event, start, stop) in seconds; a message ends with the wait for it."""
+    """The events of all ranks. ``spans``: (event, start, stop) in seconds; a message ends with the
+    wait for it.
+    """
 
     def __init__(self):
         self.events: list[Event] = []
@@ -66,7 +70,9 @@ class Log:
     def of(self, rank: int, *kinds: str) -> list[Event]:
         return [e for e in self.events if e.rank == rank and (not kinds or e.kind in kinds)]
 
-    def add(self, what: str, kind: str, number: int | None = None, items: int = 0, nbytes: int = 0) -> Event:
+    def add(
+        self, what: str, kind: str, number: int | None = None, items: int = 0, nbytes: int = 0
+    ) -> Event:
         rank = dist.get_rank() if dist.is_initialized() else 0
         with self._lock:
             if number is None:
@@ -104,7 +110,9 @@ def recording(*modules: ModuleType) -> Iterator[Log]:
     with ExitStack() as patches:
 
         def patched(owner: Any, name: str, wrapped: Callable, *arguments: Any) -> None:
-            patches.enter_context(mock.patch.object(owner, name, wrapped(log, *arguments, getattr(owner, name))))
+            patches.enter_context(
+                mock.patch.object(owner, name, wrapped(log, *arguments, getattr(owner, name)))
+            )
 
         for name in GATHERS:
             if hasattr(dist, name):
@@ -127,7 +135,9 @@ def _gather(log: Log, gather: Callable) -> Callable:
     def noted(output, own, group=None, async_op=False):
         if not async_op:
             return gather(output, own, group=group)
-        everything = output.numel() if isinstance(output, Tensor) else sum(x.numel() for x in output)
+        everything = (
+            output.numel() if isinstance(output, Tensor) else sum(x.numel() for x in output)
+        )
         items = everything - own.numel()
         event = log.add("posted", "gather", items=items, nbytes=items * own.element_size())
         return _Noted([gather(output, own, group=group, async_op=True)], log, event)
@@ -136,7 +146,9 @@ def _gather(log: Log, gather: Callable) -> Callable:
 
 
 def _all_to_all(log: Log, exchange: Callable) -> Callable:
-    def noted(received, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+    def noted(
+        received, sent, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+    ):
         arguments = received, sent, output_split_sizes, input_split_sizes
         if not async_op:
             return exchange(*arguments, group=group)
@@ -153,7 +165,10 @@ def _all_to_all(log: Log, exchange: Callable) -> Callable:
 def _hop(log: Log, batch: Callable) -> Callable:
     def noted(operations):
         incoming = [operation.tensor for operation in operations if operation.op is dist.irecv]
-        sizes = sum(x.numel() for x in incoming), sum(x.numel() * x.element_size() for x in incoming)
+        sizes = (
+            sum(x.numel() for x in incoming),
+            sum(x.numel() * x.element_size() for x in incoming),
+        )
         return [_Noted(batch(operations), log, log.add("posted", "hop", None, *sizes))]
 
     return noted
@@ -162,7 +177,8 @@ def _hop(log: Log, batch: Callable) -> Callable:
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
         first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask | PlacedMask))
-        queries = first if isinstance(first, Tensor) else first.q  # or dout, which has the same heads
+        # or dout, which has the same heads
+        queries = first if isinstance(first, Tensor) else first.q
         with log.timed(log.add("computed", kind, items=mask.area * queries.shape[-2])):
             return function(*arguments, **options)
 
@@ -173,7 +189,9 @@ def _partial(log: Log, what: str, method: Callable) -> Callable:
     def noted(part, dout, q, *arguments):
         start = time.perf_counter()
         if what == "computed":
-            event = log.add(what, "backward", items=part.active.mask.area * q[:, :, part.step.heads].shape[2])
+            event = log.add(
+                what, "backward", items=part.active.mask.area * q[:, :, part.step.heads].shape[2]
+            )
         method(part, dout, q, *arguments)
         if what == "finished":
             event = log.add(what, "backward")

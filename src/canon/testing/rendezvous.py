@@ -25,7 +25,9 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can continue."""
+        """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can
+        continue.
+        """
         with self.changed:
             if self.interrupted:
                 raise Ended(self.ended)
@@ -53,15 +55,24 @@ class Rendezvous:
         if self.ended or not self.waiting or self.waiting.keys() < self.running:
             return
         if not any(ready() for ready, _ in self.waiting.values()):
-            states = [f"rank {rank} waits in {describe()}" for rank, (_, describe) in sorted(self.waiting.items())]
-            states += [f"rank {rank} has returned" for rank in range(self.ranks) if rank not in self.running]
+            states = [
+                (f"rank {rank} waits in {describe()}")
+                for rank, (_, describe) in sorted(self.waiting.items())
+            ]
+            states += [
+                f"rank {rank} has returned"
+                for rank in range(self.ranks)
+                if rank not in self.running
+            ]
             self.ended = f"no rank can continue: {'; '.join(states)}"
             self.changed.notify_all()
 
 
 def rank_error(rank: int, error: BaseException, details: str = "") -> RuntimeError:
     """Return a RuntimeError that names the rank that failed."""
-    return RuntimeError(f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{details}" if details else ""))
+    return RuntimeError(
+        (f"rank {rank}: {type(error).__name__}: {error}") + (f"\n{details}" if details else "")
+    )
 
 
 def print_by_rank(outputs: list[str]) -> None:

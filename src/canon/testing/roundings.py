@@ -1,29 +1,37 @@
-"""Bound the effect of one rounding of every intermediate result on each element of attention and its gradients.
+"""Bound the effect of one rounding of every intermediate result on each element of attention and
+its gradients.
 
-    u (float32)      A_ij = |scale| w sum_d |q_id k_jd|      W_ij = P_ij (1 + A_ij + |lse_i|)        |.| entry by entry
+    u (float32), with |.| entry by entry
+        A_ij = |scale| w sum_d |q_id k_jd|    W_ij = P_ij (1 + A_ij + |lse_i|)
         out   W |v|                           lse  |lse| + sum_j P_ij (1 + A_ij)
-        dv    W^T |dout|                      dq   |scale| D |k|                dk   |scale| D^T |q|
+        dv    W^T |dout|                      dq   |scale| D |k|       dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
-              w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to the whole; rss of them
+              w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to
+              the whole; rss of them
 
-    u (16 bits)      P, out and dS are each rounded once. Independent errors add as root of the sum of squares (rss). The
-                     error of delta is common to a row, so it adds linearly.
+    u (16 bits)
+        P, out and dS are each rounded once. Independent errors add as root of the sum of squares
+        (rss).
+        The error of delta is common to a row, so it adds linearly.
+
         out   rss_j P v                       delta_i = rss_e dout (|out| + rss_j P v)
         dv    rss_i P dout                    dq   |scale| (rss_j dS k + delta |P k|)
                                               dk   |scale| rss_i (dS + P delta) q
 
-Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout * out), out still without a,
+Under a sink z, P has the factor a = sigmoid(lse - z), and with r = rowsum(dout * out), out still
+without a,
 
     dsink    u sum_i a (1 - a) (sum_e |dout| W |v| + |r| (2 + |lse| + |z| + sum_j P_ij (1 + A_ij)))
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
-Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A becomes slope A + 4 |s|, for the error of tanh.
-dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A / c), for the error of the slope.
+Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A becomes slope A + 4
+|s|, for the error of tanh. dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A /
+c), for the error of the slope.
 
 A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
 
-Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running error analysis.
-"""
+Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
+error analysis."""
 
 from typing import NamedTuple
 
@@ -31,22 +39,41 @@ import torch
 from torch import Tensor
 
 from canon.route.checks import Scale, split_scale
-from canon.testing.judge import EXACT, UNIT, Masks, Results, by_sequence, results_of, row_blocks, visible_blocks
+from canon.testing.judge import (
+    EXACT,
+    UNIT,
+    Masks,
+    Results,
+    by_sequence,
+    results_of,
+    row_blocks,
+    visible_blocks,
+)
 
 
 @by_sequence
-def roundings(q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None, sink=None) -> Results:
+def roundings(
+    q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None, sink=None
+) -> Results:
     """Return the distances in float64. The whole score matrix must fit into memory."""
     dsink = None if sink is None else sink_roundings(q, k, v, dout, mask, scale, sink)
     group = q.shape[2] // k.shape[2]
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     narrow_dtype, narrow = q.dtype, torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
     blocks = [rows for _, rows in visible_blocks(mask, q.device)]
-    visible = torch.cat(blocks) if blocks else torch.zeros(0, mask.keys, dtype=torch.bool, device=q.device)
+    visible = (
+        torch.cat(blocks)
+        if blocks
+        else torch.zeros(0, mask.keys, dtype=torch.bool, device=q.device)
+    )
     wide = EXACT if q.dtype == torch.float64 else UNIT
     q, dout = (_heads_first(x, visible.any(1)) for x in (q, dout))
     k, v = (_heads_first(x, visible.any(0)).repeat_interleave(group, 1) for x in (k, v))
-    dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~visible.any(1), 0)
+    dlse = (
+        torch.zeros_like(q[..., 0])
+        if dlse is None
+        else dlse.double().masked_fill(~visible.any(1), 0)
+    )
     cap, scores = _capped(_scores(scale * q, k, visible), softcap)
     q, k, v, dout = map(_finite, (q, k, v, dout))
     lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
@@ -59,7 +86,9 @@ def roundings(q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None,
         dlse = dlse / share  # only P has the factor: dlse reaches the scores without it
     p = share[..., None] * p
     scale = abs(scale)
-    in_float32 = _wide(q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale, cap)
+    in_float32 = _wide(
+        q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale, cap
+    )
     sizes = [wide * x for x in in_float32]
     if narrow:
         least = (
@@ -98,7 +127,9 @@ def sink_roundings(q, k, v, dout, mask: Masks, scale: Scale | None, sink) -> Ten
         through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
         out, dy = p @ v, _finite(dout[:, :, rows])
         weights = p * (1 + size + lse.abs()[..., None])
-        of_weight = (dy * out).sum(-1).abs() * (2 + lse.abs() + sink.abs() + (p * (1 + size)).sum(-1))
+        of_weight = (dy * out).sum(-1).abs() * (
+            2 + lse.abs() + sink.abs() + (p * (1 + size)).sum(-1)
+        )
         sums += (through * ((dy.abs() * (weights @ v.abs())).sum(-1) + of_weight)).sum((0, 2))
         squares += (through * (dy * (out.abs() + _rss(p, v))).norm(dim=-1)).square().sum((0, 2))
     return wide * sums + narrow * squares.sqrt()
@@ -110,21 +141,42 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tupl
     out = weights @ v
     ds = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + dlse[..., None])
     ds = ds * cap.of_ds(scores)
-    return out, lse + (p * (1 + scores)).sum(-1) / share, scale * ds @ k, scale * ds.mT @ q, weights.mT @ dout
+    return (
+        out,
+        lse + (p * (1 + scores)).sum(-1) / share,
+        scale * ds @ k,
+        scale * ds.mT @ q,
+        weights.mT @ dout,
+    )
 
 
-def _narrow(q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float) -> tuple[Tensor | None, ...]:
-    """Return the second table. The rounding error of p and ds is at least that of size ``least``."""
+def _narrow(
+    q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float
+) -> tuple[Tensor | None, ...]:
+    """Return the second table. The rounding error of p and ds is at least that of size
+    ``least``.
+    """
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
-    ds = slope * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs() + least
+    ds = (
+        slope * (p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True) + dlse[..., None])).abs()
+        + least
+    )
     p_ds = slope * p
     dq = _rss(ds, k) + delta * (p_ds @ k).abs()
-    return out_error, None, scale * dq, scale * _rss((ds + p_ds * delta).mT, q), _rss((p + least).mT, dout)
+    return (
+        out_error,
+        None,
+        scale * dq,
+        scale * _rss((ds + p_ds * delta).mT, q),
+        _rss((p + least).mT, dout),
+    )
 
 
 class _Cap(NamedTuple):
-    """The ratios t of scores to a soft-cap, and the slopes of tanh there; without a soft-cap, 0 and 1."""
+    """The ratios t of scores to a soft-cap, and the slopes of tanh there; without a soft-cap, 0 and
+    1.
+    """
 
     softcap: float
     ratio: Tensor | float
@@ -149,12 +201,16 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
 
 
 def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
-    """Return w q k^T: the root of the sum of squares of the partial sums of each score, for q and k >= 0 of equal size."""
+    """Return w q k^T: the root of the sum of squares of the partial sums of each score, for q and k
+    >= 0 of equal size.
+    """
     return max(1.0, (q.shape[-1] / 3) ** 0.5) * q @ k.mT
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. NaN becomes 0, and inf a number: the judge reads no distance that depends on them."""
+    """Return q k^T, -inf in hidden cells. NaN becomes 0, and inf a number: the judge reads no
+    distance that depends on them.
+    """
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 

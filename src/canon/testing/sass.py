@@ -1,11 +1,12 @@
 """Find instructions in SASS that write a register of an asynchronous MMA in flight.
 
-Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is in registers. The assembler
-chooses these registers, and a run shows a mistake only sometimes.
+Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is
+in registers. The assembler chooses these registers, and a run shows a mistake only sometimes.
 
-    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to R155
-    HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group
-    WARPGROUP.DEPBAR.LE gsb0, 0x1                                  waits until at most the newest group is in flight
+    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to
+    R155 HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group
+    WARPGROUP.DEPBAR.LE gsb0, 0x1                                  waits until at most the newest
+    group is in flight
 
 Limit: jumps are not followed, and loops are not repeated.
 """
@@ -14,10 +15,17 @@ import re
 
 _INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?)\s*;")
 _MMA = re.compile(r"HGMMA\.64x(\d+)x\S*F32\S* R(\d+)(?:, R(\d+))?")
-_WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")  # the first operand, after at most one predicate
-_FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")  # number of registers
-_SKIPPED_WAIT = re.compile(r"BRA `\((\.L\w+)\)(?:(?!HGMMA).)*?WARPGROUP\.DEPBAR[^\n]*\n\s*\1:", re.DOTALL)
-_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")  # these read the first operand
+# the first operand, after at most one predicate
+_WRITES = re.compile(r"(\S+)\s+(?:P\w,\s*)?R(\d+)\b")
+# number of registers
+_FOUR, _TWO = re.compile(r"\.128|88\.4"), re.compile(r"\.64|\.WIDE|88\.2|^CS2R(?!\.32)")
+_SKIPPED_WAIT = re.compile(
+    r"BRA "
+    r"`\((\.L\w+)\)(?:(?!HGMMA).)*?WARPGROUP\.DEPBAR[^\n]*\n\s*\1:",
+    re.DOTALL,
+)
+# these read the first operand
+_READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYNC")
 
 
 def waits(listing: str) -> int:

@@ -1,15 +1,19 @@
 """Implement a torch.distributed backend with threads of one process as ranks.
 
-    rank 0   all_gather ──┐ posts, waits               Each rank posts its tensors. The last rank copies the data
-    rank 1   all_gather ──┤ posts, waits               of all ranks and wakes the others. A send leaves a copy of
-    rank 2   all_gather ──┘ posts last: moves, wakes   its tensor for the receive with the same number.
+    rank 0   all_gather ──┐ posts, waits
+    rank 1   all_gather ──┤ posts, waits
+    rank 2   all_gather ──┘ posts last: moves, wakes
 
-torch's private group of threads is not used: it has no send and receive, waits forever for a rank that has returned, and
-casts silently if ranks disagree on a dtype. CUDA events order the work of ranks that share one GPU.
+Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others. A send
+leaves a copy of its tensor for the receive with the same number.
 
-Limits: it has the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a receive returns. A
-receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and MAX, in rank order.
-"""
+torch's private group of threads is not used: it has no send and receive, waits forever for a rank
+that has returned, and casts silently if ranks disagree on a dtype. CUDA events order the work of
+ranks that share one GPU.
+
+Limits: it has the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send
+without a receive returns. A receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and
+MAX, in rank order."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -38,7 +42,9 @@ class Call:
 
     def complete(self, move: Callable[[list], object]) -> None:
         if len(set(self.names.values())) > 1:
-            calls = ", ".join(f"rank {rank} called {name}" for rank, name in sorted(self.names.items()))
+            calls = ", ".join(
+                f"rank {rank} called {name}" for rank, name in sorted(self.names.items())
+            )
             self.error = RuntimeError(f"the ranks of a group called different collectives: {calls}")
         else:
             _await(*self.posted)
@@ -67,7 +73,9 @@ def _await(*events: Any) -> None:
 
 
 class _Work(dist.Work):
-    def __init__(self, group: "ThreadGroup", ready: Callable[[], bool], describe: Callable[[], str], finish):
+    def __init__(
+        self, group: "ThreadGroup", ready: Callable[[], bool], describe: Callable[[], str], finish
+    ):
         super().__init__()
         self.group, self.ready, self.describe, self.finish = group, ready, describe, finish
 
@@ -90,18 +98,27 @@ class _Work(dist.Work):
 def _copy(target: Tensor, source: Tensor) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise RuntimeError(
-            f"{source.numel()} elements of {source.dtype} do not fit {target.numel()} elements of {target.dtype}"
+            f"{source.numel()} elements of {source.dtype} do not fit {target.numel()} elements of "
+            f"{target.dtype}"
         )
     target.copy_(source.reshape(target.shape))
 
 
-_REDUCTIONS = {"SUM": torch.add, "AVG": torch.add, "PRODUCT": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
+_REDUCTIONS = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+}
 
 
 def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
     name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
     if name is None:
-        raise NotImplementedError(f"a group of threads cannot reduce by {op}: use one of {', '.join(_REDUCTIONS)}")
+        raise NotImplementedError(
+            f"a group of threads cannot reduce by {op}: use one of {', '.join(_REDUCTIONS)}"
+        )
     total = reduce(_REDUCTIONS[name], tensors[1:], tensors[0].clone())
     return total / len(tensors) if name == "AVG" else total
 
@@ -129,7 +146,9 @@ class ThreadGroup(dist.ProcessGroup):
     def _global_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)
 
-    def _call(self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], object]) -> _Work:
+    def _call(
+        self, name: str, tensors: list[Tensor], data: Any, move: Callable[[list], object]
+    ) -> _Work:
         key, global_ranks = (self.pg_name, self.calls), self._global_ranks()
         self.calls += 1
         with self.rendezvous.changed:
@@ -151,7 +170,9 @@ class ThreadGroup(dist.ProcessGroup):
 
     def allgather(self, outputs, inputs, opts=None):
         move = lambda data: [
-            _copy(out, source) for outs, _ in data for out, (_, source) in zip(outs, data, strict=True)
+            _copy(out, source)
+            for outs, _ in data
+            for out, (_, source) in zip(outs, data, strict=True)
         ]
         return self._call("all_gather", inputs, (outputs[0], inputs[0]), move)
 
@@ -160,7 +181,9 @@ class ThreadGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs, inputs, opts):
         def move(data):
-            totals = [_reduced([parts[i] for _, parts in data], opts.reduceOp) for i in range(len(data))]
+            totals = [
+                _reduced([parts[i] for _, parts in data], opts.reduceOp) for i in range(len(data))
+            ]
             for (out, _), total in zip(data, totals, strict=True):
                 _copy(out, total)
 

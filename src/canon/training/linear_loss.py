@@ -1,23 +1,27 @@
-"""`linear_sequence_loss`: projection and loss chunk by chunk of tokens, with the gradients in the same pass.
+"""`linear_sequence_loss`: projection and loss chunk by chunk of tokens, with the gradients in the
+same pass.
 
-for each chunk    logits = softcap(hidden W^T + bias)           c x V float32; a rank of ``vocab_group`` has V of all columns
-                  maximum, sum of exp, label's logit            all-gather of 16 c bytes over ``vocab_group``
-                  dhidden, dW, dbias                            all-reduce of dhidden over ``vocab_group``: 4 c D bytes
+for each chunk
+    logits = softcap(hidden W^T + bias)    c x V float32; with ``vocab_group`` V of all columns
+    maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
+    dhidden, dW, dbias                     all-reduce of dhidden over ``vocab_group``: 4 c D bytes
 
-Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are more than 8,192 chunks: n
-additions in float32 err by at most n / 2^25 of the parts' sizes, for n = 8,192 by one rounding to float16. The sums for weight
-and bias are multiplied by the gradient of the loss in the backward pass, and rounded there, once.
+Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are
+more than 8,192 chunks: n additions in float32 err by at most n / 2^25 of the parts' sizes, for n =
+8,192 by one rounding to float16. The sums for weight and bias are multiplied by the gradient of the
+loss in the backward pass, and rounded there, once.
 
-Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes, beyond inputs, gradients and
-results, if D <= V / 32:
+Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes,
+beyond inputs, gradients and results, if D <= V / 32:
 
-    float32, float64        forward    1.2 L                L = 4 c V (8 c V) bytes of logits
-    bfloat16, float16       forward    1.2 L + 2 D V        the float32 sum for weight takes 4 D V, its gradient 2 D V
-                            backward   4 D V                both at one time; 4 D V more with float64 sums
+    float32, float64    forward    1.2 L           L = 4 c V (8 c V) bytes of logits
+    bfloat16, float16   forward    1.2 L + 2 D V   the float32 sum for weight takes 4 D V, and its
+                        backward   4 D V           gradient 2 D V, both at one time; 4 D V more with
+                                                   float64 sums
 
-Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also torch.nn.functional.linear_cross_entropy, which
-has no soft-cap, z-loss, token weights or divided vocabulary. The latter: Shoeybi et al., Megatron-LM (2019), section 3.
-"""
+Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also
+torch.nn.functional.linear_cross_entropy, which has no soft-cap, z-loss, token weights or divided
+vocabulary. The latter: Shoeybi et al., Megatron-LM (2019), section 3."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -47,51 +51,81 @@ from canon.training.losses import (
 FLOAT32_CHUNKS = 8192  # with more chunks, the sums for the head are float64
 CHUNK = 2048  # tokens: their float32 logits over a vocabulary of 131,072 take 1 GiB
 BLOCKS = 24  # a temporary tensor has at most a chunk's logits divided by this
-NO_SECOND_DERIVATIVE = "canon does not support second derivatives of linear_sequence_loss: its gradients are constants"
-USED = "linear_sequence_loss gives its gradients to one backward pass: call it again instead of retain_graph=True"
+NO_SECOND_DERIVATIVE = (
+    "canon does not support second derivatives of linear_sequence_loss: its gradients are constants"
+)
+USED = (
+    "linear_sequence_loss gives its gradients to one backward pass: call it again instead of "
+    "retain_graph=True"
+)
 
 
 @untraced
 @under_autocast("hidden", "linear_weight", "linear_bias")
 def linear_sequence_loss(
-    hidden: Tensor, linear_weight: Tensor, shift_labels: Tensor, *, linear_bias: Tensor | None = None,
-    weights: Tensor | None = None, num_items_in_batch: Items = None, softcap: float | None = None, z_loss: float = 0.0,
-    label_smoothing: float = 0.0, ignore_index: int = -100, chunk: int | None = None, group: Group = None,
+    hidden: Tensor,
+    linear_weight: Tensor,
+    shift_labels: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weights: Tensor | None = None,
+    num_items_in_batch: Items = None,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    chunk: int | None = None,
+    group: Group = None,
     vocab_group: Group = None,
-) -> Tensor:  # fmt: skip
-    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk together with the gradients.
+) -> Tensor:
+    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk together with
+    the gradients.
 
     Args: those of `sequence_loss`, and
-        hidden: (b, t, width) or (t, width); on every rank of ``vocab_group`` the same, with the same labels and weights.
-        linear_weight, linear_bias: (vocabulary, width) and (vocabulary,), in the dtype of hidden. With ``vocab_group`` this
-            rank's rows, at least one; the slices follow each other in rank order. Labels count in the whole vocabulary.
+        hidden: (b, t, width) or (t, width); on every rank of ``vocab_group`` the same, with the
+        same labels and weights. linear_weight, linear_bias: (vocabulary, width) and (vocabulary,),
+        in the dtype of hidden. With ``vocab_group`` this
+            rank's rows, at least one; the slices follow each other in rank order. Labels count in
+            the whole vocabulary.
         softcap: logits become softcap * tanh(logits / softcap).
         z_loss: factor of the mean of lse squared, which is added. Mean: that of the loss.
         label_smoothing: part of the target, 0 to 1, that is divided equally over the vocabulary.
         chunk: tokens whose logits exist at one time; None is 2,048.
-        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only this rank with ``group``.
+        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
+        this rank with ``group``.
 
-    The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64 for float64). In bfloat16
-    and float16 the gradient of a chunk's logits is rounded to this dtype, as an operand of both products. Sums are float32.
+    The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64
+    for float64). In bfloat16 and float16 the gradient of a chunk's logits is rounded to this dtype,
+    as an operand of both products. Sums are float32.
 
-    One backward pass is possible. A second one, and a second derivative, raise RuntimeError. The errors are otherwise those of
-    `sequence_loss`; on a GPU, a label outside the vocabulary counts as a token whose label has the logit 0.
-    """
+    One backward pass is possible. A second one, and a second derivative, raise RuntimeError. The
+    errors are otherwise those of `sequence_loss`; on a GPU, a label outside the vocabulary counts
+    as a token whose label has the logit 0."""
     name = "linear_sequence_loss"
     group, _, ranks = place_in(name, group)
-    vocab_group, place, slices = (None, 0, 1) if vocab_group is None else place_in(name, vocab_group)
+    vocab_group, place, slices = (
+        (None, 0, 1) if vocab_group is None else place_in(name, vocab_group)
+    )
     with refused_together(name, group, ranks):
         with refused_together(name, vocab_group, slices):
-            ignore_index, items = whole(f"{name}: ignore_index", ignore_index), number_of_items(num_items_in_batch)
+            ignore_index, items = (
+                whole(f"{name}: ignore_index", ignore_index),
+                number_of_items(num_items_in_batch),
+            )
             chunk = CHUNK if chunk is None else whole(f"{name}: chunk", chunk, 1)
             softcap = None if softcap is None else number("softcap", softcap, above=0)
-            z_loss, smoothing = number("z_loss", z_loss), number("label_smoothing", label_smoothing, most=1)
+            z_loss, smoothing = (
+                number("z_loss", z_loss),
+                number("label_smoothing", label_smoothing, most=1),
+            )
             check_labels("hidden (b, t, width)", hidden, shift_labels, weights)
             check_weights(weights, shift_labels, items, ignore_index)
             _check_head(hidden, linear_weight, linear_bias)
             _check_groups(group, vocab_group, ranks, slices)
-        needs = tuple(torch.is_grad_enabled() and x is not None and x.requires_grad
-                      for x in (hidden, linear_weight, linear_bias))  # fmt: skip
+        needs = tuple(
+            torch.is_grad_enabled() and x is not None and x.requires_grad
+            for x in (hidden, linear_weight, linear_bias)
+        )
         fields = (
             ("width", hidden.shape[-1]),
             ("bias and weights", (linear_bias is not None, weights is not None)),
@@ -109,10 +143,26 @@ def linear_sequence_loss(
         first, vocabulary = _place_in_vocabulary(linear_weight, vocab_group, place, slices)
         if isinstance(vocabulary, int):
             check_range(shift_labels, ignore_index, vocabulary)
-    agree(name, group, ranks, hidden, (*fields, ("vocabulary", vocabulary if isinstance(vocabulary, int) else None)))
+    agree(
+        name,
+        group,
+        ranks,
+        hidden,
+        (*fields, ("vocabulary", vocabulary if isinstance(vocabulary, int) else None)),
+    )
     labels, weights = shift_labels.flatten(), None if weights is None else weights.flatten()
     terms = _Terms(
-        labels, weights, softcap, z_loss, smoothing, ignore_index, chunk, first, vocabulary, vocab_group, slices
+        labels,
+        weights,
+        softcap,
+        z_loss,
+        smoothing,
+        ignore_index,
+        chunk,
+        first,
+        vocabulary,
+        vocab_group,
+        slices,
     )
     with named_failures(name, group, ranks), named_failures(name, vocab_group, slices):
         own = _LinearSum.apply(hidden, linear_weight, linear_bias, terms, needs)
@@ -121,7 +171,9 @@ def linear_sequence_loss(
 
 @dataclass(frozen=True)
 class _Terms:
-    """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first row in the vocabulary."""
+    """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first
+    row in the vocabulary.
+    """
 
     labels: Tensor
     weights: Tensor | None
@@ -138,21 +190,40 @@ class _Terms:
     def factors(self, part: slice, dtype: torch.dtype) -> Tensor:
         """Return the factor of each token's loss: its weight, or 0 without a label."""
         valid = self.labels[part] != self.ignore_index
-        return valid.to(dtype) if self.weights is None else torch.where(valid, self.weights[part].to(dtype), 0)
+        return (
+            valid.to(dtype)
+            if self.weights is None
+            else torch.where(valid, self.weights[part].to(dtype), 0)
+        )
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two at or below the largest factor: gradients of logits are divided by it, to fit in float16."""
-        largest = self.factors(slice(None), dtype).abs().amax() if self.labels.numel() else self.labels.new_ones(())
-        return torch.ldexp(torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent - 1)
+        """Return the power of two at or below the largest factor: gradients of logits are divided
+        by it, to fit in float16.
+        """
+        largest = (
+            self.factors(slice(None), dtype).abs().amax()
+            if self.labels.numel()
+            else self.labels.new_ones(())
+        )
+        return torch.ldexp(
+            torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent - 1
+        )
 
-    def statistics(self, logits: Tensor, blocks: list[slice], labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return lse, the label's logit and the mean logit of each token, over the whole vocabulary."""
-        maximum = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)  # finite, if a slice has only -inf
+    def statistics(
+        self, logits: Tensor, blocks: list[slice], labels: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return lse, the label's logit and the mean logit of each token, over the whole
+        vocabulary.
+        """
+        # finite, if a slice has only -inf
+        maximum = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)
         summed = torch.zeros_like(maximum)
         for columns in blocks:
             summed += (logits[:, columns] - maximum[:, None]).exp_().sum(1)
         own = (labels >= 0) & (labels < logits.shape[1])
-        target = torch.where(own, logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0)
+        target = torch.where(
+            own, logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0
+        )
         total = logits.sum(1) if self.smoothing else torch.zeros_like(maximum)
         if self.slices > 1:
             mine = torch.stack([maximum, summed, target, total])
@@ -165,7 +236,9 @@ class _Terms:
 
 
 class _LinearSum(torch.autograd.Function):
-    """The sum of this rank's losses, with gradients computed in the forward pass and scaled in the backward pass."""
+    """The sum of this rank's losses, with gradients computed in the forward pass and scaled in the
+    backward pass.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, terms, needs):
@@ -180,7 +253,10 @@ class _LinearSum(torch.autograd.Function):
             torch.zeros_like(x, dtype=wide) if needed else None
             for x, needed in zip((weight, bias), needs[1:], strict=True)
         )
-        buffer, own = hidden.new_empty(kept, columns, dtype=accumulate), hidden.new_zeros((), dtype=torch.float64)
+        buffer, own = (
+            hidden.new_empty(kept, columns, dtype=accumulate),
+            hidden.new_zeros((), dtype=torch.float64),
+        )
         unit = None if terms.weights is None else terms.unit(accumulate)
         for start in range(0, tokens, terms.chunk):
             part = slice(start, start + terms.chunk)
@@ -189,7 +265,12 @@ class _LinearSum(torch.autograd.Function):
             for block in blocks:
                 _project(x, weight, bias, terms.softcap, logits, block)
             lse, target, mean = terms.statistics(logits, blocks, labels)
-            loss = lse - (1 - terms.smoothing) * target - terms.smoothing * mean + terms.z_loss * lse.square()
+            loss = (
+                lse
+                - (1 - terms.smoothing) * target
+                - terms.smoothing * mean
+                + terms.z_loss * lse.square()
+            )
             own += torch.where(factor != 0, factor * loss, 0).double().sum()
             factor = factor if unit is None else factor / unit
             dx = x.new_zeros(x.shape, dtype=accumulate) if needs[0] else None
@@ -228,7 +309,12 @@ class _LinearSum(torch.autograd.Function):
 
 
 def _project(
-    x: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logits: Tensor, block: slice
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    softcap: float | None,
+    logits: Tensor,
+    block: slice,
 ) -> None:
     """Write the logits of a block of columns."""
     columns = logits[:, block]
@@ -240,7 +326,9 @@ def _project(
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-    """Return the gradient of the uncapped logits of a block of columns. ``labels`` count from its first column."""
+    """Return the gradient of the uncapped logits of a block of columns. ``labels`` count from its
+    first column.
+    """
     found = (logits - lse[:, None]).exp_().mul_((factor * (1 + 2 * terms.z_loss * lse))[:, None])
     if terms.smoothing:
         found -= (factor * terms.smoothing / terms.vocabulary)[:, None]
@@ -259,8 +347,12 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
-def _place_in_vocabulary(weight: Tensor, group: Any, place: int, slices: int) -> tuple[int | Tensor, int | Tensor]:
-    """Return the first row of this rank in the vocabulary, and the size of the vocabulary. Reads nothing from a GPU."""
+def _place_in_vocabulary(
+    weight: Tensor, group: Any, place: int, slices: int
+) -> tuple[int | Tensor, int | Tensor]:
+    """Return the first row of this rank in the vocabulary, and the size of the vocabulary. Reads
+    nothing from a GPU.
+    """
     if slices == 1:
         return 0, weight.shape[0]
     size = torch.full((1,), weight.shape[0], dtype=torch.int64, device=weight.device)
@@ -278,23 +370,31 @@ def _check_head(hidden: Tensor, weight: Any, bias: Any) -> None:
         check_tensor(name, x)
         if x.dtype != hidden.dtype or x.device != hidden.device or x.dtype not in DTYPES:
             kinds = f"{hidden.dtype} on {hidden.device} and {x.dtype} on {x.device}"
-            raise ValueError(f"hidden and {name} must share a dtype of 16, 32 or 64 bits and a device, got {kinds}")
+            raise ValueError(
+                f"hidden and {name} must share a dtype of 16, 32 or 64 bits and a "
+                f"device, got {kinds}"
+            )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
         raise ValueError(
-            f"linear_weight must be (vocabulary, {hidden.shape[-1]}) and not empty, got {tuple(weight.shape)}"
+            f"linear_weight must be (vocabulary, {hidden.shape[-1]}) and not empty, got "
+            f"{tuple(weight.shape)}"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(
-            f"linear_bias must be ({weight.shape[0]},), a row for each of linear_weight, got {tuple(bias.shape)}"
+            f"linear_bias must be ({weight.shape[0]},), a row for each of linear_weight, got "
+            f"{tuple(bias.shape)}"
         )
 
 
 def _check_groups(group: Any, vocab_group: Any, ranks: int, slices: int) -> None:
     """Raise ValueError if the two groups share another rank than this one."""
     if min(ranks, slices) > 1:
-        shared = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(vocab_group))
+        shared = set(dist.get_process_group_ranks(group)) & set(
+            dist.get_process_group_ranks(vocab_group)
+        )
         if len(shared) > 1:
             raise ValueError(
-                f"group and vocab_group share the ranks {sorted(shared)}, expected this rank only: pass two dimensions of a "
+                f"group and vocab_group share the ranks {sorted(shared)}, expected this rank "
+                "only: pass two dimensions of a "
                 'mesh, group=mesh["cp"] and vocab_group=mesh["tp"]'
             )

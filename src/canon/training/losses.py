@@ -1,4 +1,6 @@
-"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks and its mean, for `linear_loss.py`."""
+"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks and its mean,
+for `linear_loss.py`.
+"""
 
 import math
 from numbers import Real
@@ -20,36 +22,49 @@ Items = int | float | Tensor | None
 
 @untraced
 def sequence_loss(
-    logits: Tensor, shift_labels: Tensor, *, weights: Tensor | None = None, num_items_in_batch: Items = None,
-    group: Group = None, ignore_index: int = -100,
-) -> Tensor:  # fmt: skip
-    """Return the mean cross-entropy over the valid tokens of all ranks: a scalar, equal on all ranks. A collective.
+    logits: Tensor,
+    shift_labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    num_items_in_batch: Items = None,
+    group: Group = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the mean cross-entropy over the valid tokens of all ranks: a scalar, equal on all
+    ranks. A collective.
 
     Args:
         logits: of this rank's tokens, (b, t, vocabulary) or (t, vocabulary). t may be 0.
         shift_labels: the next token of each token, int64 (b, t) or (t,), from `Layout.shard_batch`.
-        weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean divides by their sum, so
-            they must be finite and at least 0. Weight 0 counts as no label. With num_items_in_batch, they may have any sign.
-        num_items_in_batch: divide by this number instead, counted over all ranks of the group and all microbatches. Then the
-            losses of microbatches add up, and each token counts equally. 1 gives the sum.
-        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
+        weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean
+            divides by their sum, so they must be finite and at least 0. Weight 0 counts as no
+            label. With num_items_in_batch, they may have any sign.
+        num_items_in_batch: divide by this number instead, counted over all ranks of the group and
+            all microbatches. Then the losses of microbatches add up, and each token counts equally.
+            1 gives the sum.
+        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension;
+            None is all ranks.
         ignore_index: the label of tokens without a loss.
 
-    If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) / (n_1 + ... + n_n). Its
-    gradient is that of n S_r / (n_1 + ... + n_n), because DDP and FSDP2 average over ranks. Where gradients are added, divide
-    the loss by n. With the group of context ranks, each data rank counts equally; with that of all ranks, each token does.
+    If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) /
+    (n_1 + ... + n_n). Its gradient is that of n S_r / (n_1 + ... + n_n), because DDP and FSDP2
+    average over ranks. Where gradients are added, divide the loss by n. With the group of context
+    ranks, each data rank counts equally; with that of all ranks, each token does.
 
-    Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64 for float64), and added in
-    float64. Cost: one all-reduce of 16 bytes.
+    Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64
+    for float64), and added in float64. Cost: one all-reduce of 16 bytes.
 
-    Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On a GPU, a label outside the
-    vocabulary is a device-side assertion, and a `num_items_in_batch` in a tensor is not compared. The host waits for weights
-    without num_items_in_batch, to check them; a CUDA graph does not check them.
-    """
+    Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On
+    a GPU, a label outside the vocabulary is a device-side assertion, and a `num_items_in_batch` in
+    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them;
+    a CUDA graph does not check them."""
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
-        ignore_index, items = whole(f"{name}: ignore_index", ignore_index), number_of_items(num_items_in_batch)
+        ignore_index, items = (
+            whole(f"{name}: ignore_index", ignore_index),
+            number_of_items(num_items_in_batch),
+        )
         check_labels("logits (b, t, vocabulary)", logits, shift_labels, weights)
         check_weights(weights, shift_labels, items, ignore_index)
         check_range(shift_labels, ignore_index, logits.shape[-1])
@@ -60,17 +75,28 @@ def sequence_loss(
         ("num_items_in_batch", items if isinstance(items, float | None) else "a tensor"),
     )
     agree(name, group, ranks, logits, fields)
-    scores, labels = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)), shift_labels.flatten()
-    counted = labels if weights is None else labels.masked_fill(weights.flatten() == 0, ignore_index)
+    scores, labels = (
+        logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)),
+        shift_labels.flatten(),
+    )
+    counted = (
+        labels if weights is None else labels.masked_fill(weights.flatten() == 0, ignore_index)
+    )
     losses = cross_entropy(scores, counted, ignore_index=ignore_index, reduction="none")
     if weights is not None:
-        losses = torch.where(counted != ignore_index, losses * weights.flatten().to(losses.dtype), 0)
+        losses = torch.where(
+            counted != ignore_index, losses * weights.flatten().to(losses.dtype), 0
+        )
     own = losses.sum(dtype=torch.float64).to(losses.dtype)
     return mean_of_ranks(name, own, count_of(labels, weights, ignore_index), items, group, ranks)
 
 
-def mean_of_ranks(name: str, own: Tensor, counted: Tensor, items: Any, group: Any, ranks: int) -> Tensor:
-    """Return the sum of all ranks' ``own``, divided by ``items``, or by the sum of ``counted`` if that is None."""
+def mean_of_ranks(
+    name: str, own: Tensor, counted: Tensor, items: Any, group: Any, ranks: int
+) -> Tensor:
+    """Return the sum of all ranks' ``own``, divided by ``items``, or by the sum of ``counted`` if
+    that is None.
+    """
     totals = torch.stack([own.detach().double(), counted])
     if ranks > 1:
         with group_state(group).failures(name):
@@ -97,7 +123,11 @@ class _GlobalMean(torch.autograd.Function):
 def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tensor:
     """Return the number of valid tokens of this rank, or the sum of their weights, in float64."""
     valid = labels != ignore_index
-    return (valid if weights is None else torch.where(valid, weights.flatten().double(), 0)).sum().double()
+    return (
+        (valid if weights is None else torch.where(valid, weights.flatten().double(), 0))
+        .sum()
+        .double()
+    )
 
 
 def agree(name: str, group: Any, ranks: int, x: Tensor, fields: tuple) -> None:
@@ -108,17 +138,25 @@ def agree(name: str, group: Any, ranks: int, x: Tensor, fields: tuple) -> None:
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
-    """Return `num_items_in_batch` as a float, a tensor on a GPU unread. Raise unless it is a number >= 0 or None."""
+    """Return `num_items_in_batch` as a float, a tensor on a GPU unread. Raise unless it is a number
+    >= 0 or None.
+    """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
     return (
-        value if value is None or (isinstance(value, Tensor) and value.is_cuda) else number("num_items_in_batch", value)
+        value
+        if value is None or (isinstance(value, Tensor) and value.is_cuda)
+        else number("num_items_in_batch", value)
     )
 
 
 def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``. Raise TypeError or ValueError for anything else."""
-    expected = f">= 0{'' if most == math.inf else f' and <= {most}'}" if above is None else f"> {above}"
+    """Return a finite number from 0 to ``most``, or above ``above``. Raise TypeError or ValueError
+    for anything else.
+    """
+    expected = (
+        (f">= 0{'' if most == math.inf else f' and <= {most}'}") if above is None else f"> {above}"
+    )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {expected}, got {shown(value)}")
     number = float(value)
@@ -128,40 +166,68 @@ def number(name: str, value: Any, most: float = math.inf, above: float | None = 
 
 
 def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None:
-    """Raise TypeError or ValueError unless x, labels and weights fit together. ``expected``: name and axes of x."""
+    """Raise TypeError or ValueError unless x, labels and weights fit together. ``expected``: name
+    and axes of x.
+    """
     name = expected.split()[0]
-    given = {name: x, "shift_labels": shift_labels} | ({} if weights is None else {"weights": weights})
+    given = {name: x, "shift_labels": shift_labels} | (
+        {} if weights is None else {"weights": weights}
+    )
     for each, tensor in given.items():
         check_tensor(each, tensor)
         if tensor.device != x.device:
-            raise ValueError(f"{name} and {each} must be on one device, got {x.device}, {tensor.device}")
+            raise ValueError(
+                f"{name} and {each} must be on one device, got {x.device}, {tensor.device}"
+            )
     for each in given.keys() - {"shift_labels"}:
         if not given[each].is_floating_point():
             raise TypeError(f"{each} must be floating-point, got {shown(given[each])}")
     if shift_labels.dtype != torch.int64:
-        raise TypeError(f"shift_labels must be int64, got {shown(shift_labels)}: pass shift_labels.long()")
+        raise TypeError(
+            f"shift_labels must be int64, got {shown(shift_labels)}: pass shift_labels.long()"
+        )
     if x.ndim not in (2, 3) or x.shape[:-1] != shift_labels.shape:
         raise ValueError(
-            f"{name} must be {expected.removeprefix(name + ' ')} and shift_labels (b, t), or both without b, got "
+            f"{name} must be {expected.removeprefix(name + ' ')} and shift_labels (b, t), or both "
+            "without b, got "
             f"{tuple(x.shape)} and {tuple(shift_labels.shape)}"
         )
     if weights is not None and (weights.shape != shift_labels.shape or weights.requires_grad):
-        wrong = "a tensor with a gradient: pass weights.detach()" if weights.requires_grad else tuple(weights.shape)
+        wrong = (
+            ("a tensor with a gradient: pass weights.detach()")
+            if weights.requires_grad
+            else tuple(weights.shape)
+        )
         raise ValueError(
-            f"weights must be constants of the shape of shift_labels, {tuple(shift_labels.shape)}, got {wrong}"
+            "weights must be constants of the shape of shift_labels, "
+            f"{tuple(shift_labels.shape)}, got {wrong}"
         )
 
 
-def check_weights(weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int) -> None:
-    """Raise ValueError if the mean divides by weights that could cancel, or whose products with losses lose digits."""
-    if weights is None or items is not None or (weights.is_cuda and torch.cuda.is_current_stream_capturing()):
+def check_weights(
+    weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int
+) -> None:
+    """Raise ValueError if the mean divides by weights that could cancel, or whose products with
+    losses lose digits.
+    """
+    if (
+        weights is None
+        or items is not None
+        or (weights.is_cuda and torch.cuda.is_current_stream_capturing())
+    ):
         return
     least = torch.finfo(torch.float32).tiny
-    fits = (weights == 0) | ((weights >= least) & (weights < math.inf)) | (shift_labels == ignore_index)
+    fits = (
+        (weights == 0)
+        | ((weights >= least) & (weights < math.inf))
+        | (shift_labels == ignore_index)
+    )
     if not fits.all():
         raise ValueError(
-            f"weights must be finite, and 0 or at least {least:.1e}, because the mean divides by their sum; got "
-            f"{weights[~fits][0].item()}: for advantages, which have both signs, pass num_items_in_batch, the number of "
+            f"weights must be finite, and 0 or at least {least:.1e}, because the mean divides by "
+            "their sum; got "
+            f"{weights[~fits][0].item()}: for advantages, which have both signs, pass "
+            "num_items_in_batch, the number of "
             "labelled tokens of all ranks and microbatches"
         )
 
