@@ -114,8 +114,7 @@ def _bring(modules: Iterable[ModuleType]) -> None:
 _bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi))
 
 
-# ---------------------------------------------------------------------- functions to write that the
-# reference names otherwise
+# ----------------------------------------- functions to write that the reference names otherwise
 def zigzag(n: int, ranks: int) -> list[list[range]]:
     """Return the tokens of each rank in a zigzag layout."""
     return [list(held) for held in Layout.zigzag(n, ranks).ranges_per_rank]

@@ -227,8 +227,7 @@ def tokens_of(held: Held) -> list[range]:
     return ranges
 
 
-# ---------------------------------------------------------------------- assignments in sequence
-# order
+# ----------------------------------------------------------------- assignments in sequence order
 def contiguous(chunks: Held, ranks: int) -> Assignment:
     """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
     return _filled(chunks, [_counts(chunks, ranks)])

@@ -170,8 +170,7 @@ def test_spans_are_cut_exactly_where_predecessors_change(seed):
     ]
 
 
-# ------------------------------------------------------------------ heads in flight, and the order
-# of tiles
+# ------------------------------------------------------- heads in flight, and the order of tiles
 def rectangle(queries, keys):
     return Mask([Band(0, queries, 0, keys)], queries, keys)
 

@@ -141,8 +141,7 @@ def forward(
         copy_statistic(even_lse, lse)
 
 
-# ------------------------------------------------------------------ few queries, keys of several
-# ranks
+# ------------------------------------------------------------ few queries, keys of several ranks
 # The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
 # keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:

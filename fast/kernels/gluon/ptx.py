@@ -111,8 +111,7 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     )
 
 
-# ------------------------------------------------------------------ element-wise operations with a
-# fixed place
+# ---------------------------------------------------- element-wise operations with a fixed place
 @gluon.jit
 def broadcast_rows(x, like):
     """Return the vector x (one element for each column) in every row of a block like ``like``, as
@@ -382,8 +381,7 @@ def zero_rows(x, factors):
     )
 
 
-# ------------------------------------------------------------------ the stale maximum: votes and
-# rounding
+# --------------------------------------------------------- the stale maximum: votes and rounding
 @gluon.constexpr_function
 def declare_registers_ptx(warpgroup, columns):
     """Return PTX that declares one warpgroup's registers: a flag and a copy of rounded P."""

@@ -148,8 +148,7 @@ def is_partial(work, span):
     return gl.load(work + span + ROW_STOP) != 0
 
 
-# ------------------------------------------------------------------ iterate over the tiles of a
-# work tile
+# --------------------------------------------------------- iterate over the tiles of a work tile
 @gluon.jit
 def first_tile(work, work_tile):
     """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of
