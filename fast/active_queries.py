@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canon.fast.backward import QueryInputs
 from canon.fast.device import rows_for
-from canon.fast.local import merge_into
+from canon.fast.local import launch_merge
 from canon.fast.tables.device_plans import device_plan
 from canon.masks.band import Band
 from canon.masks.mask import Mask
@@ -74,10 +74,10 @@ class ActiveQueries:
         """
         if self.in_place:
             out = None if result is None else self.take(result)
-            merge_into(self.take(running[0]), self.take(running[1], 2), *part, result=out)
+            launch_merge(self.take(running[0]), self.take(running[1], 2), *part, result=out)
             others = slice(self.ranges[0].start), slice(self.ranges[0].stop, None)
         else:
-            merge_into(*running, *part, rows=query_indices(self, part[0].device))
+            launch_merge(*running, *part, rows=query_indices(self, part[0].device))
             others = (slice(None),)
         if result is not None:
             for rows in others:

@@ -147,10 +147,10 @@ def forward_into(
 
     ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
     as in `replayed`."""
-    replayed(_forward, (q, k, v, out, lse, max_logits), mask, scale, whole, kind=kind)
+    replayed(launch_forward, (q, k, v, out, lse, max_logits), mask, scale, whole, kind=kind)
 
 
-def _forward(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -159,8 +159,9 @@ def _forward(
     max_logits: Tensor | None,
     mask: AnyMask,
     scale: Scale,
-    whole: bool,
+    whole: bool = False,
 ) -> None:
+    """Launch what `forward_into` replays: inside another pass that is recorded."""
     check_device(q)
     forward = forward_for(q, v, mask, whole, max_logits is not None)
     forward(q, k, v, mask, scale, out, lse, *(() if max_logits is None else (max_logits,)))
@@ -219,17 +220,18 @@ def merge_into(
     ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of
     them. ``result``: out is written there, in any dtype.
     """
-    replayed(_merge_in_place, (out, lse, other_out, other_lse, rows, result))
+    replayed(launch_merge, (out, lse, other_out, other_lse, rows, result))
 
 
-def _merge_in_place(
+def launch_merge(
     out: Tensor,
     lse: Tensor,
     other_out: Tensor,
     other_lse: Tensor,
-    rows: Tensor | None,
-    result: Tensor | None,
+    rows: Tensor | None = None,
+    result: Tensor | None = None,
 ) -> None:
+    """Launch what `merge_into` replays: inside another pass that is recorded."""
     rows_for(out).merge(
         out, lse, other_out, other_lse, out if result is None else result, lse, rows
     )

@@ -39,7 +39,7 @@ from torch import Tensor
 from canon.fast.active_queries import ActiveQueries
 from canon.fast.backward import QueryInputs, _dkdv, _dq
 from canon.fast.device import kernels_for
-from canon.fast.local import empty_result, forward_into, forward_part
+from canon.fast.local import empty_result, launch_forward
 from canon.fast.replay.recordings import replayed
 from canon.ranks.profiling import named_steps
 from canon.route.call import Call
@@ -164,19 +164,13 @@ class Step:
         """
         mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
         if self.writes:
+            written = out[:, :, heads], lse[:, heads]
             largest = None if max_logits is None else max_logits[heads]
-            forward_into(
-                q[:, :, heads],
-                *keys,
-                mask,
-                scale,
-                out[:, :, heads],
-                lse[:, heads],
-                max_logits=largest,
-            )
+            launch_forward(q[:, :, heads], *keys, *written, largest, mask, scale)
         else:
-            options = {"scale": scale, "out_dtype": out.dtype, "max_logits": max_logits}
-            part = forward_part(self.active.take(q), *keys, mask, **options)
+            q = self.active.take(q)
+            part = empty_result(q, keys[1], out.dtype)
+            launch_forward(q, *keys, *part, max_logits, mask, scale)
             self.active.merge([out, lse], part, result)
 
 

@@ -161,7 +161,10 @@ def replayed(
     key = (body, kind, _aliases(addresses), _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
-        plan_cache.PLANS.put(key, prepared(_recorded(body, tensors, given, options)))
+        recorder = Recorder(given)
+        with launcher.recording(recorder), observed(recorder.planned), recorder:
+            body(*tensors, *options)
+        plan_cache.PLANS.put(key, prepared(recorder))
     elif found.reason:
         body(*tensors, *options)
     else:
@@ -178,16 +181,3 @@ def _settings(x: Tensor) -> tuple[Hashable, ...]:
 def _aliases(addresses: list[int]) -> tuple[int, ...] | None:
     """Return the index of the first equal address for each; None if all differ."""
     return None if len(set(addresses)) == len(addresses) else tuple(map(addresses.index, addresses))
-
-
-def _recorded(
-    body: Callable[..., None],
-    tensors: tuple[Tensor | None, ...],
-    given: tuple[Tensor, ...],
-    options: tuple,
-) -> Recorder:
-    """Run the pass as written, and record it. ``given``: the ``tensors`` that are not None."""
-    recorder = Recorder(given)
-    with launcher.recording(recorder), observed(recorder.planned), recorder:
-        body(*tensors, *options)
-    return recorder

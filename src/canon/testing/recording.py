@@ -32,6 +32,7 @@ KINDS = {
     "tiled_backward": "backward",
     "attention_forward": "forward",
     "forward_into": "forward",
+    "launch_forward": "forward",
     "forward_part": "forward",
     "attention_backward": "backward",
 }
