@@ -160,7 +160,7 @@ def provenance(name: str) -> tuple[str, str, str, str, int]:
     machine = record.get("machine", record)
     gpus = machine.get("gpus", [machine["gpu"]] if "gpu" in machine else [])
     versions = [f"{each} {machine[each]}" for each in ("torch", "triton") if machine.get(each)]
-    if "peers" in record:
+    if "peers" in record and "cudnn" in machine:
         versions.append(f"cuDNN {machine['cudnn']}")
     versions += [
         f"{peer} {version}"
