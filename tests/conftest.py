@@ -1,7 +1,9 @@
 """Set up all tests. With --gpu, only the tests marked gpu or gpus run.
 
-On the CPU `canon.fast` computes with its PyTorch tiles. Tests of kernels (`INTERPRETED`, or the
-mark interpreted) run them in Triton's interpreter.
+Folders mirror the source; files beside this one are shared by several tests. On the CPU
+`canon.fast` computes with its PyTorch tiles. Tests of kernels, and of all that records, counts,
+compiles or simulates them, run them in Triton's interpreter: they lie in the folders kernels and
+simulator, or have the mark interpreted.
 """
 
 import importlib
@@ -18,17 +20,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch.utils._pytree import tree_leaves
 
-# Tests of the kernels, and of all that records, counts, compiles or simulates them.
-INTERPRETED = """
-aggregates bench bench_speeds bits check check_bits check_contract check_warming compile
-containment cuda cuda_config cuda_graph cuda_kernels cuda_launch cuda_program cuda_resources
-decode_in_order device few_queries_in_order first_call gluon gluon_launch gluon_maxima
-gluon_order gluon_protocol gluon_random gluon_semaphore held_sms interpreter kernel_choice
-kernel_variants kernels key_order key_parts launch_counts launcher lesson_tools memory
-merge_race placed_mask plan_lifetime planted_notebooks prepared ptx range repeated_calls
-replayed_schedules simulator simulator_programs simulator_values swap_it_in tile_scheduler
-wide_heads wide_offsets
-""".split()  # noqa: SIM905
+# Folders of tests of the kernels, which run interpreted without the mark.
+INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "simulator")]
 
 # The same examples in every run, so that a failure can be repeated.
 settings.register_profile("canon", deadline=None, derandomize=True, database=None)
@@ -103,7 +96,7 @@ def pytest_runtest_setup(item):
     records = "replays" in item.fixturenames  # only launches of kernels are recorded
     if (
         records
-        or item.path.stem.removeprefix("test_") in INTERPRETED
+        or any(folder in item.path.parents for folder in INTERPRETED)
         or item.get_closest_marker("interpreted")
     ):
         os.environ["TRITON_INTERPRET"] = "1"

@@ -297,7 +297,7 @@ def test_nothing_imports_tests_or_a_half_by_its_folder_name():
         "conftest",
         "reference",
         "fast",
-        *(path.stem for path in (ROOT / "tests").glob("test_*.py")),
+        *(path.stem for path in (ROOT / "tests").rglob("test_*.py")),
     }
     found = {path: imports_of_file(path, module) for path, module in python_files(*PACKAGES)}
     for path in (ROOT / "notebooks").glob("*.ipynb"):

@@ -1,7 +1,7 @@
 """All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
 
-tests/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a result ends in
-"mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
+tests/kernels/gluon/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a
+result ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
 """
 
 from triton._C.libtriton import ir

@@ -230,7 +230,7 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
 
     The first column divides the times of both passes. No record has many cells and little to
     receive: there a merge of all queries would take longer than the hidden cast. Records:
-    paper/data, compared in `tests/test_defaults.py`."""
+    paper/data, compared in `tests/masks/test_defaults.py`."""
     return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
 
 

@@ -1,0 +1,363 @@
+"""Claims about `canon check`: the halves agree, faults are found, and the record and the exit
+status are correct.
+"""
+
+from collections import defaultdict
+from dataclasses import astuple
+
+import pytest
+import torch
+
+import canon
+from canon.check import check_command, sources
+
+pytestmark = pytest.mark.interpreted
+
+FAULTY = """
+from canon.reference import *
+from canon import reference
+
+def zigzag_attention(q, k, v, mask=None, **options):
+    out, lse = reference.zigzag_attention(q, k, v, mask, **options)
+    return out * {factor}, lse
+
+def a_new_one(q):
+    return q
+
+del striped_attention
+"""
+
+MOVES = """
+import itertools
+import torch
+import torch.distributed as dist
+from canon import reference
+
+earlier, calls = {{}}, itertools.count()
+
+def group_cast(x, plan, stage, *, group=None):
+    rank, received = dist.get_rank(), reference.group_cast(x, plan, stage, group=group)
+    {cast}
+    return received
+
+def group_reduce(y, plan, stage, into, *, group=None):
+    {reduce}
+    return reference.group_reduce(y, plan, stage, into, group=group)
+
+def dispatch(mask, ranks, **options):
+    {plan}
+    return reference.dispatch(mask, ranks, **options)
+
+class Layout(reference.Layout):
+    def unshard(self, x, group=None, dim=1, *, partial_grad=False):
+        {gradient}
+        return super().unshard(x, group, dim, partial_grad=partial_grad)
+"""
+STALE = "old, n = earlier.setdefault(rank, received), plan.receive_sizes(stage, rank)[0]; "
+WRONG_MOVES = {  # fault: (message, function, wrong line)
+    "two tokens change places": (
+        "cast 0: 2 of ",
+        "group_cast",
+        {"cast": "received[:2] = received[:2].flip(0)"},
+    ),
+    "the tokens of one source are those of the previous cast": (
+        "cast 1: ",
+        "group_cast",
+        {"cast": STALE + ("received = torch.cat([old[:n], received[n:]]) if stage else received")},
+    ),
+    "a sum travels in bfloat16": (
+        "sum is off by",
+        "group_reduce",
+        {"reduce": "y = y.bfloat16().to(y.dtype)"},
+    ),
+    "a rank is left out": (
+        "sum is off by",
+        "group_reduce",
+        {"reduce": "y = y * (dist.get_rank() != 2)"},
+    ),
+    "sums differ from run to run": (
+        "run 2 gave other bits than the first, in ",
+        "group_reduce",
+        {"reduce": "y = y * (1 + next(calls) * 2**-22)"},
+    ),
+    "another plan": (
+        "plan: ",
+        "dispatch",
+        {"plan": "return reference.Layout.zigzag(mask.queries, ranks)"},
+    ),
+    "a gradient is not summed over the ranks": (
+        "sum is off by",
+        "Layout",
+        {"gradient": "partial_grad = False"},
+    ),
+}
+
+
+@pytest.fixture
+def documents(tmp_path):
+    """Write documents with lengths that reveal off-by-one errors."""
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    for number, length in enumerate((1, 2, 137, 541, 89)):
+        text = f"document {number}, of {length} bytes. " * (length // 20 + 1)
+        (folder / f"{number}.txt").write_text(text[:length])
+    return folder
+
+
+def verdicts(record):
+    """Return one verdict for each function: these tests change a whole function, so all its cases
+    have one verdict.
+    """
+    return {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
+
+
+def test_the_reference_agrees_with_itself(run):
+    status, printed, record = run("canon.reference", "--tokens", 60, "--ranks", 2)
+    assert status == 0
+    assert "cases agree." in printed.out
+    tried = {result["case"].split("/")[0] for result in record["results"]}
+    assert tried >= {
+        "attention",
+        "attention_forward",
+        "attention_backward",
+        "merge",
+        "ring_attention",
+        "zigzag_attention",
+        "striped_attention",
+        "strided_attention",
+        "magi_attention",
+        "latent_attention",
+        "dispatch",
+        "cast_plan",
+        "plan_report",
+        "group_cast",
+        "group_reduce",
+        "Layout",
+        "decode_attention",
+        "prepare",
+    }
+    assert record["untried"] == [], "no public function without a case"
+    assert all(
+        result["verdict"] == "agrees" and result["same_bits"] for result in record["results"]
+    )
+    for dtype in ("float32", "bfloat16", "float64"):
+        assert any(f"/{dtype}" in result["case"] for result in record["results"])
+    assert record["command"].startswith("canon check canon.reference --ranks 2")
+    assert record["machine"]["torch"] == torch.__version__
+
+
+def test_the_portable_kernels_agree(run, documents):
+    status, printed, record = run(
+        "canon.fast",
+        "--ranks",
+        3,
+        "--documents",
+        documents,
+        "--tokens",
+        230,
+        "--only",
+        "zigzag_attention/*/documents",
+    )
+    assert status == 0, printed.out
+    assert len(record["results"]) == 2
+
+
+def test_the_hopper_kernels_agree_where_they_are_simulated(run, documents):
+    words = ("--ranks", 2, "--documents", documents, "--tokens", 230, "--backend", "gluon")
+    status, printed, record = run("canon.fast", *words, "--only", "zigzag_attention/*/documents")
+    assert status == 0, printed.out
+    assert "simulated" in record["world"]
+    assert "--backend gluon" in record["command"]
+    assert [result["case"].split("/")[3:] for result in record["results"]] == [
+        ["float16"],
+        ["float16", "sink"],
+    ]
+
+
+def test_a_faulty_module_disagrees(run, write_module):
+    write_module("faulty_attention", FAULTY.format(factor=1.01))
+    status, printed, record = run("faulty_attention", "--tokens", 200, "--only", "zigzag")
+    assert status == 1
+    assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
+        "zigzag_attention": "disagrees"
+    }
+    assert "out is off by" in printed.out
+    assert verdicts(record).keys() == {"zigzag_attention"}
+    words = " ".join(printed.out.split())
+    assert "does not have them: striped_attention" in words
+    assert "imports them from canon: Layout, attention, attention_backward" in words
+    first, *others = [
+        line
+        for line in printed.out.splitlines()
+        if line.startswith("zigzag_attention") and ": " in line
+    ]
+    assert "out is 1.01 times the expected" in first
+    assert len(others) > 2
+    # no factor explains its rounding
+    others = [line for line in others if "cancelling" not in line]
+    assert not [
+        line
+        for line in others
+        if "times the expected (and" not in line and first.split(": ")[0] not in line
+    ]
+    assert "a_new_one" in record["untried"]
+
+
+def test_a_module_that_raises_on_one_rank_fails_that_case_alone(run, write_module):
+    text = FAULTY.format(factor=1).replace(
+        "    out, lse",
+        "    import torch.distributed as dist\n    assert dist.get_rank() != 2, 'no rank two'\n   "
+        " out, lse",
+        1,
+    )
+    write_module("raising_attention", text)
+    status, printed, record = run(
+        "raising_attention", "--tokens", 200, "--only", "zigzag/documents"
+    )
+    assert status == 1
+    assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
+        "zigzag_attention": "failed"
+    }
+    assert "rank 2: AssertionError: no rank two" in printed.out
+
+
+def test_a_module_with_other_bits_in_each_run_disagrees(run, write_module):
+    text = (
+        FAULTY.format(factor="next(numbers)")
+        + "\nimport itertools\nnumbers = itertools.cycle([1, 1, 1, 1, 1 + 2**-23])\n"
+    )
+    write_module("wavering_attention", text)
+    status, printed, _ = run(
+        "wavering_attention",
+        "--tokens",
+        200,
+        "--only",
+        "zigzag_attention/zigzag/causal",
+        "--dtype",
+        "float32",
+    )
+    assert status == 1
+    assert "run 2 gave other bits than the first, in " in printed.out
+
+
+def test_more_runs_find_rare_faults(run, write_module):
+    """Every rank doubles its out in its fifth run."""
+    text = FAULTY.format(factor="next(numbers[threading.get_ident()])")
+    text += "\nimport collections, itertools, threading\n"
+    text += (
+        "numbers = collections.defaultdict(lambda: itertools.chain([1, 1, 1, 1, 2], "
+        "itertools.repeat(1)))\n"
+    )
+    for name, runs, expected in (("often_enough", 4, 0), ("once_more", 6, 1)):
+        write_module(name, text)
+        status, printed, record = run(
+            name,
+            "--tokens",
+            200,
+            "--only",
+            "zigzag_attention/zigzag/causal",
+            "--dtype",
+            "float32",
+            "--runs",
+            runs,
+        )
+        assert status == expected
+        assert f"--runs {runs}" in record["command"]
+    assert "rank 3: run 5 gave other bits than the first, in " in printed.out
+    assert "run 6" not in printed.out
+
+
+@pytest.mark.parametrize("fault", WRONG_MOVES)
+def test_wrong_moves_plans_and_sums_disagree(fault, run, write_module):
+    message, function, change = WRONG_MOVES[fault]
+    write_module("moving", MOVES.format_map(defaultdict(lambda: "pass", change)))
+    status, printed, record = run("moving", "--tokens", 200, "--dtype", "float32")
+    assert status == 1
+    assert {name for name, verdict in verdicts(record).items() if verdict != "agrees"} == {function}
+    assert message in printed.out
+    assert "the reference itself" not in printed.out
+
+
+def test_processes_agree_too(run):
+    status, printed, _ = run(
+        "canon.reference",
+        "--world",
+        "processes",
+        "--ranks",
+        2,
+        "--tokens",
+        200,
+        "--only",
+        "zigzag/causal",
+    )
+    assert status == 0, printed
+
+
+def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for gpus, ranks, expected in (
+        (1, None, ("threads", "cuda", 4)),
+        (8, None, ("gpus", "cuda", 8)),
+        (8, 3, ("gpus", "cuda", 3)),
+        (8, 9, ("threads", "cuda", 9)),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.delenv("TRITON_INTERPRET")
+        assert astuple(check_command._placement("auto", ranks)) == expected
+        assert astuple(check_command._placement("processes", ranks))[:2] == ("processes", "cpu")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        assert astuple(check_command._placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no.such.module"], "cannot import no.such.module"),
+        (["canon.reference", "--only", "nothing"], "no case matches 'nothing'"),
+        (["canon.reference", "--ranks", "0"], "--ranks must be at least 1"),
+        (["canon.reference", "--runs", "0"], "--runs must be at least 1"),
+        (["canon.reference", "--documents", "missing.txt"], "no such file or folder: missing.txt"),
+        (["canon.testing.record"], "has none of the functions"),
+        (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["canon.reference", "--backend", "gluon"], "canon.reference has no backends"),
+        (["canon.reference", "--world", "gpus", "--ranks", "99"], "a GPU for each rank: 99 ranks"),
+        (["--backend", "cuda"], "--backend cuda needs a GPU"),
+        (["--backend", "cuda", "--random", "5"], "--backend cuda needs a GPU"),
+        (
+            ["canon.reference", "--features", "causal,fast"],
+            "--features fast: expected one or more of",
+        ),
+        (["canon.reference", "--features", "batched,packed"], "expected one of them"),
+        (["canon.reference", "--features", "no-mask,full"], "allows causal only"),
+        (["--random", "0"], "--random needs N >= 1"),
+        (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
+        (
+            ["--random", "2", "--only", "no such mask"],
+            "no function or mask of these cases has 'no such mask'",
+        ),
+        (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
+        (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
+        (["canon.reference", "--fresh"], "--fresh needs --random N"),
+    ],
+)
+def test_invalid_arguments_are_errors(run, words, message):
+    status, printed, _ = run(*words)
+    assert status == 2
+    assert message in printed.err
+
+
+@pytest.mark.parametrize(
+    "name", ["__init__.py", "fast/local.py", "fast/replay/replay.c", "fast/replay/new.cu"]
+)
+def test_the_digest_of_the_source_changes_with_each_source_file(name, tmp_path, monkeypatch):
+    package, half = tmp_path / "src/canon", tmp_path / "fast"
+    for path in (package / "__init__.py", half / "local.py", half / "replay/replay.c"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("before")
+    (package / "fast").symlink_to(half)
+    monkeypatch.setattr(canon, "__file__", str(package / "__init__.py"))
+    before = sources.digest("canon.fast")
+    (package / name).with_suffix(".txt").write_text("no source")
+    assert sources.digest("canon.fast") == before
+    (package / name).write_text("after")
+    assert sources.digest("canon.fast") != before

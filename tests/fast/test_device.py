@@ -1,0 +1,192 @@
+"""Hopper GPUs use Gluon where it supports the inputs; other GPUs Triton; all else PyTorch; a chosen
+backend is always used.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import canon
+from canon.fast import backend, device
+from canon.fast.kernels import launcher
+from canon.fast.kernels.cuda import launch as cuda
+from canon.fast.kernels.gluon import backend as gluon_backend
+from canon.fast.kernels.gluon import launch as hopper
+from canon.fast.kernels.torch import launch as plain
+from canon.fast.kernels.triton import backend as triton_backend
+from canon.fast.kernels.triton import config
+from canon.fast.kernels.triton import launch as portable
+
+pytestmark = pytest.mark.interpreted
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def heads(d, dtype, where="cuda"):
+    return SimpleNamespace(shape=(1, 8, 2, d), dtype=dtype, device=torch.device(where))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with one GPU, of compute capability 9.0 unless the test sets another."""
+    found = {"capability": (9, 0)}
+    monkeypatch.setattr(gluon_backend, "capability", lambda _: found["capability"])
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("d", "dv", "dtype", "method", "expected"),
+    [
+        (128, 128, BF16, "split", hopper),
+        (256, 192, F16, "head_parallel", hopper),
+        (128, 40, BF16, "fused", hopper),
+        (136, 128, BF16, "fused", portable),
+        (128, 264, BF16, "split", portable),
+        (64, 64, F32, "split", portable),
+    ],
+)
+def test_hopper_uses_gluon_where_it_supports_the_inputs(machine, d, dv, dtype, method, expected):
+    assert device.kernels_for(heads(d, dtype), heads(dv, dtype), method) is expected
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (9, 1), (10, 0), (12, 0)])
+def test_other_gpus_use_triton(machine, capability):
+    machine["capability"] = capability
+    assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
+
+
+def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
+    mi250 = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi250)
+    monkeypatch.setattr(portable, "INTERPRETED", False)
+    for hip, expected in (("6.2", portable), (None, hopper)):
+        monkeypatch.setattr(launcher, "_gpus", {})
+        monkeypatch.setattr(torch.version, "hip", hip)
+        assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
+        assert config.is_hopper(torch.device("cuda")) == (expected is hopper)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+@pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
+def test_cuda_is_never_chosen_without_being_asked_for(machine, capability, method):
+    machine["capability"] = capability
+    chosen = {
+        device.kernels_for(heads(d, dtype), heads(d, dtype), method)
+        for d in (16, 64, 256)
+        for dtype in (BF16, F16)
+    }
+    assert chosen == {portable}
+    with backend("cuda"):
+        assert device.kernels_for(heads(64, BF16), heads(64, BF16), method) is cuda
+
+
+def test_the_interpreter_uses_triton(machine, monkeypatch):
+    monkeypatch.setattr(portable, "INTERPRETED", True)
+    for where in ("cpu", "cuda"):
+        assert device.kernels_for(heads(128, BF16, where), heads(128, BF16, where)) is portable
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "mps"])
+def test_tensors_that_no_other_backend_serves_use_torch(machine, where, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    if where == "cuda":
+        monkeypatch.setattr(triton_backend, "INSTALLED", False)
+    x = heads(128, BF16, where)
+    assert device.kernels_for(x, x) is plain
+    with backend("triton"):
+        assert device.kernels_for(x, x) is portable
+        with pytest.raises(RuntimeError, match=r'use backend\("torch"\)'):
+            device.check_inputs(x)
+
+
+def test_torch_can_be_chosen_everywhere(machine):
+    with backend("torch"):
+        for where in ("cpu", "cuda"):
+            assert device.kernels_for(heads(128, BF16, where), heads(128, BF16, where)) is plain
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("gluon", hopper), ("triton", portable), ("cuda", cuda), (None, hopper)],
+)
+def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
+    with backend(chosen) if chosen else nullcontext():
+        assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is expected
+        if chosen in ("gluon", "cuda"):  # its launches raise for inputs that it does not support
+            assert device.kernels_for(heads(512, F32), heads(512, F32)) is expected
+
+
+@pytest.mark.parametrize("name", ["gluon", "cuda"])
+def test_a_chosen_backend_without_a_gpu_raises_before_a_message(name):
+    q = torch.ones(1, 8, 2, 8, dtype=BF16)
+    with (
+        backend(name),
+        pytest.raises(
+            ValueError, match='kernels need .* got .*(cpu|CPU).*: use backend\\("triton"\\)'
+        ),
+    ):
+        device.check_inputs(q)
+
+
+ON_CPU = """
+import sys
+import torch, torch.distributed as dist
+from canon import Layout, Mask, fast, reference
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+x = torch.ones(1, 8, 2, 8)
+plan = fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
+functions = (
+    lambda q: fast.ring_attention(q, q, q),
+    lambda q: fast.strided_attention(q, q, q),
+    lambda q: fast.magi_attention(q, q, q),
+    lambda q: fast.decode_attention(q, q, q),
+    lambda q: fast.group_cast(q[0], plan, 0),
+    lambda q: fast.group_reduce(q[0, : 8 * rank], plan, 0, q[0].clone()),
+)
+for function in functions:
+    function(x)
+    try:
+        with fast.backend("triton"):
+            function(x)
+    except (RuntimeError, ValueError) as error:
+        print(error)
+    reference.ring_attention(x, x, x)
+q = x.to("meta") if rank else x
+try:
+    fast.ring_attention(q, q, q)  # only rank 0 has CPU tensors
+except (RuntimeError, ValueError) as error:
+    print("PARTED", error)
+"""
+
+
+def test_cpu_tensors_compute_and_a_chosen_backend_raises_on_every_rank_before_a_message(tmp_path):
+    """In fresh processes, without TRITON_INTERPRET."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    run = lambda rank: subprocess.Popen(
+        [sys.executable, "-c", ON_CPU, str(rank), str(tmp_path / "store")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ranks = [run(rank) for rank in range(2)]
+    for printed, errors in [rank.communicate(timeout=100) for rank in ranks]:
+        same, _, one_rank = printed.partition("PARTED")
+        assert (
+            same.count("the Triton kernels need tensors on a CUDA device, got CPU tensors") == 6
+        ), printed + errors
+        assert "rank 1: q is on the meta device" in one_rank, printed + errors

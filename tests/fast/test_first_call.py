@@ -1,0 +1,130 @@
+"""Claims about `canon.fast.ahead.first_call`: the first call of a model compiles all that later
+calls can need.
+"""
+
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+import torch
+from triton import knobs
+
+from canon import Mask, fast
+from canon.fast.ahead import first_call
+from canon.fast.ahead.compilation import Outcome
+from canon.fast.ahead.kernel_variants import identities
+from canon.fast.ahead.warm import _checked_model
+from canon.fast.local import LOCAL
+from canon.fast.magi import MAGI
+from canon.fast.ring import RING, ZIGZAG
+from canon.route.call import checked_call
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.fixture
+def teams(monkeypatch):
+    """Return a list of (steps, identities) of the teams that would compile, and an outcome that the
+    test may change.
+    """
+    found, outcome = [], [Outcome(3, 0, 3)]
+
+    def compile_ahead(collect, steps, identities, **options):
+        found.append(identities)
+        return outcome[0]
+
+    monkeypatch.setattr(first_call, "INTERPRETED", False)
+    monkeypatch.setattr(first_call, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(first_call, "are_stamped", lambda _: False)
+    monkeypatch.setattr(first_call, "_compiled", set())
+    monkeypatch.delenv("CANON_COMPILE_AHEAD", raising=False)
+    return found, outcome
+
+
+def call(algorithm=LOCAL, mask=None, dtype=torch.bfloat16, **options):
+    """Return a call whose tensors would be on a GPU."""
+    q, k, v = (torch.zeros(1, 16, heads, 32, dtype=dtype) for heads in (4, 2, 2))
+    return replace(
+        checked_call(algorithm, q, k, v, mask=mask, **options), device=torch.device("cuda")
+    )
+
+
+def test_a_model_starts_one_team_whatever_its_masks_and_scales(teams, capsys):
+    found, _ = teams
+    for mask, scale in (
+        (None, None),
+        (Mask.documents([0, 3, 16]), -1.0),
+        (Mask.window(16, left=2), 0.0),
+    ):
+        first_call.compile_for(call(mask=mask, scale=scale))
+    assert len(found) == 1
+    assert "attention (torch.bfloat16, widths 32/32, heads 4/2)" in capsys.readouterr().err
+    first_call.compile_for(call(dtype=torch.float16))
+    assert len(found) == 2, "another dtype is another model"
+    first_call.compile_for(call(RING))
+    first_call.compile_for(call(ZIGZAG))
+    assert len(found) == 3, "ring and zigzag have the same kernels"
+    first_call.compile_for(call(MAGI, reduce_dtype=torch.float16))
+    assert len(found) == 4
+    first_call.compile_for(call(rank_invariant=True))
+    assert len(found) == 5, "kernels that visit keys in order are others"
+
+
+def test_no_team_starts_on_a_cpu_or_after_the_variable_or_the_stamps_forbid_it(teams, monkeypatch):
+    found, _ = teams
+    first_call.compile_for(replace(call(), device=torch.device("cpu")))
+    monkeypatch.setattr(first_call, "are_stamped", lambda _: True)
+    first_call.compile_for(call())
+    monkeypatch.setattr(first_call, "are_stamped", lambda _: False)
+    monkeypatch.setenv("CANON_COMPILE_AHEAD", "0")
+    first_call.compile_for(call(dtype=torch.float16))
+    assert not found
+
+
+def test_a_team_that_fails_warns_once(teams, monkeypatch):
+    found, outcome = teams
+    outcome[0] = Outcome(2, 1, 3, "no such instruction")
+    with pytest.warns(
+        UserWarning, match="compiled 2 of 3 kernels of attention .*: no such instruction"
+    ):
+        first_call.compile_for(call())
+    first_call.compile_for(call())
+    assert len(found) == 1
+    monkeypatch.setattr(
+        first_call, "compile_ahead", Mock(side_effect=OSError("no locks available"))
+    )
+    with pytest.warns(UserWarning, match="unknown many kernels .*: OSError: no locks available"):
+        first_call.compile_for(call(dtype=torch.float16))
+
+
+def test_warm_up_leaves_the_stamps_of_first_calls():
+    warmed = _checked_model(torch.bfloat16, 32, 32, (4, 2), ("attention", "ring_attention"))
+    for algorithm in (LOCAL, RING):
+        assert set(identities(first_call.model_of(call(algorithm)))) <= set(identities(warmed))
+    other = first_call.model_of(call(RING, reduce_dtype=torch.float16))
+    assert not set(identities(other)) & set(identities(warmed))
+
+
+def test_each_new_kind_of_call_asks_once_for_its_kernels(monkeypatch):
+    asked, side = [], LOCAL.side
+    monkeypatch.setitem(vars(side), "compile_for", asked.append)
+    q, k, v = (torch.zeros(1, 16, heads, 8) for heads in (4, 2, 2))
+    for mask in (None, None, Mask.window(16, left=2), None):
+        fast.attention(q, k, v, mask, scale=0.123)
+    assert [made.mask for made in asked] == [Mask.causal(16), Mask.window(16, left=2)]
+
+
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(first_call.tempfile, "tempdir", str(tmp_path))
+    with knobs.cache.scope():
+        knobs.cache.dir = str(tmp_path / "own")
+        first_call.make_cache_writable()
+        assert knobs.cache.dir == str(tmp_path / "own")
+        (tmp_path / "file").write_text("")
+        knobs.cache.dir = str(
+            tmp_path / "file" / "cache"
+        )  # root may write into a read-only folder, but not into a file
+        with pytest.warns(UserWarning, match="not writable"):
+            first_call.make_cache_writable()
+        assert knobs.cache.dir.startswith(str(tmp_path / "canon-triton-"))
+        assert (tmp_path / knobs.cache.dir).stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,192 @@
+"""Launches: the cache of compiled kernels is used for equal calls only,
+and captured graphs replay.
+"""
+
+import functools
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Mask, fast
+from canon.fast import attention, local
+from canon.fast.kernels import launcher
+from canon.testing import process_groups
+
+pytestmark = pytest.mark.interpreted
+
+GPU = torch.device("cuda", 0)
+
+
+class Kernel:
+    """A kernel (x, n, scale, D). It counts compilations and records all launches."""
+
+    arg_names = ("x", "n", "scale", "D")
+
+    def __init__(self):
+        self.compiled, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self._compile(grid, arguments, constants)
+
+    def _compile(self, grid, arguments, constants):
+        self.compiled += 1
+        self.launched.append((grid[0], *arguments, constants["D"]))
+        return Compiled(self.compiled, self.launched)
+
+
+class Compiled:
+    """A compiled kernel, which records later launches."""
+
+    def __init__(self, number, launched):
+        self.number, self.launched = number, launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.launched.append((self.number, grid, *arguments))
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    monkeypatch.setattr(launcher, "_compiled", {})
+    return Kernel()
+
+
+def test_a_second_equal_call_uses_the_compiled_kernel(kernel):
+    x, y = torch.zeros(8), torch.zeros(8)
+    launcher.launch(kernel, 3, GPU, (x, 5, 0.5), D=64, num_warps=4)
+    launcher.launch(kernel, 7, GPU, (y, 5, 0.25), D=64, num_warps=4)
+    assert kernel.compiled == 1
+    first, second = kernel.launched
+    assert first == (3, x, 5, 0.5, 64)
+    assert second[:2] == (1, (7, 1, 1))
+    assert second[2] is y
+    assert second[3:] == (5, 0.25, 64), "constants in the kernel's order, and no compiler options"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dict(x=torch.zeros(8, dtype=torch.float16)),
+        dict(x=torch.zeros(9)[1:]),  # not aligned to 16 bytes
+        dict(n=1),
+        dict(n=(5,)),
+        dict(D=32),
+        dict(num_warps=8),
+        dict(x=SimpleNamespace(base=torch.zeros(8), block_shape=[4, 2])),
+        dict(device=torch.device("cuda", 1)),
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_different_call_is_compiled_anew(kernel, other):
+    call = dict(device=GPU, x=torch.zeros(8), n=5, D=64, num_warps=4)
+    for changed in (call, call | other, call, call | other):
+        arguments = changed["x"], changed["n"], 0.5
+        launcher.launch(
+            kernel, 1, changed["device"], arguments, D=changed["D"], num_warps=changed["num_warps"]
+        )
+    assert kernel.compiled == 2
+
+
+def test_the_cache_is_bounded(kernel, monkeypatch):
+    monkeypatch.setattr(launcher, "CACHE_LIMIT", 4)
+    for n in range(20):
+        launcher.launch(kernel, 1, GPU, (torch.zeros(8), n, 0.5), D=64)
+    assert len(launcher._compiled) <= 4
+
+
+def test_a_failed_compilation_is_repeated(kernel, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("too little shared memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "_compile", broken)
+        with pytest.raises(RuntimeError, match="shared memory"):
+            launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
+    launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
+    assert kernel.compiled == 1
+
+
+@pytest.mark.gpus(1)
+@pytest.mark.parametrize("method", ["split", "fused", "head_parallel", "auto"])
+def test_a_captured_graph_replays_both_passes(method, deterministic):
+    mask = Mask.documents([0, 1, 700, 1500, 2048], window=(900, 0))
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for h in (32, 4, 4, 32)
+    )
+
+    def both():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, mask, backward=method)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = both()
+    for _ in range(3):
+        q.copy_(torch.randn(q.shape, generator=draw, device="cuda"))
+        expected = [x.clone() for x in both()]
+        for x in replayed:
+            x.detach().zero_()
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
+    assert local.attention_forward(q, k, v, mask)[0].equal(replayed[0])
+
+
+def captured(names):
+    """Return for each of three replays whether a captured graph of these schedules gives the
+    results of eager calls.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mask = Mask.documents([0, 700, 701, 2048], window=(900, 0))
+    layout = fast.dispatch(mask, ranks, chunk=128)
+    draw = torch.Generator("cuda").manual_seed(0)
+    full = [
+        torch.randn(1, 2048, h, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for h in (8, 4, 4, 8)
+    ]
+    *held, dout = (layout.shard(x, rank) for x in full)
+
+    def both():
+        results, leaves = [], [x.detach().requires_grad_() for x in held]
+        for name in names:
+            out = getattr(fast, name)(*leaves, mask, layout)
+            results += [out, *torch.autograd.grad(out, leaves, dout)]
+        return results
+
+    both()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(
+        graph, stream=stream, capture_error_mode="thread_local"
+    ):  # NCCL's watchdog queries events meanwhile
+        replayed = both()
+    same = []
+    for turn in range(3):
+        for x in held:
+            x.mul_(0.5 + turn)
+        expected = [x.clone() for x in both()]
+        for x in replayed:
+            x.detach().zero_()
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        same.append(all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True)))
+    return same
+
+
+@pytest.mark.gpus(2)
+def test_a_captured_graph_replays_schedules():
+    schedules = ["ring_attention", "strided_attention", "magi_attention"]
+    assert process_groups.gpus(functools.partial(captured, schedules), 2) == [[True] * 3] * 2

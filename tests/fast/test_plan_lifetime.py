@@ -1,0 +1,258 @@
+"""A plan lives as long as its readers, and all plans together stay within a limit of bytes."""
+
+import gc
+import os
+import weakref
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+
+from canon import Mask, fast, reference
+from canon.bench.shapes import documents
+from canon.fast import preparation
+from canon.fast.half import FAST, Part
+from canon.fast.kernels.launcher import Gpu, meta_stands_for
+from canon.fast.tables.work_tables import work_table
+from canon.masks import plan_cache
+from canon.masks.plan_cache import PlanCache, sizes
+from canon.route.prepared_plans import Preparation
+from canon.testing import process_groups
+
+pytestmark = pytest.mark.interpreted
+
+
+def block(size):
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def test_the_least_recently_used_plans_go_first():
+    cache = PlanCache(host_limit=3 * (1000 + plan_cache.ENTRY))
+    for key in "abc":
+        cache.find(key, lambda: block(1000))
+    cache.find("a", lambda: pytest.fail("a is in the cache"))
+    cache.find("d", lambda: block(1000))
+    assert list(cache.plans) == ["c", "a", "d"]
+    assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
+
+
+def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
+    cache = PlanCache(host_limit=100)
+    first = cache.find("a", lambda: block(1000))
+    assert cache.find("a", lambda: pytest.fail("a is in the cache")) is first
+    cache.find("b", lambda: block(1000))
+    assert list(cache.plans) == ["b"]
+    assert first.numel() == 1000, "a plan in use stays valid"
+
+
+def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
+
+    @plan_cache.cached_plan
+    def made(a, b=2, c=3):
+        return [a, b, c]
+
+    first = made(1)
+    for same in (made(1, 2), made(1, c=3), made(c=3, b=2, a=1), made(1, 2, 3)):
+        assert same is first
+    assert made(1, c=4) == [1, 2, 4]
+    assert len(cache.plans) == 2
+    for args, kwargs in (((), {}), ((1,), {"d": 4}), ((1,), {"a": 1}), ((1, 2, 3, 4), {})):
+        with pytest.raises(TypeError):
+            made(*args, **kwargs)
+
+
+def test_masks_and_tables_state_their_size():
+    mask = Mask.documents(list(range(0, 3001, 3)))
+    assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)
+    table = work_table(mask, 128, 128, 128, False, True, "cpu")
+    assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
+    plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
+    assert sizes(plan.casts_of(plan, 0))["cpu"] > 100 * len(plan.received(0, 0))
+
+
+def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
+    """The plans of both passes on one H200: the second look-up makes none, and the tables fit the
+    device.
+    """
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache())
+    gpu, heads, widths = Gpu((9, 0), 132, 232448), (32, 8), (128, 128)
+    masks = [Mask.documents(documents(2**20, 2048, seed)) for seed in range(24)]
+    plans = fast.prepare("attention", masks[0], heads=heads, widths=widths, device=gpu)
+    assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
+    cache.clear()
+    given = Preparation(
+        "attention", masks[0], None, None, 1, heads, widths, torch.bfloat16, True, {}
+    )
+    with plan_cache.noted_plans():  # tensors without memory
+        call = given.call(FAST)
+    for _ in range(2):
+        made = cache.made
+        for mask in masks:
+            with meta_stands_for(gpu):
+                preparation._launch(call, Part(mask, 8, whole=True), True)
+    assert cache.made == made
+
+
+def test_200_steps_with_new_masks_leave_memory_flat(monkeypatch):
+    """The lowered limits are reached within the first steps."""
+    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 20))
+    resident = []
+
+    def step(number):
+        mask = Mask.documents(
+            sorted({*range(0, 32 + number % 60, 2), 1 + number % 95, 96}), window=(number, 0)
+        )
+        q, k, v = (torch.ones(48, 1, 4).requires_grad_() for _ in range(3))
+        layout = fast.dispatch(mask, 2, chunk=4)
+        for _ in range(2):  # layers
+            reference.magi_attention(q, k, v, mask, layout).sum().backward()
+
+    def program():
+        for number in range(200):
+            step(number)
+            if torch.distributed.get_rank() == 0 and number in (100, 199):
+                gc.collect()
+                pages = int(Path("/proc/self/statm").read_text().split()[1])
+                resident.append(pages * os.sysconf("SC_PAGESIZE"))
+
+    process_groups.threads(program, 2)
+    assert cache.held["cpu"] <= 1 << 20
+    assert cache.made > 800
+    assert resident[1] - resident[0] < 16 << 20, "plans of 100 steps would be larger"
+
+
+def test_the_second_thread_gets_the_plan_of_the_first():
+    cache = PlanCache()
+
+    def make():
+        cache.find("key", lambda: "first")  # another thread, meanwhile
+        return "second"
+
+    assert cache.find("key", make) == "first"
+
+
+class Graph:
+    """A torch.cuda.CUDAGraph without a GPU."""
+
+    get_currently_capturing_graph = None
+
+
+class PlanOnAGpu:
+    is_cuda = True
+
+    def data_ptr(self):
+        return 8
+
+
+def test_plans_of_a_captured_graph_live_as_long_as_the_graph(monkeypatch):
+    graphs = [Graph(), Graph()]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(Graph, "get_currently_capturing_graph", lambda: graphs[-1])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    plans = [PlanOnAGpu(), PlanOnAGpu()]
+    alive = [weakref.ref(plan) for plan in plans]
+    plan_cache.keep_for_stream(plans.pop())
+    del graphs[1]
+    gc.collect()
+    assert alive[1](), "the graph may still run"
+    plan_cache.keep_for_stream(plans.pop())  # the next capture
+    assert alive[0]()
+    assert not alive[1]()
+    graphs.clear()
+    assert not plan_cache._captured
+
+
+# --- on GPUs
+
+
+def gpu_inputs(tokens=1024, seed=0):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    return [
+        torch.randn(1, tokens, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+        for heads in (8, 2, 2, 8)
+    ]
+
+
+def both_passes(q, k, v, dout, mask):
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = fast.attention(*leaves, mask)
+    return out, *torch.autograd.grad(out, leaves, dout)
+
+
+def fill_memory():
+    """Write over every free block of the allocator."""
+    blocks = [
+        torch.full((1 << size,), -1, dtype=torch.int32, device="cuda")
+        for size in range(6, 18)
+        for _ in range(40)
+    ]
+    torch.cuda.synchronize()
+    return blocks
+
+
+@pytest.mark.gpus(1)
+def test_a_captured_graph_keeps_its_plans(monkeypatch):
+    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
+    expected = both_passes(*inputs, mask)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both_passes(*inputs, mask)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        replayed = both_passes(*inputs, mask)
+    plan_cache.PLANS.clear()
+    gc.collect()
+    blocks = fill_memory()
+    for x in replayed:
+        x.detach().zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
+    del blocks, replayed, graph
+    gc.collect()
+    # older versions keep plans for ever
+    if hasattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph"):
+        assert not plan_cache._captured
+
+
+@pytest.mark.gpus(1)
+def test_another_stream_may_read_a_plan_that_the_cache_has_dropped():
+    inputs, mask = gpu_inputs(), Mask.documents([0, 1, 300, 700, 1024], window=(200, 0))
+    expected = both_passes(*inputs, mask)  # the tables belong to this stream
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        got = both_passes(*inputs, mask)
+    plan_cache.PLANS.clear()
+    gc.collect()
+    blocks = fill_memory()
+    assert all(torch.equal(x, y) for x, y in zip(got, expected, strict=True))
+    del blocks
+
+
+@pytest.mark.gpus(1)
+def test_a_new_mask_during_a_capture_raises():
+    inputs = gpu_inputs()
+    both_passes(*inputs, Mask.causal(1024))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        inputs[0].add_(1)
+        with pytest.raises(RuntimeError, match="before the capture"):
+            both_passes(*inputs, Mask.window(1024, 77, 0))
+    torch.cuda.synchronize()
+    both_passes(*inputs, Mask.causal(1024))
+
+
+@pytest.mark.gpus(1)
+def test_new_masks_leave_device_memory_flat(monkeypatch):
+    monkeypatch.setattr(plan_cache, "PLANS", PlanCache(device_limit=1 << 20))
+    inputs, held = gpu_inputs(), []
+    for number in range(200):
+        both_passes(
+            *inputs, Mask.documents(sorted({*range(0, 1024, 2 + number % 7), 5 + number, 1024}))
+        )
+        held.append(torch.cuda.memory_allocated())
+    assert median(held[150:]) <= median(held[50:100]) + (1 << 20), sorted(held[150:])

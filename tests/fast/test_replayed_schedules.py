@@ -1,0 +1,203 @@
+"""Repeated calls of the distributed functions replay their steps, with the bits of steps that run
+as written.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded import whole
+
+from canon import Layout, Mask, fast
+from canon.fast import backend
+from canon.fast.replay import recordings as prepared
+from canon.masks.plan_cache import PLANS
+from canon.testing import process_groups, simulated_kernels
+
+pytestmark = pytest.mark.interpreted
+
+N, RANKS = 25, 3
+LAYOUTS = {
+    "zigzag": Layout.zigzag(N, RANKS),
+    "uneven": Layout([[range(14, N)], [], [range(14)]], N),
+}
+# scattered active queries, and steps without any
+MASK = Mask.documents([0, 3, 4, 11, 12, 20, N], window=(9, 0))
+FUNCTIONS = {
+    "ring": fast.ring_attention,
+    "strided": functools.partial(fast.strided_attention, head_stride=1),
+    "magi": functools.partial(fast.magi_attention, casts=2),
+    "magi keeps": functools.partial(fast.magi_attention, casts=2, keep_kv=True),
+    "magi in one step": functools.partial(fast.magi_attention, own_keys_first=False),
+}
+CASES = [
+    ("ring", "zigzag", "qkv"),
+    ("ring", "uneven", "q"),
+    ("ring", "uneven", "k"),
+    ("strided", "uneven", "qkv"),
+    ("strided", "zigzag", "v"),
+    ("magi", "zigzag", "qkv"),
+    ("magi", "uneven", "q"),
+    ("magi keeps", "zigzag", "qkv"),
+    ("magi in one step", "zigzag", "qkv"),
+]
+
+
+# Tiles of 128 rows: 2 ranks see buffers with masked tiles in the middle, and masked tokens in
+# visible tiles.
+LONG = 800
+GLUON_MASKS = {
+    "causal": Mask.causal(LONG),
+    "window": Mask.window(LONG, 40, 0),
+    "documents": Mask.documents([0, 30, 170, 200, 310, 610, LONG]),
+}
+GLUON_LAYOUTS = {
+    "zigzag": Layout.zigzag(LONG, 2),
+    "uneven": Layout([[range(100), range(700, LONG)], [range(100, 700)]], LONG),
+}
+GLUON_FUNCTIONS = FUNCTIONS | {"magi": functools.partial(fast.magi_attention, own_keys_first=True)}
+
+
+def train(attend, mask, layout, wanted, tensors):
+    """Return out, and the gradients of the ``wanted`` inputs. q, k and v of this rank are views of
+    one tensor.
+    """
+    q, k, v, dout = (layout.shard(x, dist.get_rank()) for x in tensors[:4])
+    parts = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], v.shape[2]], 2)
+    leaves = [x.requires_grad_(name in wanted) for name, x in zip("qkv", parts, strict=True)]
+    out = attend(*leaves, mask, layout)
+    return out.detach(), *torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout)
+
+
+def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
+    """Train twice, the second time from recordings, and again without them. ``several``: the
+    tensors of both times.
+    """
+
+    def program():
+        replayed = [train(*call, tensors) for tensors in several][1]  # the first call is recorded
+        passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+        dist.barrier()
+        prepared.REPLAYED = {}
+        dist.barrier()
+        return replayed, train(*call, several[1]), {x.reason for x in passes}
+
+    for replayed, written, reasons in process_groups.threads(program, ranks):
+        assert reasons - {prepared.UNSEEN} == {""}  # some steps have nothing to launch
+        assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
+def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
+    tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    assert_a_replay_has_the_bits_of_steps_as_written(
+        RANKS, tensors, FUNCTIONS[function], MASK, LAYOUTS[kind], wanted
+    )
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("function", ["ring", "strided", "magi keeps"])
+def test_calls_with_a_mask_for_each_sequence_replay_too(function):
+    tensors = [whole(MASK, b=2, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    masks = [MASK, Mask.window(N, 12, 3)]
+    call = RANKS, tensors, FUNCTIONS[function], masks, LAYOUTS["uneven"], "qkv"
+    assert_a_replay_has_the_bits_of_steps_as_written(*call)
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("function", ["ring", "strided", "magi"])
+@pytest.mark.parametrize(
+    ("mask", "kind"), [("causal", "zigzag"), ("window", "zigzag"), ("documents", "uneven")]
+)
+def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
+    mask, layout = GLUON_MASKS[mask], GLUON_LAYOUTS[kind]
+    tensors = [
+        whole(mask, b=2, h=2, d=64, dv=64, dtype=torch.bfloat16, seed=seed) for seed in (1, 2)
+    ]
+    with backend("gluon"), simulated_kernels.simulated():
+        assert_a_replay_has_the_bits_of_steps_as_written(
+            2, tensors, GLUON_FUNCTIONS[function], mask, layout, "qkv"
+        )
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("ends", [(128, LONG), (0, 256, LONG)], ids=str)
+def test_decoding_in_order_replays_too(several, ends):
+    """A mask for all sequences, or one for each. The keys that no query sees are NaN."""
+    masks = [Mask.causal(3, LONG), Mask.window(LONG, 200, 0).crop(queries=range(500, 503))]
+    seen = torch.stack([mask.dense().any(0) for mask in masks])[:, :, None, None]
+
+    def program():
+        held = slice(*[0, *ends][dist.get_rank() :][:2])
+        own = [mask.crop(keys=range(held.start, held.stop)) for mask in masks]
+        results = []
+        for seed in (1, 2, 2):
+            q, k, v = (
+                torch.randn(
+                    2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)
+                ).bfloat16()
+                for i, (n, h) in enumerate([(3, 4), (LONG, 2), (LONG, 2)])
+            )
+            k, v = (
+                x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held]
+                for x in (k, v)
+            )
+            if len(results) == 2:
+                dist.barrier()
+                prepared.REPLAYED = {}
+                dist.barrier()
+            options = dict(rank_invariant=True, return_lse=True)
+            results.append(fast.decode_attention(q, k, v, own if several else own[1], **options))
+        return results, [
+            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
+        ]
+
+    with backend("gluon"), simulated_kernels.simulated():
+        for (_, replayed, written), reasons in process_groups.threads(program, len(ends)):
+            assert reasons
+            assert set(reasons) - {prepared.UNSEEN} == {""}
+            assert all(map(torch.equal, replayed, written))
+
+
+def attention(q, k, v, mask, _, scale):
+    return fast.attention(q, k, v, mask, scale=scale)
+
+
+NEGATIVE = (
+    Mask.causal(70),
+    whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1),
+)
+
+
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("function", ["attention", "ring", "strided", "magi"])
+def test_no_scale_excludes_replay(function):
+    (mask, tensors), ranks = NEGATIVE, 1 if function == "attention" else 2
+    attend = {"attention": attention, **GLUON_FUNCTIONS}[function]
+
+    def program():
+        for scale in (-0.2, 0.0):
+            train(
+                functools.partial(attend, scale=scale),
+                mask,
+                Layout.contiguous(70, ranks),
+                "qkv",
+                tensors,
+            )
+        return [
+            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
+        ]
+
+    with backend("gluon"), simulated_kernels.simulated():
+        assert set().union(*process_groups.threads(program, ranks)) - {prepared.UNSEEN} == {""}
+
+
+@pytest.mark.usefixtures("replays")
+def test_a_negative_scale_replays_with_the_same_bits():
+    mask, tensors = NEGATIVE
+    call = functools.partial(attention, scale=-0.2), mask, Layout.contiguous(70, 1), "qkv"
+    with backend("gluon"), simulated_kernels.simulated():
+        assert_a_replay_has_the_bits_of_steps_as_written(1, [tensors, tensors], *call)

@@ -1,0 +1,134 @@
+"""Claims about notebooks: each has the cells of its .md twin, the outputs of one complete run, and
+the parts of a lesson.
+"""
+
+import re
+import textwrap
+import tomllib
+from pathlib import Path
+
+import course
+import jupytext
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "notebooks"
+TAUGHT = tuple(f"{number:02}_" for number in range(12))  # a takeaway, exercises and their time
+SHOWN = [
+    *(ROOT / "reference").glob("*.py"),
+    *(ROOT / "fast").rglob("*.*"),
+    *(ROOT / "src/canon/masks").glob("*.py"),
+]
+SHOWN += FOLDER.glob("*.py")
+NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+
+
+def unindented(text):
+    """Return the lines of a text without their indentation, apart by line breaks."""
+    return "".join(f"\n{line.strip()}" for line in text.splitlines() if line.strip()) + "\n"
+
+
+SOURCES = [
+    unindented(course.unprofiled(path.read_text()))
+    for path in SHOWN
+    if path.suffix in (".py", ".cu")
+]
+
+
+def test_every_notebook_has_a_twin():
+    assert NAMES
+    twins = sorted(path.stem for path in FOLDER.glob("*.md"))
+    assert twins == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twins_hold_the_same_cells(name):
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    twin = jupytext.read(FOLDER / f"{name}.md")
+    cells, text = (
+        [(cell.cell_type, cell.source.strip()) for cell in book.cells] for book in (notebook, twin)
+    )
+    assert cells == text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_hold_the_outputs_of_one_run_from_top_to_bottom(name):
+    cells = [
+        cell
+        for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    kinds = {output.get("name", output.output_type) for cell in cells for output in cell.outputs}
+    assert not kinds & {"stderr", "error"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_notebooks_have_few_code_cells_and_pictures_have_an_alternative_text(name):
+    cells = [
+        cell
+        for cell in nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells
+        if cell.cell_type == "code"
+    ]
+    assert len(cells) <= 14
+    pictures = [
+        cell
+        for cell in cells
+        if any("image/png" in output.get("data", {}) for output in cell.outputs)
+    ]
+    assert all(len(cell.metadata.get("alt", "").split()) >= 8 for cell in pictures)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_code_on_the_page_is_an_excerpt_of_the_source(name):
+    """A block "py", "cpp" or "text" shows lines of one file, without their indentation. A line
+    "..." leaves lines out.
+    """
+    blocks = re.findall(
+        r"^```(?:py|cpp|text)\n(.*?)^```",
+        (FOLDER / f"{name}.md").read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    for part in (
+        part for block in blocks for part in re.split(r"^\.\.\.\n", block, flags=re.MULTILINE)
+    ):
+        assert part == textwrap.dedent(part)
+        assert any(unindented(part) in source for source in SOURCES), part
+
+
+def test_pytest_collects_tests_and_cells_in_one_run_and_make_runs_each_once():
+    """`pytest --nbval` without arguments runs both folders; each command of `make test` names one
+    of them.
+    """
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert options["testpaths"] == ["tests", "notebooks"]
+    commands = re.findall(
+        r"^\t+\$\(BIN\)/pytest (.*?)(?:;.*| "
+        r"#.*)?$",
+        (ROOT / "Makefile").read_text(),
+        re.MULTILINE,
+    )
+    assert [
+        ("--gpu" in command, "--nbval" in command, command.split()[-1]) for command in commands
+    ] == [
+        (False, False, "tests"),
+        (True, False, "tests"),
+        (False, True, "notebooks"),
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(TAUGHT)])
+def test_a_lesson_states_its_time_and_ends_with_a_takeaway_and_exercises(name):
+    text = (FOLDER / f"{name}.md").read_text()
+    assert re.search(r"\b\d+\s+seconds on two CPU\s+cores", text)
+    assert text.count("> **Takeaway.**") == 1
+    assert text.index("> **Takeaway.**") < text.index("## Exercises")
+    exercises = text[text.index("## Exercises") :]
+    questions = re.findall(r"^\*\*(\d)\.\*\*", exercises, re.MULTILINE)
+    assert 3 <= len(questions) <= 5
+    assert (
+        exercises.count("<details><summary>Answer</summary>")
+        == exercises.count("</details>")
+        == len(questions)
+    )

@@ -1,0 +1,223 @@
+"""The script `notebooks/swap_it_in.py`: on two ranks, every schedule trains as one rank does, and
+planted faults show.
+"""
+
+import dataclasses
+import importlib
+import json
+import re
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from programs import under_torchrun
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+pytestmark = pytest.mark.interpreted
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks"
+SMALL = dict(steps=4, tokens=256, width=64)
+SCHEDULES = ("zigzag", "strided", "magi")
+
+
+@pytest.fixture(scope="module")
+def swapping():
+    return importlib.import_module("swapping")
+
+
+@pytest.fixture(scope="module")
+def one_rank(swapping):
+    return swapping.train([swapping.Run(**SMALL, dtype="float64")])[0]
+
+
+def distance(found, expected):
+    """Return the largest difference of the losses, and the largest relative difference of the
+    gradient norms.
+    """
+    numbers = [
+        torch.tensor([x["loss"], x["gradient_norm"]], dtype=torch.float64)
+        for x in (found, expected)
+    ]
+    (loss, norm), (loss_1, norm_1) = numbers
+    return (loss - loss_1).abs().max().item(), (norm / norm_1 - 1).abs().max().item()
+
+
+# four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
+ROUNDING = 1e-9
+
+
+def test_two_ranks_train_as_one_with_every_schedule(swapping, one_rank):
+    runs = [swapping.Run(function, **SMALL, dtype="float64") for function in SCHEDULES]
+    for found in swapping.train(runs, ranks=2):
+        assert max(distance(found, one_rank)) < ROUNDING
+    assert one_rank["loss"][-1] < one_rank["loss"][0] - 0.5
+
+
+def test_planted_faults_show_in_the_loss_or_in_the_norm_of_the_gradient(swapping, one_rank):
+    found = swapping.train_with_faults(swapping.Run("zigzag", **SMALL, dtype="float64"), ranks=2)
+    assert list(found) == ["wrong layout", "no gradient scale", "mean of own tokens"]
+    for result in found.values():
+        assert max(distance(result, one_rank)) > 1e-4
+    # DDP divides by 2. Adam ignores a common factor, so the norm shows it first.
+    norms = zip(found["no gradient scale"]["gradient_norm"], one_rank["gradient_norm"], strict=True)
+    assert next(found / expected for found, expected in norms) == pytest.approx(0.5, abs=1e-9)
+
+
+def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
+    """Without the fixed order, only the forward pass of attention has them:
+    the gradients differ.
+    """
+    for function in ("strided", "magi"):
+        run = swapping.Run(
+            function, steps=3, tokens=512, width=64, rank_invariant=True, fixed_order=True
+        )
+        usual = dataclasses.replace(run, fixed_order=False)
+        (one, one_usual), (two, two_usual) = (
+            swapping.train([run, usual], ranks) for ranks in (1, 2)
+        )
+        for name in ("loss", "gradient_norm", "weights"):
+            assert two[name] == one[name]
+        assert two_usual["weights"] != one_usual["weights"]
+        assert max(distance(one, one_usual)) < 1e-4  # float32
+
+
+# --- a checkpoint
+
+
+def new_trainer(run):
+    """Return a trainer whose weights FSDP2 divides. In fixed order every rank holds all weights."""
+    swap_it_in, mesh = (
+        importlib.import_module("swap_it_in"),
+        dist.init_device_mesh("cpu", (dist.get_world_size(),)),
+    )
+    with mock.patch.object(swap_it_in, "DistributedDataParallel", partial(fully_shard, mesh=mesh)):
+        trainer = swap_it_in.Trainer(run)
+    trainer.optimizer.param_groups[0]["params"] = trainer.parameters = [*trainer.model.parameters()]
+    return trainer
+
+
+def state_of(trainer):
+    return dict(
+        zip(("model", "optimizer"), get_state_dict(trainer.model, trainer.optimizer), strict=True)
+    )
+
+
+def trained(trainer, *steps):
+    """Return the losses of the steps and then all weights."""
+    losses = [trainer.step(trainer.batch(step))[0].item() for step in steps]
+    weights = get_model_state_dict(trainer.model, options=StateDictOptions(full_state_dict=True))
+    return torch.tensor(losses, dtype=torch.float64), torch.cat(
+        [x.flatten() for x in weights.values()]
+    )
+
+
+def save(run, folder):
+    """Save after two steps, and train for two more."""
+    trainer = new_trainer(run)
+    trained(trainer, 0, 1)
+    dcp.save(state_of(trainer), checkpoint_id=folder)
+    return trained(trainer, 2, 3)
+
+
+def resume(run, folder, forgotten=""):
+    """Train for the last two steps on other ranks. ``forgotten``: a part of the checkpoint that is
+    not loaded.
+    """
+    trainer = new_trainer(run)
+    state = state_of(trainer)
+    dcp.load(
+        {name: part for name, part in state.items() if name != forgotten}, checkpoint_id=folder
+    )
+    set_state_dict(
+        trainer.model,
+        trainer.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    return trained(trainer, 2, 3)
+
+
+def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
+    usual = swapping.Run("magi", tokens=256, layers=1, width=64, dtype="float64")
+    # float32
+    fixed = swapping.Run("magi", layers=1, width=64, rank_invariant=True, fixed_order=True)
+    any_order = dataclasses.replace(fixed, fixed_order=False)
+    saved, saved_fixed = swapping.on_ranks(
+        4, [partial(save, run, tmp_path / run.dtype) for run in (usual, fixed)]
+    )
+    again = [partial(resume, run, tmp_path / run.dtype) for run in (usual, fixed, any_order)]
+    again += [partial(again[0], forgotten=part) for part in ("model", "optimizer")]
+    resumed, resumed_fixed, in_any_order, *faulty = swapping.on_ranks(2, again)
+    assert (resumed[0] - saved[0]).abs().max() < ROUNDING
+    assert all(map(torch.equal, resumed_fixed, saved_fixed))
+    assert not torch.equal(in_any_order[1], saved_fixed[1])
+    for losses, _ in faulty:
+        assert (losses - saved[0]).abs().max() > 1e-4
+
+
+def test_both_halves_train_alike(swapping, one_rank):
+    """Triton's interpreter takes a second for a step, so there are two."""
+    small = SMALL | dict(steps=2)
+    for found in swapping.train(
+        [swapping.Run(name, half="fast", **small) for name in ("zigzag", "magi")], ranks=2
+    ):
+        expected = {name: one_rank[name][:2] for name in ("loss", "gradient_norm")}
+        assert max(distance(found, expected)) < 1e-5  # float32 and float64
+
+
+def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
+    options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
+    options += ["--record", str(tmp_path / "run.json")]
+    output = under_torchrun(FOLDER / "swap_it_in.py", 2, *options, CUDA_VISIBLE_DEVICES="")
+    assert (
+        len(
+            re.findall(
+                r"^step \d: loss \d\.\d{6}, gradient "
+                r"\d\.\d{4}$",
+                output,
+                re.MULTILINE,
+            )
+        )
+        == 4
+    )
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record.keys() >= {"command", "commit", "date", "machine"}
+    assert record["command"].startswith("swap_it_in.py --steps 2")
+    for entry, function in zip(record["results"], ("zigzag", "magi"), strict=True):
+        assert (entry["function"], entry["ranks"], entry["tokens"], entry["peak_bytes"]) == (
+            function,
+            2,
+            128,
+            None,
+        )
+        assert len(entry["loss"]) == len(entry["seconds"]) == 2
+        assert entry["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(function="sdpa"), "add --causal"),
+        (dict(function="torch"), "add --causal"),
+        (dict(function="zigzag", rank_invariant=True), "has no rank_invariant"),
+        (dict(function="magi", fixed_order=True), "needs rank_invariant"),
+        (
+            dict(function="magi", rank_invariant=True, fixed_order=True, tokens=200),
+            "multiples of 128",
+        ),
+    ],
+)
+def test_options_that_contradict_each_other_raise(swapping, options, message):
+    with pytest.raises(ValueError, match=message):
+        swapping.Run(**options)

@@ -1,0 +1,205 @@
+"""Claims about `paper/migration.md`: calls of Canon run as printed and equal dense attention; masks
+equal FlexAttention's.
+"""
+
+import copy
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+import canon
+from canon import Layout, Mask, fast, reference
+from canon.testing import process_groups
+
+PAGE = (Path(__file__).resolve().parents[2] / "paper" / "migration.md").read_text()
+BLOCKS = re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+(TRANSFORMERS,) = (code for system, code in BLOCKS if system == "Hugging Face")
+CANON = [code for system, code in BLOCKS if system == "Canon"]
+TOKENS, ENDS, KEY_ENDS, LEFT, PREFIX = 32, [0, 8, 32], [0, 12, 36], 5, 7
+SCALE = 0.3
+
+
+def whole(tokens: int) -> list[torch.Tensor]:
+    """Return q, k and v of all tokens: equal on all ranks, in float64, with 8 query heads, 4 key
+    heads and narrower values.
+    """
+    # ranks are threads: they share torch's own generator
+    drawn = torch.Generator().manual_seed(tokens)
+    sizes = ((1, tokens, 8, 16), (1, tokens, 4, 16), (1, tokens, 4, 8))
+    return [torch.randn(size, dtype=torch.float64, generator=drawn) for size in sizes]
+
+
+def documents(ends: list[int], key_ends: list[int]) -> torch.Tensor:
+    """Return the cells of packed documents, causal and aligned at the lower right corner, from
+    their definition.
+    """
+    cells = torch.zeros(ends[-1], key_ends[-1], dtype=torch.bool)
+    for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True):
+        cells[a:b, c:d] = torch.ones(b - a, d - c).tril(d - c - (b - a))
+    return cells
+
+
+CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+DOCUMENTS = documents(ENDS, ENDS)
+EXPECTED = [
+    CAUSAL,
+    DOCUMENTS,
+    DOCUMENTS,
+    CAUSAL,
+    CAUSAL,
+    CAUSAL,
+    CAUSAL,
+    DOCUMENTS,
+    DOCUMENTS,
+    documents(ENDS, KEY_ENDS),
+]
+EXPECTED += [CAUSAL.triu(-LEFT)]  # of each block of Canon, in the order of the page
+SCALED = 4  # the block of Pith-Train has a scale
+
+
+def dense(cells: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out (1, n, h, dv) and lse (1, h, n) of dense attention."""
+    q, (k, v) = whole(cells.shape[0])[0], whole(cells.shape[1])[1:]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = scaled_dot_product_attention(q, k, v, attn_mask=cells, scale=scale, enable_gqa=True)
+    scores = q @ k.repeat_interleave(2, 1).mT * (scale or q.shape[-1] ** -0.5)
+    return out.transpose(1, 2), scores.masked_fill(~cells, -torch.inf).logsumexp(-1)
+
+
+def names_of_the_page(rank: int, ranks: int) -> dict:
+    """Return the names that a block of the page takes from its reader."""
+
+    def project(part):
+        assert part.keys() == {"input_ids", "labels", "position_ids", "shift_labels"}
+        return [x[:, part["input_ids"][0]] for x in whole(TOKENS)]
+
+    q, k, v = (whole(TOKENS)[0], *whole(KEY_ENDS[-1])[1:])
+    return {
+        **dict(
+            attn=reference,
+            Mask=Mask,
+            Layout=Layout,
+            pairwise=pairwise,
+            project=project,
+            group=None,
+            rank=rank,
+        ),
+        **dict(
+            ranks=ranks,
+            tokens=TOKENS,
+            cu_seqlens=ENDS,
+            cu_seqlens_q=ENDS,
+            cu_seqlens_k=KEY_ENDS,
+            sm_scale=SCALE,
+        ),
+        **dict(zip(("whole_q", "whole_k", "whole_v"), whole(TOKENS), strict=True), batch=batch()),
+        **dict(packed_q=q[0], packed_k=k[0], packed_v=v[0], left=LEFT, prefix_length=PREFIX),
+        **dict(q_ranges=[(0, 8), (8, 32)], k_ranges=[(0, 8), (8, 32)], types=["causal", 1]),
+    }
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.arange(TOKENS)[None]
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", range(len(EXPECTED)))
+def test_a_call_of_canon_runs_as_printed_and_equals_dense_attention(place, ranks):
+    code = CANON[place]
+    expected_out, expected_lse = dense(EXPECTED[place], SCALE if place == SCALED else None)
+
+    def program():
+        rank = dist.get_rank()
+        names = names_of_the_page(rank, ranks)
+        exec(code, names)
+        layout, rank = (
+            (names["layout"], rank) if "layout" in names else (Layout.contiguous(TOKENS, 1), 0)
+        )
+        out, lse = (layout.shard(x, rank, dim) for x, dim in ((expected_out, 1), (expected_lse, 2)))
+        packed = names["out"].ndim == 3
+        torch.testing.assert_close(names["out"], out[0] if packed else out, rtol=0, atol=1e-12)
+        if "lse" in names:
+            torch.testing.assert_close(names["lse"], lse[0] if packed else lse, rtol=0, atol=1e-12)
+        if "whole" in names:
+            torch.testing.assert_close(names["whole"], expected_out[0], rtol=0, atol=1e-12)
+
+    process_groups.threads(program, ranks)
+
+
+def test_every_system_has_its_call_and_one_of_canon():
+    assert len(CANON) == len(EXPECTED)
+    assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS)
+    for section in PAGE.split("\n## ")[1:]:
+        systems = re.findall(r"^```python\n# (.*)$", section, re.MULTILINE)
+        if systems != ["Hugging Face"]:  # its models call Canon without changes
+            assert "Canon" in systems, section
+            assert set(systems) != {"Canon"}, section
+
+
+def test_masks_of_flex_attention_equal_those_of_canon():
+    names = names_of_the_page(0, 1)
+    names["document"] = torch.tensor([0] * 8 + [1] * 24)
+    (flex,) = (code for system, code in BLOCKS if system == "FlexAttention")
+    exec(flex, names)
+    exec(CANON[-1], names)
+    assert len(names["masks"]) == 4
+    for name, mask in names["masks"].items():
+        cells = create_mask(names[name], None, None, TOKENS, TOKENS, device="cpu")[0, 0]
+        assert torch.equal(mask.dense(), cells), name
+
+
+def test_zigzag_attention_is_silently_wrong_with_shards_of_the_zigzag_ring_of_documents():
+    layout, (q, k, v) = Layout.zigzag_documents(ENDS, 2), whole(TOKENS)
+    expected, _ = dense(DOCUMENTS, None)
+
+    def program():
+        shards = [layout.shard(x, dist.get_rank()) for x in (q, k, v)]
+        right = reference.ring_attention(*shards, Mask.documents(ENDS), layout)
+        wrong = reference.zigzag_attention(*shards, Mask.documents(ENDS))
+        part = layout.shard(expected, dist.get_rank())
+        return (right - part).abs().max(), (wrong - part).abs().max()
+
+    for right, wrong in process_groups.threads(program, 2):
+        assert right < 1e-12
+        assert 1 < wrong < 3.5  # on the page: 2.5
+
+
+def test_a_sink_of_several_tokens_is_one_logit():
+    """The page: sink (n, h) of MagiAttention becomes sink.logsumexp(0)."""
+    q, k, v = whole(TOKENS)
+    sink = torch.randn(3, 8, dtype=torch.float64)
+    out, lse = dense(CAUSAL, None)
+    share = lse.exp() / (lse.exp() + sink.exp().sum(0)[:, None])
+    expected = out * share.transpose(1, 2)[..., None]
+    torch.testing.assert_close(
+        reference.attention(q, k, v, sink=sink.logsumexp(0)), expected, rtol=0, atol=1e-12
+    )
+
+
+def test_the_code_for_transformers_runs_as_printed():
+    pytest.importorskip("transformers", reason="the extra transformers is not installed")
+    from tiny_models import tiny, tokens, whole_step
+
+    ids, ends, model = tokens(20), [0, 8, 20], tiny("Llama")
+    positions = torch.cat([torch.arange(8), torch.arange(12)])[None]
+    _, expected, _ = whole_step(
+        tiny("Llama"), {"input_ids": ids, "labels": ids, "position_ids": positions}
+    )
+
+    def program():
+        mask, rank = Mask.documents(ends), dist.get_rank()
+        names = dict(
+            canon=canon, model=copy.deepcopy(model), ids=ids, ends=ends, mask=mask, rank=rank
+        )
+        names["layout"] = fast.dispatch(mask, 2)
+        exec(TRANSFORMERS, names)
+        torch.testing.assert_close(names["loss"], expected, rtol=1e-5, atol=0)
+
+    process_groups.threads(program, 2)

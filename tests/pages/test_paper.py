@@ -1,0 +1,203 @@
+"""Claims about `paper/canon.pdf`: it is the build of its text, its numbers follow from records, its
+figures are readable.
+"""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+PAPER = Path(__file__).resolve().parents[2] / "paper"
+TEXT, LAYOUT, SOURCES = (
+    (PAPER / name).read_text() for name in ("canon.typ", "layout.typ", "references.bib")
+)
+LABELS = ("sec", "fig", "tab", "lst", "eq")
+UNITS = r"%|percent|ms\b|microseconds|TFLOP|times\b|GB|of its"
+
+
+@pytest.fixture(scope="module")
+def paper_pdf(scripts):
+    pytest.importorskip("typst", reason="the extra paper is not installed")
+    return scripts("paper_pdf")
+
+
+def changed(tmp_path, old: str, new: str) -> Path:
+    """Return a copy of the paper's text with one replacement. It finds layout, figures and
+    references next to it.
+    """
+    assert old in TEXT
+    for name in ("layout.typ", "references.bib", "figures"):
+        (tmp_path / name).symlink_to(PAPER / name)
+    (tmp_path / "canon.typ").write_text(TEXT.replace(old, new, 1))
+    return tmp_path / "canon.typ"
+
+
+# --- the build ---
+
+
+def test_the_pdf_is_the_build_of_its_text_and_its_records(paper_pdf):
+    assert (PAPER / "canon.pdf").read_bytes() == paper_pdf.built()[0], (
+        "paper/canon.pdf is old: run `make paper`"
+    )
+
+
+def test_another_record_gives_another_pdf(paper_pdf, monkeypatch):
+    values = paper_pdf.values()
+    monkeypatch.setattr(paper_pdf, "values", lambda: values | {"packs_over_ring": "1.8 to 3.2"})
+    assert (PAPER / "canon.pdf").read_bytes() != paper_pdf.built()[0]
+
+
+def test_the_paper_has_8_to_12_pages(paper_pdf):
+    assert 8 <= len(paper_pdf.built(kind="png", ppi=20.0)) <= 12
+
+
+def covered(paper_pdf, text: Path) -> list[tuple[dict, dict]]:
+    """Return the pairs of figures, tables and listings that share a place of a page, each from its
+    caption to its last row.
+    """
+    typst = pytest.importorskip("typst")
+    inputs = paper_pdf.inputs(text.read_text())
+    found = typst.query(
+        str(text),
+        "<edge>",
+        field="value",
+        root=str(text.parent),
+        ignore_system_fonts=True,
+        sys_inputs=inputs,
+    )
+    edges = [
+        edge | {key: float(edge[key].removesuffix("pt")) for key in "xy"}
+        for edge in json.loads(found)
+    ]
+    boxes = list(zip(edges[::2], edges[1::2], strict=True))
+    assert len(boxes) == len(re.findall(r"^#(drawn|records|listing)\(", TEXT, re.MULTILINE))
+    for top, bottom in boxes:
+        assert (top["edge"], bottom["edge"]) == ("top", "bottom")
+        assert top["page"] == bottom["page"]
+        assert top["y"] < bottom["y"] < 842 - 50, "below the last line of an A4 page"
+    one_column = lambda one, two: one["wide"] or two["wide"] or (one["x"] < 297) == (two["x"] < 297)
+    return [
+        (one, two)
+        for (one, end), (two, last) in itertools.combinations(boxes, 2)
+        if one["page"] == two["page"]
+        and one_column(one, two)
+        and one["y"] < last["y"]
+        and two["y"] < end["y"]
+    ]
+
+
+def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path):
+    """Floats of a column and of the page do, if both are on one page.
+    Figure 6 covered Figure 5 so.
+    """
+    assert covered(paper_pdf, paper_pdf.TEXT) == []
+    assert covered(
+        paper_pdf,
+        changed(tmp_path, 'drawn("paper_lengths", placement: bottom', 'drawn("paper_lengths"'),
+    )
+
+
+def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):
+    for number, (old, new) in enumerate(
+        {
+            'v("plan_volume")': 'v("plan_size")',
+            'records("packs"': 'records("parcels"',
+            "@liu2023ring": "@liu",
+        }.items()
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.raises(Exception, match=new.split('"')[1] if '"' in new else "liu"):
+            paper_pdf.built(changed(folder, old, new))
+
+
+# --- numbers ---
+
+
+def test_every_number_and_every_table_of_the_text_is_computed_from_records(scripts):
+    module = scripts("paper_values")
+    used = set(re.findall(r'\bv\("([^"]+)"\)', TEXT))
+    assert len(used) > 60
+    assert used <= module.values().keys()
+    assert set(re.findall(r'records\(\s*"([^"]+)"', TEXT)) == module.tables().keys()
+
+
+def test_no_measured_number_is_typed():
+    """A number with a unit behind it must be a value. Settings have other words behind them, or are
+    allowed.
+    """
+    plain = re.sub(r"//.*|\$[^$]*\$", "", TEXT)
+    typed = [
+        match[0]
+        for match in re.finditer(rf'[^\n"]*(?<![\w."])\d[\d.,]*(?=\s+({UNITS}))[^\n]*', plain)
+    ]
+    allowed = ("1.05 times the lower bound",)
+    assert [line for line in typed if not any(setting in line for setting in allowed)] == []
+
+
+# --- listings and sources ---
+
+
+def test_every_listing_is_the_code_of_its_function(scripts):
+    module = scripts("listings")
+    found = module.listings(TEXT)
+    assert len(found) >= 3
+    for place, code in found.items():
+        file, names = place.split(":")
+        source = (PAPER.parent / file).read_text()
+        assert all(f"def {name.split('.')[-1]}(" in code for name in names.split(", "))
+        assert all(line.strip() in source for line in code.splitlines())
+        # characters in a column, on a page
+        width = 56 if "wide: false" in TEXT.split(names)[1][:20] else 117
+        assert max(map(len, code.splitlines())) <= width, f"{place} is too wide"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("reference/ring.py", "ring_backwards"), ("reference/rings.py", "ring_forward")],
+)
+def test_a_listing_of_a_function_that_is_gone_raises(scripts, file, name):
+    with pytest.raises(ValueError, match=f"{name} in {file}|{file}, which is not"):
+        scripts("listings").code_of(file, name)
+
+
+def test_every_source_is_cited_and_has_authors_a_title_and_a_link():
+    entries = dict(re.findall(r"^@\w+\{(\w+),\n(.*?)^\}", SOURCES, re.MULTILINE | re.DOTALL))
+    cited = {key for key in re.findall(r"@([a-z][\w-]*)", TEXT) if key.split("-")[0] not in LABELS}
+    assert cited == entries.keys()
+    for key, entry in entries.items():
+        fields = dict(re.findall(r"^  (\w+) = \{(.+)\},$", entry, re.MULTILINE))
+        assert fields.keys() >= {"author", "title", "url"}, key
+        assert fields.keys() & {"booktitle", "journal", "organization"}, f"{key} has no venue"
+        assert fields["url"].startswith("https://"), key
+
+
+# --- figures ---
+
+
+def test_no_text_of_a_figure_is_small_or_outside_of_it(scripts):
+    from matplotlib.text import Text
+
+    figures = scripts("paper_figures")
+    assert set(re.findall(r'drawn\("([^"]+)"', TEXT)) == figures.FIGURES.keys()
+    for name, drawing in figures.FIGURES.items():
+        figure = drawing.make()
+        figure.canvas.draw()
+        width, height = figure.get_size_inches()
+        drawn, slack = figure.get_tightbbox(), 0.02  # inches
+        assert width in (figures.WIDE, figures.NARROW), name
+        assert drawn.x0 >= -slack, name
+        assert drawn.y0 >= -slack, name
+        assert drawn.x1 <= width + slack, name
+        assert drawn.y1 <= height + slack, name
+        for text in figure.findobj(Text):
+            hidden = (
+                not text.get_visible()
+                or not text.get_text().strip()
+                or (text.axes and not text.axes.axison)
+            )
+            assert hidden or text.get_fontsize() >= 7, f"{name}: {text.get_text()!r}"
+        for axes in figure.axes:  # axes without an axis have only these texts
+            assert all(text.get_fontsize() >= 7 for text in axes.texts), name

@@ -1,0 +1,221 @@
+"""Claims about `README.md`: its code runs as printed, its commands and links exist, its numbers
+follow from records.
+"""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import losses_of, under_torchrun
+
+from canon import Layout, Mask, __main__, fast, reference
+from canon.check import check_command
+from canon.testing import process_groups
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = BLOCK.findall(README)
+(START,) = (text for language, text in BLOCKS if language == "python")
+COMMANDS = [line for language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+HALVES = {"reference": reference, "fast": fast}
+TRAIN = ROOT / "notebooks" / "train.py"
+
+
+def section(title: str) -> str:
+    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
+
+
+def heading(title: str) -> str:
+    """Return the anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+CALLS = re.findall(r"`(attn\.\w+\(.*?\))`", section("Which function\\?"))
+
+
+# --- the training program
+
+
+def losses(ranks: int, **environment: str) -> list[float]:
+    """Run the training program under torchrun, and return the losses that it prints."""
+    return losses_of(under_torchrun(TRAIN, ranks, **environment))
+
+
+def test_the_training_program_runs_under_torchrun_and_gives_the_loss_of_one_rank():
+    assert "`torchrun --nproc-per-node 4 notebooks/train.py`" in section("Quick start")
+    one, two = (losses(ranks, CUDA_VISIBLE_DEVICES="") for ranks in (1, 2))
+    assert len(one) == len(two) == 20
+    # each is rounded to 1e-4; sums of 1021 float32 add 1e-6
+    assert one[0] == pytest.approx(two[0], abs=1.5e-4)
+    # Adam may turn a rounding into a step of the learning rate, 2e-3
+    assert one == pytest.approx(two, rel=0.01)
+    first, last = map(
+        float,
+        re.findall(
+            r"from about (\S+)\s+to below "
+            r"(\S+)\.\n",
+            TRAIN.read_text(),
+        )[0],
+    )
+    assert two[0] == pytest.approx(first, abs=0.1)
+    assert two[-1] < last
+
+
+@pytest.mark.gpus(2)
+def test_the_training_program_runs_on_gpus_unchanged():
+    found = losses(2)
+    assert len(found) == 20
+    assert found[-1] < 0.5 * found[0]
+
+
+# --- the other code
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_the_first_program_runs_as_pasted(half, tmp_path):
+    assert "`torchrun --nproc-per-node 2 first.py`" in section("Quick start")
+    program = tmp_path / "first.py"
+    program.write_text(START.replace("fast as attn", f"{half} as attn"))
+    printed = under_torchrun(program, 2, CUDA_VISIBLE_DEVICES="")
+    assert all(
+        printed.count(f"rank {rank}: equal to attention on one rank") == 1 for rank in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_calls_of_which_function_run_as_printed(half, ranks):
+    """One rank runs all calls. Two ranks run the calls for several GPUs, each on its shard."""
+    ends, attn = [0, 5, 32], HALVES[half]
+    documents, causal = Mask.documents(ends), Mask.causal(32)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 32, heads, 16) for heads in (8, 4, 4))
+    assert [call.split("(")[0] for call in CALLS] == [
+        f"attn.{name}"
+        for name in ("attention", "magi_attention", "zigzag_attention", "strided_attention")
+    ]
+
+    def program():
+        rank = dist.get_rank()
+        for call, mask in list(zip(CALLS, [documents] * 2 + [causal] * 2, strict=True))[
+            ranks > 1 :
+        ]:
+            layout = attn.dispatch(mask, ranks) if "magi" in call else Layout.zigzag(32, ranks)
+            names = {"attn": attn, "Layout": Layout, "mask": mask, "ranks": ranks, "tokens": 32}
+            names |= {name: layout.shard(x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
+            expected = layout.shard(reference.attention(q, k, v, mask), rank)
+            torch.testing.assert_close(eval(call, names), expected)
+
+    process_groups.threads(program, ranks)
+
+
+def test_all_code_of_the_readme_is_python_or_commands():
+    assert [language for language, _ in BLOCKS].count("python") == 1
+    assert {language for language, _ in BLOCKS} == {"python", "bash"}
+    assert len(START.splitlines()) <= 20
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_readme_exists(command, monkeypatch):
+    """The Makefile has the target, and canon accepts the options."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        done = subprocess.run(
+            ["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "Nothing to be done" not in done.stdout, "a file or folder, not a target"
+    elif words[0] == "canon":
+        accepted = []
+        monkeypatch.setattr(
+            check_command, "run", lambda arguments: accepted.append(arguments.module) or 0
+        )
+        assert __main__.main(words[1 : words.index(">") if ">" in words else None]) == 0
+        assert len(accepted) == 1
+    else:
+        pytest.fail("no test runs this command")
+
+
+# --- links and figures
+
+
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "STYLE.md",
+    *(ROOT / "notebooks").glob("*.md"),
+    *(ROOT / "paper").glob("*.md"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)]*))?\)", BLOCK.sub("", page.read_text()))
+    assert [path for path, _ in links if not (page.parent / path).exists()] == []
+    for path, anchor in links:
+        if anchor and (not path or path.endswith(".md")):
+            titles = re.findall(
+                r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE
+            )
+            assert anchor in map(heading, titles), f"{path}#{anchor}"
+
+
+def test_the_numbers_of_speed_follow_from_records(scripts):
+    speed, found = (
+        " ".join(section("Is it faster\\?").split()),
+        scripts("readme_figures").numbers(),
+    )
+    assert found["table"] in section("Is it faster\\?")
+    assert len(found["table"].splitlines()) <= 9, "seven rows"
+    sentences = (
+        "allocates {magi memory} GB where Canon allocates {our memory}.",
+        "is {two zigzag} times as fast as with torch's `context_parallel`",
+        "reach {share 131072} of one GPU's throughput per GPU at 131,072 tokens, and "
+        "{share 32768} at 32,768,",
+    )
+    assert [text for text in sentences if text.format_map(found) not in speed] == []
+    tables, which = scripts("schedule_tables"), section("Which function\\?")
+    assert f"is within {tables.two_gpus()['two_wall'].replace('%', ' %')} of strided's" in which
+    assert f"makes it {tables.packs()['packs_over_ring']} times as fast as the zigzag ring" in which
+    assert f"is {found['strided over zigzag']} times as fast as the zigzag ring" in which
+
+
+def test_the_first_sentence_of_speed_holds_in_the_records(scripts):
+    """Of several GPUs only ring-flash-attn, on 32,768 tokens, is faster."""
+    rows = scripts("readme_figures").numbers()["table"].splitlines()[2:]
+    several = [row for row in rows if "1 H200" not in row]
+    slower = [row for row in several if re.search(r"\| 0\.\d+", row)]
+    assert len(several) == 5
+    assert ["32,768 tokens" in row and "ring-flash-attn" in row for row in slower] == [True]
+
+
+def test_the_sentence_of_one_gpu_holds_in_every_shape_of_its_record(scripts):
+    """It names the shapes where Canon leads with both passes, cuDNN in the forward, and
+    flash-attn-4 in the backward.
+    """
+    figures = scripts("readme_figures")
+    record = figures.kernel_tables
+    faster = []
+    for shape in {row["shape"] for row in record.load(figures.ONE)["results"]}:
+        tokens, width, mask = int(shape.split()[1][1:]), shape.split()[4], shape.split()[5]
+        leads = mask in ("documents:256", "documents:1024") or width == "D256" or tokens <= 2048
+        ratios = figures._fastest_over_canon(shape, "both", figures.PEERS)
+        assert (min(ratios) > 1) is leads, f"{shape}: {ratios}"
+        speed = lambda name, kind, shape=shape: record.speed(figures.ONE, shape, name, kind)
+        assert leads or speed("flash-attn-4", "backward") > speed("canon auto", "backward"), shape
+        if (ratio := speed("SDPA cudnn", "forward") / speed("canon auto", "forward")) > 1:
+            faster.append((ratio, tokens))
+    assert all(tokens < 2048 for _, tokens in faster)
+    text = " ".join(section("Is it faster\\?").split())
+    assert (
+        f"cuDNN's forward alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens"
+    ) in text
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 120
+    assert len(re.findall(r"\S*\w\S*", README)) <= 1000  # without the bars of tables

@@ -1,0 +1,349 @@
+"""The losses of several ranks, under DDP and FSDP2, are the loss of one process, with its
+gradients.
+"""
+
+import contextlib
+import functools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import canon
+from canon import Layout, Mask, reference
+from canon.testing import process_groups
+from canon.training import linear_sequence_loss, sequence_loss
+
+VOCABULARY, ENDS = 11, [0, 5, 6, 19]
+MASK = Mask.documents(ENDS)
+GUIDE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(19, 16)
+        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
+
+    def forward(self, ids, positions, attend, labels=None, **options):
+        """Return the logits, or with ``labels`` the loss: FSDP2 has the weights of the head only
+        inside of forward.
+        """
+        x = self.token(ids) + self.position(positions)
+        q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
+        x, head = x + attend(q, k, v).flatten(2), self.head
+        return (
+            head(x)
+            if labels is None
+            else linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
+        )
+
+
+def new_model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batch(seed=0, ignored=range(0)):
+    """Return input_ids and labels of one sequence. ``ignored``, the places of labels without a
+    loss.
+    """
+    ids = torch.randint(VOCABULARY, (1, 19), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:, list(ignored)] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def mean_of_one_process(model, batch):
+    part = Layout.contiguous(19, 1).shard_batch(batch, 0, ENDS)
+    logits = model(
+        part["input_ids"], part["position_ids"], lambda q, k, v: reference.attention(q, k, v, MASK)
+    )
+    return nn.functional.cross_entropy(logits[0], part["shift_labels"][0])
+
+
+def gradients_of_one_process(*batches):
+    model = new_model()
+    loss = sum(mean_of_one_process(model, each) for each in batches) / len(batches)
+    loss.backward()
+    return loss.detach(), [x.grad for x in model.parameters()]
+
+
+def step(model, batch, layout, attention_group, loss_group, linear=False, **options):
+    """Return the loss of this rank's part of the sequence, after the backward pass."""
+    part = layout.shard_batch(batch, dist.get_rank(attention_group), ENDS)
+    attend = functools.partial(
+        reference.ring_attention, mask=MASK, layout=layout, group=attention_group
+    )
+    inputs, labels, options = (
+        (part["input_ids"], part["position_ids"], attend),
+        part["shift_labels"],
+        options | {"group": loss_group},
+    )
+    loss = (
+        model(*inputs, labels, chunk=4, **options)
+        if linear
+        else sequence_loss(model(*inputs), labels, **options)
+    )
+    loss.backward()
+    return loss.detach()
+
+
+# some labels; all of rank 1 if shards are contiguous; none
+IGNORED = range(3, 9), range(10, 19), range(0)
+
+
+def assert_equal_to_one_process(loss, model, *batches):
+    expected, gradients = gradients_of_one_process(*batches)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        found = (
+            parameter.grad.full_tensor()
+            if hasattr(parameter.grad, "full_tensor")
+            else parameter.grad
+        )
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+
+
+def train_on_two_ranks(wrap):
+    for layout in (Layout.zigzag(19, 2), Layout([[range(19)], []], 19), Layout.contiguous(19, 2)):
+        for ignored in IGNORED:
+            for linear in (False, True):
+                model = wrap(new_model())
+                mine = batch(ignored=ignored)
+                assert_equal_to_one_process(
+                    step(model, mine, layout, None, None, linear), model, mine
+                )
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["DDP", "FSDP2"])
+def test_two_ranks_have_the_loss_and_gradients_of_one_process(wrap):
+    process_groups.processes(functools.partial(train_on_two_ranks, wrap), 2)
+
+
+def assert_equal_to_tokens(loss, model, batches):
+    """Compare with the mean over all tokens of the batches in one process."""
+    tokens = [
+        int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum())
+        for each in batches
+    ]
+    alone = [gradients_of_one_process(each) for each in batches]
+    weights = [n / sum(tokens) for n in tokens]
+    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for parameter, *parts in zip(
+        model.parameters(), *(gradients for _, gradients in alone), strict=True
+    ):
+        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
+        # tokens count equally
+        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)
+
+
+def accumulate_on_two_ranks():
+    """Two microbatches with different numbers of valid tokens: their losses add up to the mean over
+    all tokens.
+    """
+    layout, microbatches = Layout.zigzag(19, 2), (batch(0, range(3, 12)), batch(1))
+    count = sum(
+        (layout.shard_batch(each, dist.get_rank(), ENDS)["shift_labels"] != -100).sum()
+        for each in microbatches
+    )
+    dist.all_reduce(count)
+    for linear in (False, True):
+        model = DistributedDataParallel(new_model())
+        losses = [
+            step(model, each, layout, None, None, linear, num_items_in_batch=count)
+            for each in microbatches
+        ]
+        assert_equal_to_tokens(sum(losses), model, microbatches)
+        total = step(model, microbatches[1], layout, None, None, linear, num_items_in_batch=1)
+        torch.testing.assert_close(total, mean_of_one_process(new_model(), batch(1)).detach() * 16)
+
+
+def test_accumulation_weights_tokens():
+    process_groups.processes(accumulate_on_two_ranks, 2)
+
+
+class Attending(Model):
+    """The model of a user: `forward` takes ids and positions."""
+
+    def forward(self, ids, positions):
+        attend = functools.partial(reference.zigzag_attention, mask=MASK)
+        return super().forward(ids, positions, attend)
+
+
+def run_the_guide():
+    """Run the guide's example, uncompiled, on three microbatches: with some labels, with none and
+    with all.
+    """
+    (code,) = re.findall(
+        r"```python\n(model = "
+        r"DistributedDataParallel.*?)```",
+        GUIDE.read_text(),
+        re.DOTALL,
+    )
+    torch.manual_seed(0)
+    microbatches = [batch(0, range(6, 15)), batch(1, range(19)), batch(2)]
+    names = {
+        "model": Attending().double(),
+        "layout": Layout.zigzag(19, 2),
+        "rank": dist.get_rank(),
+        "cu_seqlens": ENDS,
+    }
+    names |= {
+        "DistributedDataParallel": DistributedDataParallel,
+        "nullcontext": contextlib.nullcontext,
+        "torch": torch,
+    }
+    sums = []
+    hook = lambda state, bucket: sums.append(bucket.index()) or allreduce_hook(state, bucket)
+    code = code.replace("torch.compile(model))", "model)\nmodel.register_comm_hook(None, hook)")
+    taking = lambda *args, **options: losses.append(sequence_loss(*args, **options)) or losses[-1]
+    losses = []
+    exec(code, names | {"sequence_loss": taking, "microbatches": microbatches, "hook": hook}, names)
+    assert len(sums) == 1, "gradients travel once"
+    assert_equal_to_tokens(
+        sum(x.detach() for x in losses), names["model"], microbatches[::2]
+    )  # the one between has no labels
+
+
+def test_the_guide_trains_with_ddp_on_microbatches_of_different_label_counts():
+    process_groups.processes(run_the_guide, 2)
+
+
+def train_on_a_mesh():
+    """Two data ranks with different numbers of valid tokens, two context ranks each."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    both = batch(0, range(3, 12)), batch(1)
+    layout, mine = Layout.zigzag(19, 2), both[mesh["dp"].get_local_rank()]
+    context = mesh["cp"].get_group()
+    model = DistributedDataParallel(new_model())
+    loss = step(model, mine, layout, context, mesh["cp"])
+    torch.testing.assert_close(
+        loss, mean_of_one_process(new_model(), mine).detach(), rtol=1e-12, atol=1e-12
+    )
+    # data ranks count equally
+    assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)
+    model = DistributedDataParallel(new_model())
+    loss = step(model, mine, layout, context, None)
+    assert_equal_to_tokens(loss, model, both)
+
+
+def sum_over(x, group):
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def test_data_ranks_or_tokens_count_equally_on_a_mesh():
+    process_groups.processes(train_on_a_mesh, 4)
+
+
+def test_without_a_process_group_it_is_the_mean_cross_entropy():
+    assert canon.training.sequence_loss is sequence_loss
+    logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.tensor([[1, 2, -100, 6, 0], [-100] * 5])
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = sequence_loss(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(sequence_loss(logits[0], labels[0]), expected)  # (t, vocabulary)
+    torch.testing.assert_close(
+        *(torch.autograd.grad(x, logits, retain_graph=True)[0] for x in (loss, expected))
+    )
+    loss = sequence_loss(logits.bfloat16(), labels.where(labels >= 0, 7), ignore_index=7)
+    assert loss.dtype == torch.float32
+    assert loss == nn.functional.cross_entropy(
+        logits.bfloat16().float().flatten(0, 1), labels.flatten()
+    )
+
+
+@pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
+def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
+    def program():
+        logits = torch.randn(1, tokens[dist.get_rank()], 5, requires_grad=True)
+        loss = sequence_loss(logits, torch.full(logits.shape[:2], -100))
+        loss.backward()
+        return loss == 0 and logits.grad.eq(0).all()
+
+    assert all(process_groups.threads(program, 2))
+
+
+def both_losses(hidden, labels, **options):
+    """Return both losses of the same logits."""
+    weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
+    return sequence_loss(hidden, labels, **options), linear_sequence_loss(
+        hidden, weight, labels, **options
+    )
+
+
+def one_rank_has_a_wrong_weight(wrong, linear):
+    weights = torch.ones(4, dtype=torch.float64)
+    weights[2] = wrong if dist.get_rank() == 1 else 1
+    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
+    loss, given = (
+        (linear_sequence_loss, (torch.eye(VOCABULARY).double(),)) if linear else (sequence_loss, ())
+    )
+    with pytest.raises(
+        ValueError,
+        match="weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch",
+    ):
+        loss(hidden, *given, labels, weights=weights)
+    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
+    assert loss(hidden, *given, unlabelled, weights=weights).isfinite()
+
+
+@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf, 1e-40])
+def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, linear):
+    process_groups.threads(functools.partial(one_rank_has_a_wrong_weight, wrong, linear), 2)
+
+
+def test_advantages_are_weights_of_a_number_of_items():
+    """The advantages of four answers add up to 0. Without an advantage that is not 0, the loss is
+    0.
+    """
+    rewards = torch.tensor([1.0, 0.0, 0.3, 0.9], dtype=torch.float64)
+    advantages = ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(3)
+    hidden, labels = (
+        torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double(),
+        torch.arange(12) % 7,
+    )
+    expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
+    for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
+
+
+def test_labels_of_later_tokens_stay_inside_their_documents():
+    """Multi-token prediction: each `shard_batch` of a whole sequence shifts its labels once
+    more.
+    """
+    labels = batch()["labels"]
+    for k in (1, 2, 3):
+        part = Layout.zigzag(19, 2).shard_batch({"labels": labels}, 1, ENDS)
+        positions = Layout.zigzag(19, 2).positions(1)
+        ends = torch.tensor([min(end for end in ENDS if end > place) for place in positions])
+        later = batch()["labels"][:, (positions + k).clamp(max=18)]
+        assert part["shift_labels"].equal(torch.where(positions + k < ends, later, -100))
+        labels = Layout.contiguous(19, 1).shard_batch({"labels": labels}, 0, ENDS)["shift_labels"]
+
+
+def test_a_token_of_weight_0_counts_as_one_without_a_label():
+    """Also if its loss is infinite, as that of a word that a sampler must not choose."""
+    logits, labels, grads = torch.randn(3, 5), torch.tensor([1, 2, 3]), []
+    logits[1, 2] = -float("inf")
+    losses = []
+    for given in ({"weights": torch.tensor([1.0, 0.0, 1.0])}, {}):
+        mine = logits.clone().requires_grad_()
+        losses.append(
+            sequence_loss(mine, labels if given else labels.masked_fill(labels == 2, -100), **given)
+        )
+        grads += torch.autograd.grad(losses[-1], mine)
+    assert losses[0].isfinite()
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
