@@ -1,4 +1,4 @@
-"""Figures of notebooks 05 to 07: walks over tiles, the work of each SM, and overlap inside a
+"""Figures of notebooks 08 to 10: walks over tiles, the work of each SM, and overlap inside a
 kernel.
 
 The notebook computes the data with the package. These functions only draw it.

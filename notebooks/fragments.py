@@ -1,4 +1,4 @@
-"""Figures of 08: the lanes that hold the elements of a matrix, and the banks of shared memory that
+"""Figures of 11: the lanes that hold the elements of a matrix, and the banks of shared memory that
 a load reads.
 """
 

@@ -80,9 +80,9 @@ ROWS = {
     "pick": Row("02_ring_and_zigzag", "--only attention_forward/"),
     "strided_forward": Row("03_strided", "--only strided_attention/"),
     "start_cast": Row("04_magi", "--only group_cast/"),
-    "scores": Row("05_backward", "--only attention_backward/"),
+    "scores": Row("08_backward", "--only attention_backward/"),
     "forward_kernel": Row(
-        "06_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"
+        "09_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Runs, planted faults and figures of notebook 09. The training itself is in `swap_it_in.py`."""
+"""Runs, planted faults and figures of notebook 05. The training itself is in `swap_it_in.py`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

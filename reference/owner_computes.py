@@ -12,7 +12,7 @@ never travel:
 A received token is written to its position in the sequence. So the tiles are those of one rank: 128
 x 128 tokens, cut at multiples of 128. A rank walks the tiles of its own pieces, and each piece
 begins at a multiple of 128 tokens. Hence every tile has the operands that it has on one rank, and
-tiles are added in the same order. Experiment: notebooks/05_backward.md.
+tiles are added in the same order. Experiment: notebooks/08_backward.md.
 
 Two exchanges bring tokens to their positions:
 

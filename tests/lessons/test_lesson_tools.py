@@ -77,7 +77,7 @@ def test_the_simulator_explains_the_absence_of_each_wait_and_arrival_of_the_plai
         assert message.startswith(("Fault: ", "Deadlock: ")), line
         assert ".py:" not in message
     assert len(set(lines)) == 13
-    page = Path(forward_runs.__file__).with_name("07_overlap_on_hopper.md").read_text()
+    page = Path(forward_runs.__file__).with_name("10_overlap_on_hopper.md").read_text()
     line, message = re.search(
         r"\*\*1\.\*\* .*?: "
         r"`(.*?)`\..*?```\n(.*?)\n```",
