@@ -102,7 +102,7 @@ def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path)
 def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):
     for number, (old, new) in enumerate(
         {
-            'v("plan_volume")': 'v("plan_size")',
+            'v("plan_volumes")': 'v("plan_sizes")',
             'records("packs"': 'records("parcels"',
             "@liu2023ring": "@liu",
         }.items()
