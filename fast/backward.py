@@ -96,8 +96,8 @@ def gradients(
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all
     launches are one pass.
 
-    If one of dk and dv is needed, both are returned.
-    ``kind``: as in `replayed`, for all tensors except the gradients.
+    If one of dk and dv is needed, both are returned. ``kind``: as in `replayed`, for all tensors
+    except the gradients.
     """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method, kind=kind)

@@ -21,9 +21,8 @@ here. `schedule.py` runs the steps:
   same inputs give the same bits.
 
 Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n
-messages.
-Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and n messages
-and (W - 1) N elements of reduce_dtype.
+messages. Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and
+n messages and (W - 1) N elements of reduce_dtype.
 
     scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather,
                 in the dtype of the inputs; backward also two to send and one to receive, in

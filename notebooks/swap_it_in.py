@@ -2,8 +2,7 @@
 several, or of a peer.
 
     torchrun --nproc-per-node 2 swap_it_in.py --function magi --half reference
-    torchrun --nproc-per-node 2 swap_it_in.py --function magi --half fast           the same
-    experiment, swapped
+    torchrun --nproc-per-node 2 swap_it_in.py --function magi --half fast  # the same, swapped
 
     --function   calls                      layout of the tokens
     attention    attn.attention             one rank

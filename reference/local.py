@@ -180,13 +180,12 @@ class _Sink(torch.autograd.Function):
     """Attention with a sink z: the result of the keys, out_keys (*b, t, h, dv), times a. lse (*b,
     h, t) stays that of the keys.
 
-        out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys           a = sigmoid(lse -
-        z)
+        a = sigmoid(lse - z)    out = sum_j exp(score_j) v_j / (exp(lse) + exp(z)) = a out_keys
 
     With da / dlse = a (1 - a) = -da / dz and r = rowsum(dout * out_keys), the gradients are
 
-        dout_keys = a dout         dlse gets a (1 - a) r more         dz = - sum over batch and
-                                   tokens of a (1 - a) r
+        dout_keys = a dout    dlse gets a (1 - a) r more
+        dz = - sum over batch and tokens of a (1 - a) r
 
         sink    lse       a     gradients through it
         any     -inf      0     0: the query sees no key, and its dout may hold anything

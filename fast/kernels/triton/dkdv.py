@@ -3,8 +3,8 @@ of heads.
 
 With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
 
-    s = scale q k^T      dv += p^T dout      dp = dout v^T      ds = p * (dp - delta)      dk +=
-                         scale ds^T q
+    s = scale q k^T    dp = dout v^T    ds = p * (dp - delta)    dv += p^T dout    dk += scale ds^T
+                       q
 
 A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of
 queries: registers sum the group in a fixed order. FUSED also adds dq += scale ds k by float32

@@ -3,7 +3,7 @@
     register("canon")
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
     trainer = ContextParallelTrainer(model, args, train_dataset=dataset, data_collator=collator)
-    under torchrun trainer.train()
+    trainer.train()  # under torchrun
 
     data loader     the ranks of ``group`` read the same batch; groups of other ranks read other
                     batches

@@ -1,8 +1,9 @@
 """TRL's SFTTrainer on sequences that several ranks hold together.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
-    trainer = ContextParallelSFTTrainer(model, SFTConfig(packing=True, max_length=65536),
-    train_dataset=dataset) trainer.train()
+    settings = SFTConfig(packing=True, max_length=65536)
+    trainer = ContextParallelSFTTrainer(model, settings, train_dataset=dataset)
+    trainer.train()
 
 A pack is one sequence; its documents come from ``position_ids``. The loss is `sequence_loss`, so
 TRL's ``entropy``, ``mean_token_accuracy`` and ``num_tokens`` are not logged. The limits are those

@@ -40,8 +40,7 @@ class Layout(metaclass=OpaqueMeta):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by
     content.
 
-        Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)      rank 0: 0 1 6 7      rank 1: 2 3
-        4 5
+        Layout([[range(0, 2), range(6, 8)], [range(2, 6)]], 8)  # rank 0: 0 1 6 7, rank 1: 2 3 4 5
 
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
@@ -285,8 +284,7 @@ class Layout(metaclass=OpaqueMeta):
         coordinates. Cached.
 
         Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local
-        order.
-        Raises ValueError if the mask or a rank does not fit.
+        order. Raises ValueError if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")

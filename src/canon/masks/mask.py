@@ -166,8 +166,7 @@ class Mask(metaclass=OpaqueMeta):
                                       . . x x x
 
         ``cu_seqlens``: 0, then the end of each document. ``window``: (left, right) inside each
-        document.
-        Raises ValueError if cu_seqlens does not start at 0 or decreases.
+        document. Raises ValueError if cu_seqlens does not start at 0 or decreases.
         """
         bands, tokens = document_bands(cu_seqlens, causal, window)
         return cls.of_disjoint(bands, tokens, tokens)

@@ -1,13 +1,12 @@
 """What an attention function is: its declaration, once for both halves, and its implementation in
 each half.
 
-    RING = declared(ring_attention)                                          faces: the signature,
-    and what follows from it algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)
-    a half: both passes, as functions of a `Call` ring_attention =
-    public_ring.ring_attention(algorithm)                   the public function of the half
+    RING = declared(ring_attention)                                       # faces: its signature
+    algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
+    ring_attention = public_ring.ring_attention(algorithm)                # the half's function
 
-The route of a call (`attend.py`) reads nothing else and names no function, so a new schedule is a
-declaration and an algorithm in each half.
+The passes are functions of a `Call`. The route of a call (`attend.py`) reads nothing else and names
+no function, so a new schedule is a declaration and an algorithm in each half.
 """
 
 import inspect
@@ -190,9 +189,10 @@ class Algorithm:
     """The implementation of a declared function in one half, as two functions of tensors with a
     batch axis:
 
-        forward(call, *tensors, max_logits)                                     returns out, lse,
-        *others backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)     returns the
-        gradient of each tensor
+        forward(call, *tensors, max_logits)
+            returns out, lse, *others
+        backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)
+            returns the gradient of each tensor
 
     ``tensors`` are q, k and v, or those of the declaration. ``others`` are tensors that are saved
     for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse is None if

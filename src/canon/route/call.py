@@ -1,9 +1,7 @@
 """A call of an attention function: its algorithm, and its arguments with all defaults filled in.
 
-    call = checked_call(RING, q, k, v, mask=mask, layout=layout)    check the arguments on this rank
-    alone
-    out, lse = ring_forward(call, q, k, v)                          run the mathematics alone, on
-    all ranks
+    call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
+    out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
 
 `call_of` finds a repeated call by one key, so nothing is checked twice. `Call.agree` compares it
 between all ranks, in every pass. A bad argument on one rank raises on every rank.

@@ -2,16 +2,15 @@
 its synchronisation.
 
     with simulator.simulated(order="late", seed=0):
-        kernel[grid](*tensors_and_descriptors, **constants_and_options)     # CPU tensors, host
-        TensorDescriptors
-    simulator.register(add_box, simulator.reduce_add)                       # a stand-in for your
-    own builtin simulator.simulated(log=[])                                             # append all
-    `Event` in order
+        kernel[grid](*tensors_and_descriptors, **constants_and_options)
+    simulator.register(add_box, simulator.reduce_add)  # a stand-in for your own builtin
+    simulator.simulated(log=[])                        # append every `Event`, in order
 
-One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-when it ends, and at its atomic operations and volatile loads. TMA loads land, wgmma read their
-operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a
-wait) or at "random" times. The simulator raises `Fault` with the kernel's lines:
+Tensors and the tensors of host descriptors are on the CPU. One program (CTA) runs at a time, with
+its partitions as alternating threads. Another may continue when it ends, and at its atomic
+operations and volatile loads. TMA loads land, wgmma read their operands and stores are written
+"early" (at once), "late" (when nothing else can happen, or at a wait) or at "random" times. The
+simulator raises `Fault` with the kernel's lines:
 
     deadlocks                               the message names each wait, its barrier and phase
     reads of data that is not there yet,    by vector clocks, in every interleaving, even if this

@@ -3,10 +3,9 @@
 Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is
 in registers. The assembler chooses these registers, and a run shows a mistake only sometimes.
 
-    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88          writes R88 to R151, reads R152 to
-    R155 HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0    the last MMA of a group
-    WARPGROUP.DEPBAR.LE gsb0, 0x1                                  waits until at most the newest
-    group is in flight
+    HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88         writes R88 to R151, reads R152 on
+    HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0   the last MMA of a group
+    WARPGROUP.DEPBAR.LE gsb0, 0x1                                 all but the newest group are over
 
 Limit: jumps are not followed, and loops are not repeated.
 """

@@ -1,8 +1,7 @@
 """The loss of a training step over a sequence that several ranks hold together.
 
-part = layout.shard_batch(batch, rank)                          this rank's tokens and shifted
-labels
-logits = model(part["input_ids"], part["position_ids"])         DDP or FSDP2 around the model
+part = layout.shard_batch(batch, rank)                    # this rank's tokens, shifted labels
+logits = model(part["input_ids"], part["position_ids"])   # DDP or FSDP2 around the model
 loss = canon.training.sequence_loss(logits, part["shift_labels"], group=mesh["cp"])
 
 `sequence_loss` takes logits; `linear_sequence_loss` takes hidden states and the output head, and
