@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from canon.fast.kernels.gluon import dkdv, dkdv_hdim256, dq, few_queries, forward, forward_plain
+from canon.fast.kernels.gluon import (
+    dkdv,
+    dkdv_hdim256,
+    dq,
+    few_queries,
+    few_queries_sums,
+    forward,
+    forward_plain,
+)
 from canon.fast.kernels.gluon.config import Config
 
 Branches = tuple[tuple[str, bool], ...]
@@ -31,8 +39,10 @@ class Kernel(NamedTuple):
 
 
 EARLY = {on: (("EARLY", on), ("not EARLY", not on)) for on in (False, True)}
-WHOLE = ("FUSED", True), ("D_PAD > 64", False)
-HALVES = ("FUSED", True), ("D_PAD > 64", True)
+FUSED = {on: (("FUSED", on), ("c.FUSED", on)) for on in (False, True)}
+ORDERED = {on: (("ORDERED", on), ("c.ORDERED", on)) for on in (False, True)}
+WHOLE = *FUSED[True], ("c.D_PAD > 64", False)
+HALVES = *FUSED[True], ("c.D_PAD > 64", True)
 PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
 P_AFTER_O = {on: (("P_AFTER_O", on), ("not P_AFTER_O", not on)) for on in (False, True)}
 KERNELS = {
@@ -58,35 +68,35 @@ KERNELS = {
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
-    "few queries, sums": Kernel(few_queries.sums_kernel, Config(64, 64, 2)),
+    "few queries, sums": Kernel(few_queries_sums.sums_kernel, Config(64, 64, 2)),
     "dq": Kernel(dq.dq_kernel, Config(128, 64, 2)),
     "dq, one V": Kernel(dq.dq_kernel, Config(128, 64, 2, v_stages=1)),
     "dkdv": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 4, 2),
-        branches=(("FUSED", False), ("ORDERED", False), *EARLY[True]),
+        branches=(*FUSED[False], *ORDERED[False], *EARLY[True]),
     ),
     "fused": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 128, 2),
-        branches=(*WHOLE, ("ORDERED", False), *EARLY[False]),
+        branches=(*WHOLE, *ORDERED[False], *EARLY[False]),
     ),
     "fused by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, ("ORDERED", False), *EARLY[True]),
+        branches=(*HALVES, *ORDERED[False], *EARLY[True]),
     ),
     "ordered": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 3),
-        branches=(*WHOLE, ("ORDERED", True), *EARLY[True]),
+        branches=(*WHOLE, *ORDERED[True], *EARLY[True]),
     ),
     "ordered by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, ("ORDERED", True), *EARLY[True]),
+        branches=(*HALVES, *ORDERED[True], *EARLY[True]),
     ),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }

@@ -1,6 +1,4 @@
-"""The declaration of the Gluon backend: Hopper, elements of two bytes, and widths of
-`config.TABLE`.
-"""
+"""The declaration of the Gluon backend: Hopper, elements of two bytes, widths of `config.TABLE`."""
 
 import torch
 from torch import Tensor

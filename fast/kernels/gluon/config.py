@@ -27,9 +27,7 @@ class Config:
 
     @property
     def math_registers(self) -> int:
-        """Registers of a thread of the MMA warpgroups; the loader has the rest, 24 or 32 per
-        thread.
-        """
+        """Registers of a thread of the MMA warpgroups; the loader has the rest, 24 or 32."""
         return 160 if self.rows == 192 else 240
 
 
@@ -96,11 +94,9 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 def choose(
     kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
 ) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths for heads d and dv wide. Raises ValueError if
-    none fits.
+    """Return the configuration and the padded widths for heads d and dv wide, or raise ValueError.
 
-    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, whose configurations have at most
-    ``most_rows`` rows."""
+    ``seen``: mean tiles that a query sees, for `LONG_TABLE`, with at most ``most_rows`` rows."""
     fitting = padded_to(kernel, d, dv)
     if not fitting:
         widest = max((pads for name, pads in TABLE if name == kernel), default=(0, 0))

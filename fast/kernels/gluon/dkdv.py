@@ -12,9 +12,9 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
     fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
 Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose
-query heads are summed in order, or with "head_parallel" a query head. Shared memory limits the
-speed: paper/backward_on_hopper.md. Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; S^T in
-registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
+query heads are summed in order, or with "head_parallel" a query head. Sources: Tri Dao,
+FlashAttention-2 (2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3
+(2024). Measurements: paper/backward_on_hopper.md."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -52,7 +52,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     position_of,
     publish,
     publish_end,
-    receive,
+    receive_after,
     spans_of,
 )
 from canon.fast.kernels.gluon.tile_ring import (
@@ -67,13 +67,34 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @aggregate
+class Constants:
+    """The constants of a launch: tiles of ROWS keys and COLUMNS queries, widths, rings,
+    switches.
+    """
+
+    ROWS: gl.constexpr
+    COLUMNS: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+    D_PAD: gl.constexpr
+    DV_PAD: gl.constexpr
+    STAGES: gl.constexpr
+    BUFFERS: gl.constexpr
+    HEADS: gl.constexpr
+    GROUP: gl.constexpr
+    FUSED: gl.constexpr
+    ORDERED: gl.constexpr
+    KEY_ORDER: gl.constexpr
+    SOFTCAP: gl.constexpr
+
+
+@aggregate
 class Buffers:
-    """Rings of the visited ``q``, ``dout``, ``lse`` and ``delta`` (-delta), and the owned ``k`` and
+    """Rings of the visited ``q``, ``dout``, ``lse``, ``delta`` (negative), and the owned ``k``,
     ``v``.
 
     Barriers of q also guard lse, of dout delta, ``full`` of k ``published``. k and v share
-    ``free``.
-    """
+    ``free``."""
 
     q: Ring
     dout: Ring
@@ -85,72 +106,44 @@ class Buffers:
 
 
 @gluon.jit
-def make_buffers(
-    descriptors,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
-    STAGES: gl.constexpr,
-    BUFFERS: gl.constexpr,
-    READERS: gl.constexpr = 2,
-):
+def make_buffers(descriptors, c, READERS: gl.constexpr):
     """Allocate the buffers. READERS partitions read and release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
-    q = gl.allocate_shared_memory(q_desc.dtype, [STAGES, 1, COLUMNS, 1, D_PAD], q_desc.layout)
-    dout = gl.allocate_shared_memory(
-        q_desc.dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], dout_desc.layout
-    )
-    lse = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], stats_desc.layout)
-    delta = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], stats_desc.layout)
-    published = allocate_published(BUFFERS)
-    k = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, D_PAD], k_desc.layout)
-    v = gl.allocate_shared_memory(q_desc.dtype, [BUFFERS, 1, ROWS, 1, DV_PAD], v_desc.layout)
-    q = Ring(q, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    dout = Ring(dout, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
-    k_full, v_full, free = (
-        make_barriers(BUFFERS, 1),
-        make_barriers(BUFFERS, 1),
-        make_barriers(BUFFERS, READERS),
-    )
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [c.STAGES, 1, c.COLUMNS, 1, c.D_PAD], q_desc.layout)
+    dout = gl.allocate_shared_memory(dtype, [c.STAGES, 1, c.COLUMNS, 1, c.DV_PAD], dout_desc.layout)
+    lse = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.COLUMNS], stats_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.COLUMNS], stats_desc.layout)
+    published = allocate_published(c.BUFFERS)
+    k = gl.allocate_shared_memory(dtype, [c.BUFFERS, 1, c.ROWS, 1, c.D_PAD], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [c.BUFFERS, 1, c.ROWS, 1, c.DV_PAD], v_desc.layout)
+    q = Ring(q, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
+    dout = Ring(dout, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
+    k_full, v_full = make_barriers(c.BUFFERS, 1), make_barriers(c.BUFFERS, 1)
+    free = make_barriers(c.BUFFERS, READERS)
     return Buffers(q, dout, lse, delta, published, Ring(k, k_full, free), Ring(v, v_full, free))
 
 
 # ------------------------------------------------------------------ the loader
 @gluon.jit
-def load_tiles(
-    descriptors,
-    work,
-    counter,
-    buffers,
-    padded,
-    query_heads,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
-    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: tokens in a row of
-    statistics.
+def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
+    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: row of statistics.
 
-    K follows the first Q and V the first dO: their buffers are freed late.
-    """
+    K follows the first Q and V the first dO: their buffers are freed late."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
-    STAGES: gl.constexpr = q.tiles.shape[0]
-    BN: gl.constexpr = q.tiles.shape[2]
-    BUFFERS: gl.constexpr = k.tiles.shape[0]
     t, done = 0, 0  # tiles visited, work tiles done
-    work_tile = claim_any_work_tile(work, counter, True, ORDERED)
+    work_tile = claim_any_work_tile(work, counter, True, c.ORDERED)
     while work_tile > 0:
         first, _, batch, owner = position_of(work, work_tile)
         span_first, span_end, column, left = first_tile(work, work_tile)
-        span, each_head = span_first, (span_end - span_first) // HEADS
-        head, b = owner * HEADS, done % BUFFERS
+        span, each_head = span_first, (span_end - span_first) // c.HEADS
+        head, b = owner * c.HEADS, done % c.BUFFERS
         fresh = True
         while span < span_end:
-            slot = t % STAGES
-            parity = t // STAGES & 1
-            # lse; delta is ``padded`` numbers later
+            slot = t % c.STAGES
+            parity = t // c.STAGES & 1
+            # Q and lse; delta is ``padded`` numbers later
             row = (batch * query_heads + head) * 2 * padded + column
             mbarrier.wait(q.free.index(slot), parity ^ 1)
             mbarrier.expect(
@@ -158,10 +151,11 @@ def load_tiles(
             )
             tma_load(q_desc, [batch, column, head, 0], q.full.index(slot), q.tiles.index(slot))
             tma_load(stats_desc, [row], q.full.index(slot), buffers.lse.index(slot))
-            if fresh:
-                mbarrier.wait(k.free.index(b), (done // BUFFERS & 1) ^ 1)
+            if fresh:  # publish the work tile, and load K
+                mbarrier.wait(k.free.index(b), (done // c.BUFFERS & 1) ^ 1)
                 publish(buffers.published.index(b), work_tile)
-                load_box(k_desc, batch, first, head // GROUP, k.full.index(b), k.tiles.index(b))
+                load_box(k_desc, batch, first, head // c.GROUP, k.full.index(b), k.tiles.index(b))
+            # dO and delta
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
             mbarrier.expect(
                 dout.full.index(slot), dout_desc.block_type.nbytes + stats_desc.block_type.nbytes
@@ -171,117 +165,101 @@ def load_tiles(
             )
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
-                load_box(v_desc, batch, first, head // GROUP, v.full.index(b), v.tiles.index(b))
+                load_box(v_desc, batch, first, head // c.GROUP, v.full.index(b), v.tiles.index(b))
+            # the next tile, perhaps of the next head
             fresh = False
             t += 1
             before = span
-            span, column, left = next_tile(work, span, column, left, span_end, BN)
+            span, column, left = next_tile(work, span, column, left, span_end, c.COLUMNS)
             if span != before:
-                head = owner * HEADS + (span - span_first) // each_head
-        work_tile = claim_any_work_tile(work, counter, False, ORDERED)
+                head = owner * c.HEADS + (span - span_first) // each_head
+        work_tile = claim_any_work_tile(work, counter, False, c.ORDERED)
         done += 1
-    b = done % BUFFERS
+    b = done % c.BUFFERS
     publish_end(
-        buffers.published.index(b), k.full.index(b), k.free.index(b), (done // BUFFERS & 1) ^ 1
+        buffers.published.index(b), k.full.index(b), k.free.index(b), (done // c.BUFFERS & 1) ^ 1
     )
 
 
 # ------------------------------------------------------------------ the warpgroups
 @gluon.constexpr_function
 def early(columns):
-    """Return whether registers suffice to load lse before S^T is issued; loads during MMAs are
-    slow.
-    """
+    """Return whether registers suffice to load lse before S^T is issued; later loads are slow."""
     return columns <= 64
 
 
 @gluon.jit
-def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, D: gl.constexpr, EARLY: gl.constexpr):
+def issue_scores(k, v, q, dout, zeros, buffers, slot, parity, c):
     """Issue S^T = K Q^T and dP^T = V dO^T - delta; wait for S^T only. Return S^T, dP^T and lse."""
-    BN: gl.constexpr = q.shape[0]
+    LAYOUT: gl.constexpr = per_column_layout(c.COLUMNS)
+    EARLY: gl.constexpr = early(c.COLUMNS)
     mbarrier.wait(buffers.dout.full.index(slot), parity)
-    dp = broadcast_rows(
-        buffers.delta.index(slot).load(per_column_layout(BN)), zeros
-    )  # an initial accumulator costs nothing
+    # an initial accumulator costs nothing
+    dp = broadcast_rows(buffers.delta.index(slot).load(LAYOUT), zeros)
     mbarrier.wait(buffers.q.full.index(slot), parity)
     if EARLY:
-        lse = buffers.lse.index(slot).load(per_column_layout(BN))
-    s = issue_contraction(k, q, zeros, contracted_width(D, k.shape[1]))
+        lse = buffers.lse.index(slot).load(LAYOUT)
+    s = issue_contraction(k, q, zeros, contracted_width(c.D, c.D_PAD))
     dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
     s, dp = hopper.warpgroup_mma_wait(1, deps=[s, dp])
     if not EARLY:
-        lse = buffers.lse.index(slot).load(per_column_layout(BN))
+        lse = buffers.lse.index(slot).load(LAYOUT)
     return s, dp, lse
 
 
 @gluon.jit
-def differentiate(
-    buffers,
-    exchange,
-    result,
-    work,
-    scale,
-    W: gl.constexpr,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    FUSED: gl.constexpr,
-    KEY_ORDER: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
-    """Compute dk and dv of the keys of warpgroup W for every work tile. ``exchange`` is used if
-    FUSED.
-    """
-    STAGES: gl.constexpr = buffers.q.tiles.shape[0]
-    BN: gl.constexpr = buffers.q.tiles.shape[2]
-    D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
-    DV_PAD: gl.constexpr = buffers.dout.tiles.shape[4]
-    BUFFERS: gl.constexpr = buffers.k.tiles.shape[0]
-    ROWS: gl.constexpr = buffers.k.tiles.shape[2]
-    N: gl.constexpr = ROWS // 2
-    EARLY: gl.constexpr = early(BN)
+def hide_weights(p, bent, work, span, row, column, c):
+    """Return `weights` with 0 in hidden cells. P, not S: lse may be NaN in rows that see no key."""
+    p = mask_hidden(p, work, span, row, column, 0.0, 1, c.KEY_ORDER)
+    if c.SOFTCAP is None:
+        return p, p
+    else:
+        return p, mask_hidden(bent, work, span, row, column, 0.0, 1, c.KEY_ORDER)
+
+
+@gluon.jit
+def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, c):
+    """Compute dk and dv of the keys of warpgroup W for every work tile."""
+    N: gl.constexpr = c.ROWS // 2
     scale_log2 = scale * LOG2E
-    zeros = gl.zeros([N, BN], gl.float32, mma_layout(BN))
+    zeros = gl.zeros([N, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
     t, done = 0, 0  # tiles visited, work tiles done
-    work_tile = receive(buffers.published.index(0), buffers.k.full.index(0), 0)
+    work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
-        b = done % BUFFERS
+        b = done % c.BUFFERS
         span_first, span_end = spans_of(work, work_tile)
-        acc_k = gl.zeros([N, D_PAD], gl.float32, mma_layout(D_PAD))
-        acc_v = gl.zeros([N, DV_PAD], gl.float32, mma_layout(DV_PAD))
-        mbarrier.wait(buffers.v.full.index(b), done // BUFFERS & 1)
+        acc_k = gl.zeros([N, c.D_PAD], gl.float32, mma_layout(c.D_PAD))
+        acc_v = gl.zeros([N, c.DV_PAD], gl.float32, mma_layout(c.DV_PAD))
+        mbarrier.wait(buffers.v.full.index(b), done // c.BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
+            column, stop = columns_of(work, span, c.COLUMNS)
             partial = is_partial(work, span)
-            for i in range(column, stop, BN):
-                slot = t % STAGES
-                q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
+            for i in range(column, stop, c.COLUMNS):
+                slot = t % c.STAGES
+                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
+                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
                 now = unhoisted_index(b, t)
-                all_k = buffers.k.tiles.index(now).reshape([ROWS, D_PAD])
+                all_k = buffers.k.tiles.index(now).reshape([c.ROWS, c.D_PAD])
                 k = all_k.slice(W * N, N, dim=0)
-                v = buffers.v.tiles.index(now).reshape([ROWS, DV_PAD]).slice(W * N, N, dim=0)
-                s, dp, lse = issue_scores(
-                    k, v, q, dout, zeros, buffers, slot, t // STAGES & 1, D, EARLY
-                )
-                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
-                if partial:  # P, not S: lse of a query that sees no key here may be NaN
+                v = buffers.v.tiles.index(now).reshape([c.ROWS, c.DV_PAD]).slice(W * N, N, dim=0)
+                s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // c.STAGES & 1, c)
+                # P, while dP runs
+                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, c.SOFTCAP)
+                if partial:
                     row = gl.load(work + work_tile) + W * N  # reloaded to save registers
-                    p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    bent = (
-                        p
-                        if SOFTCAP is None
-                        else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    )
-                p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(DV_PAD))
+                    p, bent = hide_weights(p, bent, work, span, row, i, c)
+                p_operand = gl.convert_layout(p.to(q.dtype), operand_layout(c.DV_PAD))
                 acc_v = hopper.warpgroup_mma(p_operand, dout, acc_v, is_async=True)
                 dp, acc_v = hopper.warpgroup_mma_wait(1, deps=[dp, acc_v])
+                # dS, while dV runs
                 if partial:
                     dp = keep_where_nonzero(dp, bent)
                 ds = (bent * dp).to(q.dtype)
-                ds_operand = gl.convert_layout(ds, operand_layout(D_PAD))
-                if FUSED:
+                ds_operand = gl.convert_layout(ds, operand_layout(c.D_PAD))
+                # dK, and a part of dQ
+                if c.FUSED:
                     share_ds(ds, exchange, t, W)
-                if FUSED and D_PAD > 64:  # this warpgroup computes 64 columns of dQ
+                if c.FUSED and c.D_PAD > 64:  # this warpgroup computes 64 columns of dQ
                     dq = issue_dq(all_k, W * 64, exchange, t)
                     acc_k = hopper.warpgroup_mma(ds_operand, q, acc_k, is_async=True)
                     dq, acc_k, acc_v = hopper.warpgroup_mma_wait(1, deps=[dq, acc_k, acc_v])
@@ -291,7 +269,7 @@ def differentiate(
                     acc_k = hopper.warpgroup_mma(ds_operand, q, acc_k, is_async=True)
                     acc_v, acc_k = hopper.warpgroup_mma_wait(1, deps=[acc_v, acc_k])
                     mbarrier.arrive(buffers.dout.free.index(slot), count=1)
-                    if FUSED:  # noqa: SIM102 - all columns, of every second tile
+                    if c.FUSED:  # noqa: SIM102 - all columns, of every second tile
                         if t % 2 == W:
                             dq = issue_dq(all_k, 0, exchange, t)
                             dq, acc_k = hopper.warpgroup_mma_wait(0, deps=[dq, acc_k])
@@ -299,15 +277,13 @@ def differentiate(
                 acc_k = hopper.warpgroup_mma_wait(0, deps=[acc_k])
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
                 t += 1
+        # the owner's results, once its K and V are free
         mbarrier.arrive(buffers.k.free.index(b), count=1)
         dk, dv, k_strides, v_strides = result
-        store_gradient(acc_k * scale, dk, k_strides, work, work_tile, W * N, D)
-        store_gradient(acc_v, dv, v_strides, work, work_tile, W * N, DV)
+        store_gradient(acc_k * scale, dk, k_strides, work, work_tile, W * N, c.D)
+        store_gradient(acc_v, dv, v_strides, work, work_tile, W * N, c.DV)
         done += 1
-        b = done % BUFFERS
-        work_tile = receive(
-            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
-        )
+        work_tile = receive_after(buffers.published, buffers.k.full, done)
 
 
 @gluon.jit
@@ -355,79 +331,35 @@ def dkdv_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of the work tiles; o owners of
-    HEADS query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of HEADS query heads.
 
     ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d).
-    ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``.
-    """
+    ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``."""
+    c = Constants(
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, HEADS, GROUP, FUSED, ORDERED,
+        KEY_ORDER, SOFTCAP,
+    )  # fmt: skip
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     result = (dk, dv, k_strides, v_strides)
     if FUSED:
-        buffers = make_buffers(
-            descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2 + adders(ORDERED)
-        )
-        exchange = make_exchange(q_desc.dtype, dq_desc, ROWS, COLUMNS, D_PAD)
+        READERS: gl.constexpr = 2 + adders(ORDERED)
+    else:
+        READERS: gl.constexpr = 2
+    buffers = make_buffers(descriptors, c, READERS)
+    loaded = (descriptors, work, counter, buffers, padded, query_heads, c)
+    if FUSED:
+        exchange = make_exchange(q_desc.dtype, dq_desc, c)
         semaphores = counter + 1
         fence_async_shared()
         if ORDERED:
             # loader and adders share a warpgroup: 240 registers are left for the others
             gl.warp_specialize(
                 [
-                    (
-                        differentiate,
-                        (
-                            buffers,
-                            exchange,
-                            result,
-                            work,
-                            scale,
-                            0,
-                            D,
-                            DV,
-                            FUSED,
-                            KEY_ORDER,
-                            SOFTCAP,
-                        ),
-                    ),
-                    (
-                        differentiate,
-                        (
-                            buffers,
-                            exchange,
-                            result,
-                            work,
-                            scale,
-                            1,
-                            D,
-                            DV,
-                            FUSED,
-                            KEY_ORDER,
-                            SOFTCAP,
-                        ),
-                    ),
-                    (
-                        load_tiles,
-                        (
-                            descriptors,
-                            work,
-                            counter,
-                            buffers,
-                            padded,
-                            query_heads,
-                            HEADS,
-                            GROUP,
-                            ORDERED,
-                        ),
-                    ),
-                    (
-                        add_dq,
-                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0),
-                    ),
-                    (
-                        add_dq,
-                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 1),
-                    ),
+                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
+                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
+                    (load_tiles, loaded),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 0)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 1)),
                 ],
                 [4, 1, 1, 1],
                 [MATH_REGISTERS, 24, 24, 24],
@@ -435,87 +367,21 @@ def dkdv_kernel(
         else:
             gl.warp_specialize(
                 [
-                    (
-                        differentiate,
-                        (
-                            buffers,
-                            exchange,
-                            result,
-                            work,
-                            scale,
-                            0,
-                            D,
-                            DV,
-                            FUSED,
-                            KEY_ORDER,
-                            SOFTCAP,
-                        ),
-                    ),
-                    (
-                        differentiate,
-                        (
-                            buffers,
-                            exchange,
-                            result,
-                            work,
-                            scale,
-                            1,
-                            D,
-                            DV,
-                            FUSED,
-                            KEY_ORDER,
-                            SOFTCAP,
-                        ),
-                    ),
-                    (
-                        load_tiles,
-                        (
-                            descriptors,
-                            work,
-                            counter,
-                            buffers,
-                            padded,
-                            query_heads,
-                            HEADS,
-                            GROUP,
-                            ORDERED,
-                        ),
-                    ),
-                    (
-                        add_dq,
-                        (dq_desc, buffers, exchange, work, semaphores, dq_tiles, HEADS, ORDERED, 0),
-                    ),
+                    (differentiate, (buffers, exchange, result, work, scale, 0, c)),
+                    (differentiate, (buffers, exchange, result, work, scale, 1, c)),
+                    (load_tiles, loaded),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 0)),
                 ],
                 [4, 1, 1],
                 [MATH_REGISTERS, 24, 24],
             )
     else:
-        buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS, 2)
         fence_async_shared()
         gl.warp_specialize(
             [
-                (
-                    load_tiles,
-                    (
-                        descriptors,
-                        work,
-                        counter,
-                        buffers,
-                        padded,
-                        query_heads,
-                        HEADS,
-                        GROUP,
-                        ORDERED,
-                    ),
-                ),
-                (
-                    differentiate,
-                    (buffers, buffers, result, work, scale, 0, D, DV, FUSED, KEY_ORDER, SOFTCAP),
-                ),
-                (
-                    differentiate,
-                    (buffers, buffers, result, work, scale, 1, D, DV, FUSED, KEY_ORDER, SOFTCAP),
-                ),
+                (load_tiles, loaded),
+                (differentiate, (buffers, buffers, result, work, scale, 0, c)),
+                (differentiate, (buffers, buffers, result, work, scale, 1, c)),
             ],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],

@@ -8,17 +8,22 @@ warpgroup holds one result:
     warpgroup of dK        dP^T = V dO^T - delta                     while the other one computes P
                            dS = P * dP,  dK += dS Q                  dS stays in registers
 
-Each slot of Q has a buffer of P, in the inputs' dtype. The slot's ``free`` guards both: the
-warpgroup of dK reads P before it releases Q. The pair alternates on the tensor cores: one computes
-P or dS while the other multiplies. Source: one warpgroup for each result: flash-attention pull
-request 2889 (2025)."""
+Each slot of Q has a buffer of P. The slot's ``free`` guards both: the warpgroup of dK reads P
+before it releases Q. Source: one warpgroup for each result: flash-attention pull request 2889
+(2025)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from canon.fast.kernels.gluon.dkdv import load_tiles, make_buffers, store_gradient
+from canon.fast.kernels.gluon.dkdv import (
+    Constants,
+    hide_weights,
+    load_tiles,
+    make_buffers,
+    store_gradient,
+)
 from canon.fast.kernels.gluon.hoisting import unhoisted_index
 from canon.fast.kernels.gluon.layouts import (
     contracted_width,
@@ -27,132 +32,108 @@ from canon.fast.kernels.gluon.layouts import (
     per_column_layout,
     shared_operand_layout,
 )
-from canon.fast.kernels.gluon.masking import mask_hidden
 from canon.fast.kernels.gluon.ptx import broadcast_rows, keep_where_nonzero
 from canon.fast.kernels.gluon.softcap import weights
-from canon.fast.kernels.gluon.tile_queue import SPAN, columns_of, is_partial, receive, spans_of
+from canon.fast.kernels.gluon.tile_queue import (
+    SPAN,
+    columns_of,
+    is_partial,
+    receive_after,
+    spans_of,
+)
 from canon.fast.kernels.gluon.tile_ring import issue_contraction, make_barriers
 from canon.fast.kernels.triton.blocks import LOG2E
 
 
 @gluon.jit
-def compute_dv(
-    buffers,
-    shared_p,
-    p_full,
-    dv,
-    strides,
-    work,
-    scale,
-    D: gl.constexpr,
-    DV: gl.constexpr,
-    KEY_ORDER: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
+def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
     """Compute P and dv of every work tile, and share P, under a soft-cap times the slope of the
     scores.
     """
-    STAGES: gl.constexpr = buffers.q.tiles.shape[0]
-    BN: gl.constexpr = buffers.q.tiles.shape[2]
-    D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
-    DV_PAD: gl.constexpr = buffers.dout.tiles.shape[4]
-    BUFFERS: gl.constexpr = buffers.k.tiles.shape[0]
-    ROWS: gl.constexpr = buffers.k.tiles.shape[2]
     scale_log2 = scale * LOG2E
-    zeros = gl.zeros([ROWS, BN], gl.float32, mma_layout(BN))
+    zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
     t, done = 0, 0  # tiles visited, work tiles done
-    work_tile = receive(buffers.published.index(0), buffers.k.full.index(0), 0)
+    work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
-        b = done % BUFFERS
+        b = done % c.BUFFERS
         row = gl.load(work + work_tile)
         span_first, span_end = spans_of(work, work_tile)
-        acc = gl.zeros([ROWS, DV_PAD], gl.float32, mma_layout(DV_PAD))
+        acc = gl.zeros([c.ROWS, c.DV_PAD], gl.float32, mma_layout(c.DV_PAD))
         for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
+            column, stop = columns_of(work, span, c.COLUMNS)
             partial = is_partial(work, span)
-            for i in range(column, stop, BN):
-                slot = t % STAGES
-                q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                k = buffers.k.tiles.index(unhoisted_index(b, t)).reshape([ROWS, D_PAD])
-                mbarrier.wait(buffers.q.full.index(slot), t // STAGES & 1)
-                lse = buffers.lse.index(slot).load(per_column_layout(BN))
-                s = issue_contraction(k, q, zeros, contracted_width(D, D_PAD))
+            for i in range(column, stop, c.COLUMNS):
+                slot = t % c.STAGES
+                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
+                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
+                k = buffers.k.tiles.index(unhoisted_index(b, t)).reshape([c.ROWS, c.D_PAD])
+                mbarrier.wait(buffers.q.full.index(slot), t // c.STAGES & 1)
+                lse = buffers.lse.index(slot).load(per_column_layout(c.COLUMNS))
+                # S, P and its copy for the warpgroup of dK
+                s = issue_contraction(k, q, zeros, contracted_width(c.D, c.D_PAD))
                 s = hopper.warpgroup_mma_wait(0, deps=[s])
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
-                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, SOFTCAP)
+                p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, c.SOFTCAP)
                 if partial:
-                    p = mask_hidden(p, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    bent = (
-                        p
-                        if SOFTCAP is None
-                        else mask_hidden(bent, work, span, row, i, 0.0, 1, KEY_ORDER)
-                    )
+                    p, bent = hide_weights(p, bent, work, span, row, i, c)
                 p = p.to(q.dtype)
-                shared_p.index(slot).store(p if SOFTCAP is None else bent.to(q.dtype))
+                shared_p.index(slot).store(p if c.SOFTCAP is None else bent.to(q.dtype))
                 mbarrier.arrive(p_full.index(slot), count=1)
-                mbarrier.wait(buffers.dout.full.index(slot), t // STAGES & 1)
+                # dV
+                mbarrier.wait(buffers.dout.full.index(slot), t // c.STAGES & 1)
                 acc = hopper.warpgroup_mma(
-                    gl.convert_layout(p, operand_layout(DV_PAD)), dout, acc, is_async=True
+                    gl.convert_layout(p, operand_layout(c.DV_PAD)), dout, acc, is_async=True
                 )
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(buffers.dout.free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(buffers.k.free.index(b), count=1)
-        store_gradient(acc, dv, strides, work, work_tile, 0, DV)
+        store_gradient(acc, dv, strides, work, work_tile, 0, c.DV)
         done += 1
-        b = done % BUFFERS
-        work_tile = receive(
-            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
-        )
+        work_tile = receive_after(buffers.published, buffers.k.full, done)
 
 
 @gluon.jit
-def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, D: gl.constexpr):
+def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
     """Compute dP, dS and dk of every work tile, with the other warpgroup's P."""
-    STAGES: gl.constexpr = buffers.q.tiles.shape[0]
-    BN: gl.constexpr = buffers.q.tiles.shape[2]
-    D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
-    DV_PAD: gl.constexpr = buffers.dout.tiles.shape[4]
-    BUFFERS: gl.constexpr = buffers.k.tiles.shape[0]
-    ROWS: gl.constexpr = buffers.k.tiles.shape[2]
-    zeros = gl.zeros([ROWS, BN], gl.float32, mma_layout(BN))
+    zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
     t, done = 0, 0  # tiles visited, work tiles done
-    work_tile = receive(buffers.published.index(0), buffers.k.full.index(0), 0)
+    work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
-        b = done % BUFFERS
+        b = done % c.BUFFERS
         span_first, span_end = spans_of(work, work_tile)
-        acc = gl.zeros([ROWS, D_PAD], gl.float32, mma_layout(D_PAD))
-        mbarrier.wait(buffers.v.full.index(b), done // BUFFERS & 1)
+        acc = gl.zeros([c.ROWS, c.D_PAD], gl.float32, mma_layout(c.D_PAD))
+        mbarrier.wait(buffers.v.full.index(b), done // c.BUFFERS & 1)
         for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
+            column, stop = columns_of(work, span, c.COLUMNS)
             partial = is_partial(work, span)
-            for _ in range(column, stop, BN):
-                slot = t % STAGES
-                q = buffers.q.tiles.index(slot).reshape([BN, D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([BN, DV_PAD])
-                v = buffers.v.tiles.index(unhoisted_index(b, t)).reshape([ROWS, DV_PAD])
-                mbarrier.wait(buffers.dout.full.index(slot), t // STAGES & 1)
-                dp = broadcast_rows(buffers.delta.index(slot).load(per_column_layout(BN)), zeros)
+            for _ in range(column, stop, c.COLUMNS):
+                slot = t % c.STAGES
+                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
+                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
+                v = buffers.v.tiles.index(unhoisted_index(b, t)).reshape([c.ROWS, c.DV_PAD])
+                mbarrier.wait(buffers.dout.full.index(slot), t // c.STAGES & 1)
+                # dP, while the other warpgroup computes P
+                minus_delta = buffers.delta.index(slot).load(per_column_layout(c.COLUMNS))
+                dp = broadcast_rows(minus_delta, zeros)
                 dp = hopper.warpgroup_mma(v, dout.permute((1, 0)), dp, is_async=True)
-                mbarrier.wait(p_full.index(slot), t // STAGES & 1)  # Q of the slot has arrived, too
-                p = shared_p.index(slot).load(mma_layout(BN)).to(gl.float32)
+                # once P has arrived, Q of the slot has, too
+                mbarrier.wait(p_full.index(slot), t // c.STAGES & 1)
+                p = shared_p.index(slot).load(mma_layout(c.COLUMNS)).to(gl.float32)
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
                 mbarrier.arrive(buffers.dout.free.index(slot), count=1)
+                # dS and dK
                 if partial:
                     dp = keep_where_nonzero(dp, p)
-                ds = gl.convert_layout((p * dp).to(q.dtype), operand_layout(D_PAD))
+                ds = gl.convert_layout((p * dp).to(q.dtype), operand_layout(c.D_PAD))
                 acc = hopper.warpgroup_mma(ds, q, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
                 mbarrier.arrive(buffers.q.free.index(slot), count=1)
                 t += 1
         mbarrier.arrive(buffers.k.free.index(b), count=1)
-        store_gradient(acc * scale, dk, strides, work, work_tile, 0, D)
+        store_gradient(acc * scale, dk, strides, work, work_tile, 0, c.D)
         done += 1
-        b = done % BUFFERS
-        work_tile = receive(
-            buffers.published.index(b), buffers.k.full.index(b), done // BUFFERS & 1
-        )
+        work_tile = receive_after(buffers.published, buffers.k.full, done)
 
 
 @gluon.jit(do_not_specialize=["padded", "query_heads"])
@@ -186,8 +167,12 @@ def dkdv_hdim256_kernel(
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
+    c = Constants(
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, HEADS, GROUP, False, False,
+        KEY_ORDER, SOFTCAP,
+    )  # fmt: skip
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
-    buffers = make_buffers(descriptors, ROWS, COLUMNS, D_PAD, DV_PAD, STAGES, BUFFERS)
+    buffers = make_buffers(descriptors, c, 2)
     p = gl.allocate_shared_memory(
         q_desc.dtype, [STAGES, ROWS, COLUMNS], shared_operand_layout(COLUMNS)
     )
@@ -195,15 +180,9 @@ def dkdv_hdim256_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (
-                load_tiles,
-                (descriptors, work, counter, buffers, padded, query_heads, HEADS, GROUP, False),
-            ),
-            (
-                compute_dv,
-                (buffers, p, p_full, dv, v_strides, work, scale, D, DV, KEY_ORDER, SOFTCAP),
-            ),
-            (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, D)),
+            (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, c)),
+            (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, c)),
+            (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, c)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

@@ -6,14 +6,10 @@ of keys.
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0.
+Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0. V is free
+after dP, K only at the end of the tile, so V may have fewer buffers (``v_stages``).
 
-V is free after dP, K only at the end of the tile. So V may have fewer buffers (``v_stages``). At D
-= 256 it has one, K has two, and tiles have 64 keys. Buffers for two V would leave tiles of 32 keys:
-S and dP would read each Q and dO twice as often, and shared memory, not the tensor cores, would
-limit the kernel.
-
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
+Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
 pull request 177."""
 
 from triton.experimental import gluon
@@ -72,8 +68,8 @@ class Buffers:
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
-    """Load K and V of every visited tile (the loader). Q follows the first K and dO the first V:
-    they are freed late.
+    """Load K and V of every visited tile, Q after the first K and dO after the first V (the
+    loader).
     """
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v

@@ -5,30 +5,21 @@ float32 dq in global memory.
                   dQ^T = K^T dS; dQ to shared memory     -> dq_full
     adder         wait for dq_full, add to dq            -> dq_free     (two adders if ORDERED)
 
-dQ needs dS of both warpgroups. With D = 128 each computes 64 columns of dQ, with D = 64 all columns
-of every second tile.
+With D = 128 each warpgroup computes 64 columns of dQ, with D = 64 all columns of every second tile.
 
 **The dq semaphore** (ORDERED), one int32 for each tile of dq, fixes the order of additions by
-tickets; `dq_order` proves that no CTA waits forever. For each tile an adder does (if not ORDERED,
-only 3 to 5):
+tickets (`dq_order`). For each tile an adder does (if not ORDERED, only 3 to 5):
 
     1. poll the semaphore with `load_acquire` until it holds the predecessor's ticket
-    2. `fence_async_global`
+    2. `fence_async_global`: without it, the acquire would not order TMA
     3. wait for dq_full
     4. start the addition of each part (64 columns) by TMA (`tma_reduce_add`)
     5. once TMA has read shared memory, arrive at dq_free
-    6. `wait_for_reductions`: the sum is complete in global memory
+    6. `wait_for_reductions`: without it, step 7 would publish an addition in flight
     7. write its own ticket with `store_release`
 
-What a CTA completed before its release (7) is visible after the successor's acquire (1). Without
-step 2, the acquire would not order TMA; without step 6, step 7 would publish an addition in flight.
-A warpgroup would stall in steps 1, 6 and 7, so only the adders wait for other CTAs
-(paper/backward_on_hopper.md).
-
-The steps of one tile are a chain of round trips to L2, about as long as the MMAs of a tile. So two
-adders take turns, each with one buffer of dQ, and the chains of consecutive tiles overlap. Bits
-stay the same, because consecutive tiles belong to different tiles of dq. No adder waits forever,
-because each waits only for additions that come before its own in the schedule."""
+These steps are a chain of round trips to L2, about as long as the MMAs of a tile. So two adders
+take turns, each with one buffer of dQ. Consecutive tiles belong to different tiles of dq."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,7 +40,7 @@ from canon.fast.kernels.gluon.tile_queue import (
     batch_head_of,
     columns_of,
     position_of,
-    receive,
+    receive_after,
     spans_of,
     ticket_of,
 )
@@ -58,17 +49,15 @@ from canon.fast.kernels.gluon.tile_ring import aggregate, make_barriers
 
 @aggregate
 class DqExchange:
-    """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts of
-    64 columns.
+    """dS and dQ in shared memory, two buffers each, and their barriers. dQ has D_PAD / 64 parts.
 
     dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that
     reads it is complete.
 
-    D_PAD = 128    Both read it. The writer has completed its own MMA. At ds_full of tile t - 1 the
-                   other one arrived after completing its own.
-    D_PAD = 64     One reads it, and completes this MMA before it writes. The other waited at
-                   ds_full of tile t - 1, where the reader arrives after completing that MMA.
-    """
+        D_PAD = 128    Both read it. At ds_full of tile t - 1 the other one arrived after completing
+                       its own MMA.
+        D_PAD = 64     One reads it. It completes this MMA before it writes dS, and before it
+                       arrives at ds_full of tile t - 1, where the other one waits."""
 
     ds: gl.shared_memory_descriptor
     dq: gl.shared_memory_descriptor
@@ -78,20 +67,19 @@ class DqExchange:
 
 
 @gluon.jit
-def make_exchange(
-    dtype: gl.constexpr, dq_desc, ROWS: gl.constexpr, COLUMNS: gl.constexpr, D_PAD: gl.constexpr
-):
+def make_exchange(dtype: gl.constexpr, dq_desc, c):
     """Allocate the buffers and barriers."""
-    PARTS: gl.constexpr = D_PAD // 64
-    ds = gl.allocate_shared_memory(dtype, [2, ROWS, COLUMNS], shared_operand_layout(COLUMNS))
-    dq = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1, COLUMNS, 1, 64], dq_desc.layout)
+    PARTS: gl.constexpr = c.D_PAD // 64
+    LAYOUT: gl.constexpr = shared_operand_layout(c.COLUMNS)
+    ds = gl.allocate_shared_memory(dtype, [2, c.ROWS, c.COLUMNS], LAYOUT)
+    dq = gl.allocate_shared_memory(gl.float32, [2 * PARTS, 1, c.COLUMNS, 1, 64], dq_desc.layout)
     return DqExchange(ds, dq, make_barriers(2, 2), make_barriers(2, PARTS), make_barriers(2, 1))
 
 
 # ------------------------------------------------------------------ the warpgroups
 @gluon.jit
 def share_ds(ds, exchange, t, W: gl.constexpr):
-    """Write the rows of dS of warpgroup W to shared memory. ``t`` counts visited tiles."""
+    """Write the rows of dS of warpgroup W to shared memory."""
     exchange.ds.index(t % 2).slice(W * ds.shape[0], ds.shape[0], dim=0).store(ds)
     fence_async_shared()
     mbarrier.arrive(exchange.ds_full.index(t % 2), count=1)
@@ -111,9 +99,7 @@ def issue_dq(k, column, exchange, t):
 
 @gluon.jit
 def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
-    """Write part PART (64 columns) of dQ to shared memory.
-    Stores of dQ^T have no bank conflicts.
-    """
+    """Write part PART (64 columns) of dQ to shared memory, transposed: without bank conflicts."""
     mbarrier.wait(exchange.dq_free.index(t % 2), (t // 2 & 1) ^ 1)
     exchange.dq.index(t % 2 * PARTS + PART).reshape([dq.shape[1], 64]).permute((1, 0)).store(dq)
     fence_async_shared()
@@ -123,9 +109,7 @@ def pass_dq(dq, exchange, t, PART: gl.constexpr, PARTS: gl.constexpr):
 # ------------------------------------------------------------------ the adder
 @gluon.jit
 def wait_for_ticket(semaphore, predecessor):
-    """Wait until the semaphore holds the predecessor's ticket. Later TMA operations follow its
-    addition.
-    """
+    """Wait for the predecessor's ticket. Later TMA operations follow its addition."""
     while load_acquire(semaphore) != predecessor:
         back_off()
     fence_async_global()
@@ -145,57 +129,40 @@ def adders(ordered):
 
 
 @gluon.jit
-def add_dq(
-    dq_desc,
-    buffers,
-    exchange,
-    work,
-    semaphores,
-    dq_tiles,
-    HEADS: gl.constexpr,
-    ORDERED: gl.constexpr,
-    ADDER: gl.constexpr,
-):
-    """Add tiles of dQ to global memory (an adder warp): of the tiles that the CTA visits, number
-    ADDER + n ADDERS.
-
-    ORDERED: in the order of tickets, with int32 zeros at ``semaphores`` (b, h, dq_tiles).
-    """
-    ADDERS: gl.constexpr = adders(ORDERED)
-    published, k = buffers.published, buffers.k
-    BUFFERS: gl.constexpr = published.shape[0]
-    BN: gl.constexpr = exchange.dq.shape[2]
+def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, ADDER: gl.constexpr):
+    """Add the tiles of dQ ADDER + n ADDERS that the CTA visits to global memory (an adder warp)."""
+    ADDERS: gl.constexpr = adders(c.ORDERED)
     PARTS: gl.constexpr = exchange.dq.shape[0] // 2
     t, before, done = ADDER, 0, 0  # the next tile to add, tiles of earlier spans, work tiles done
-    work_tile = receive(published.index(0), k.full.index(0), 0)
+    work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
-        mbarrier.arrive(k.free.index(done % BUFFERS), count=1)
+        mbarrier.arrive(buffers.k.free.index(done % c.BUFFERS), count=1)
         _, _, batch, owner = position_of(work, work_tile)
         batch_owner = batch_head_of(work, work_tile)
         span_first, span_end = spans_of(work, work_tile)
         for span in range(span_first, span_end, SPAN):
-            column, stop = columns_of(work, span, BN)
-            head = (span - span_first) // ((span_end - span_first) // HEADS)
+            column, stop = columns_of(work, span, c.COLUMNS)
+            head = (span - span_first) // ((span_end - span_first) // c.HEADS)
             # behind ``stop`` if the other adder has the only tile
-            first = column + (t - before) * BN
-            if ORDERED:
+            first = column + (t - before) * c.COLUMNS
+            if c.ORDERED:
                 predecessor, ticket = ticket_of(work, span)
-                semaphore = semaphores + (batch_owner * HEADS + head) * dq_tiles + first // BN
-            for i in range(first, stop, ADDERS * BN):
-                if ORDERED:
+                semaphore = (
+                    semaphores + (batch_owner * c.HEADS + head) * dq_tiles + first // c.COLUMNS
+                )
+            for i in range(first, stop, ADDERS * c.COLUMNS):
+                if c.ORDERED:
                     wait_for_ticket(semaphore, predecessor)  # while the warpgroups compute dQ
                 mbarrier.wait(exchange.dq_full.index(t % 2), t // 2 & 1)
                 for part in gl.static_range(PARTS):
                     source = exchange.dq.index(t % 2 * PARTS + part)
-                    tma_reduce_add(dq_desc, [batch, i, owner * HEADS + head, 64 * part], source)
+                    tma_reduce_add(dq_desc, [batch, i, owner * c.HEADS + head, 64 * part], source)
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(exchange.dq_free.index(t % 2), count=1)
-                if ORDERED:
+                if c.ORDERED:
                     publish_ticket(semaphore, ticket)
                     semaphore += ADDERS
                 t += ADDERS
-            before += (stop - column) // BN
+            before += (stop - column) // c.COLUMNS
         done += 1
-        work_tile = receive(
-            published.index(done % BUFFERS), k.full.index(done % BUFFERS), done // BUFFERS & 1
-        )
+        work_tile = receive_after(buffers.published, buffers.k.full, done)

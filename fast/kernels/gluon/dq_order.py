@@ -4,8 +4,7 @@ and when it pays.
 In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a
 visited tile, for one head. Each span has a **ticket**, each tile of dq a **semaphore** that starts
 at 0. The *predecessor* is the previous span in the tile schedule that visits this tile. A CTA adds
-once the semaphore holds the predecessor's ticket (0 if none), then writes its own. Only the
-successor waits for that ticket, so it stays until the successor adds.
+once the semaphore holds the predecessor's ticket (0 if none), then writes its own.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
@@ -13,19 +12,14 @@ successor waits for that ticket, so it stays until the successor adds.
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
 **Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of
-SMs.
+SMs. A span whose tiles have different predecessors is cut (C above); its pieces keep one ticket.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule. Take the first unfinished one:
-a running CTA has claimed it, or the next idle one will. Its predecessors are in finished work tiles
-or earlier in itself. So it finishes, and by induction all do. Even first work tiles are claimed:
-dealt out, a running CTA could wait for one that has not started.
-
-A span whose tiles have different predecessors is cut (C above); its pieces keep one own ticket.
-Each query head has its own semaphores, so one table serves all heads.
+**No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. Take the
+first unfinished one: a running CTA has claimed it, or the next idle one will. Its predecessors are
+in finished work tiles or earlier in itself. So it finishes, and by induction all do.
 
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code).
-Measurements: paper/backward_on_hopper.md.
-"""
+Measurements: paper/backward_on_hopper.md."""
 
 from operator import itemgetter
 
@@ -39,27 +33,21 @@ from canon.masks.plan_cache import cached_plan
 
 SMS = 132  # of an H200; constant, so that a method has one order, and one set of bits, on all GPUs
 
-# Heads in flight. Waits grow with the CTAs of one head. More heads shorten waits, but CTAs of a
-# head share L2 reads only while they stay close: additions to a tile of dq x heads are at most
-# MAX_ADDITIONS, unless heads read at most 4 L2_BYTES. Fitted:
-# paper/data/lists_side_by_side_h200.json.
+# Waits grow with the CTAs of one head; with more heads, CTAs of a head share fewer L2 reads. So
+# additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
+# Fitted: paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
 # Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs
-# work on one. Each starts 1.5 visits after the one before: waits sum to about WAITING w^2, the
-# share WAITING w^2 / (repeat * visits). L2 misses take DRIFTING (n bytes)^2 / queries (empirical;
-# for key heads of one query
-# head, or several). Fitted:
-# paper/data/pairs_h200.json.
+# work on one: waits sum to about WAITING w^2. L2 misses take DRIFTING (n bytes)^2 / queries, for
+# key heads of one query head, or several. Fitted: paper/data/pairs_h200.json.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# When ordered dq pays, by padded width (five MMAs a tile, "split" seven): `ordered_dq_pays`. LAG
-# counts visits for each CTA of a head. Fitted: paper/data/kernels_sweep_widths_h200.json,
-# pairs_h200.json; at width 128
-# paper/data/kernels_split_h100.json.
+# `ordered_dq_pays`, by padded width; LAG: visits for each CTA of a head. Fitted, in paper/data:
+# kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 kernels_split_h100.json.
 MAX_SHARE = 0.08
 MIN_VISITS = {64: 8, 128: 256}
 MIN_VISITS_OF_FULL = 100  # without waits of unequal tiles: paper/data/kernels_peers_h200.json
@@ -72,8 +60,7 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
     """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is
     ordered.
 
-    A group is a key head, or the query heads that share one. ``additions``: mean additions to one
-    tile of dq, if ordered."""
+    A group is the query heads of a key head. ``additions``: mean additions to one tile of dq."""
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
         return fitting
@@ -95,11 +82,10 @@ def alternation(
     queries: int,
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits and misses (share of the
-    time); or None.
+    time); or None, not to alternate: few work tiles add to one tile of dq, or all are about equally
+    long.
 
-    None, do not alternate: there are no groups; under a quarter of a head's work tiles add to one
-    tile of dq; all are about equally long; or repeat * rows < 2 * columns. ``repeat``: query heads
-    per key head; ``bytes_per_group``: of q and dout."""
+    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
     cost = costs.cost[costs.active]
     if (
         not len(cost)
@@ -115,12 +101,11 @@ def alternation(
 
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
-    """Return ``order`` (longest first) with sets of short and of long work tiles alternating.
+    """Return ``order`` (longest first) with sets of SMS / together short and long work tiles
+    alternating.
 
-    A set has SMS / together work tiles: the shortest ascending, then the longest descending, and so
-    on. Causal work tiles all end at the last query, so a short one waits for a longer predecessor.
-    Alternating, short ones end one after another, and the long ones after them start staggered.
-    """
+    Causal work tiles all end at the last query, so a short one waits for a longer predecessor. The
+    shortest come ascending, the longest after them descending: ends and starts are staggered."""
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long or the short ones
@@ -137,9 +122,7 @@ def mean_additions(spans: np.ndarray, columns: int) -> float:
 def ordered_dq_pays(
     mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
 ) -> bool:
-    """Return whether fused with ordered dq is faster than "split". Heads are counted over the
-    batch; ``width`` is padded.
-    """
+    """Return whether fused with ordered dq is faster than "split". Heads count over the batch."""
     visited, tiles = visits(mask, 128, 128, True, 128)
     least = (
         min(MIN_VISITS[width], MIN_VISITS_OF_FULL)
@@ -170,13 +153,11 @@ def ordered_dq_pays(
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut spans where the predecessor changes. Return the cut spans, begin and end for each work
-    tile, and the tickets.
+    """Cut spans where the predecessor changes: behind a span that starts or ends between two tiles
+    of dq, the next one that covers both.
 
-    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles. Tickets
-    are (predecessor's, own). A span that starts or ends between two tiles of dq leaves them with
-    different last spans, so the next span that covers both is cut there.
-    """
+    Return the cut spans, begin and end for each work tile, and the tickets (predecessor's, own).
+    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles."""
     number = (end - begin)[order]
     work_tile, place = counted(number)
     along = spans[begin[order][work_tile] + place]
@@ -203,10 +184,8 @@ def _next_covering_interval(
     begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
 ) -> np.ndarray:
     """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i];
-    len(begin) if none.
-
-    A table gives for each block of intervals the next block that holds a point, so only two blocks
-    are searched."""
+    len(begin) if none. A table gives for each block of intervals the next that holds a point.
+    """
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)
     blocks = n // size + 1  # room for after = n

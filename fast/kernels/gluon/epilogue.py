@@ -1,6 +1,4 @@
-"""Write accumulators from registers to global memory, in whole 32-byte sectors, at 64-bit offsets
-of rows.
-"""
+"""Write accumulators from registers to global memory, in whole 32-byte sectors."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,8 +20,8 @@ def row_offset(batch, row, head, strides):
 
 @gluon.jit
 def even_strides(tokens, stride_t, stride_h):
-    """Return the strides of a tensor (b, t, h, width) whose batch stride is ``tokens`` token
-    strides, in 64 bits.
+    """Return 64-bit strides (b, t, h) of a tensor with a batch stride of ``tokens`` token
+    strides.
     """
     return tokens.to(gl.int64) * stride_t, stride_t, stride_h
 
@@ -49,8 +47,7 @@ def store_tile(
 ):
     """Write the first ``left`` tokens of x to ``start``, WIDTH columns.
 
-    ``batch_head``: any number >= 0 that is unknown at compile time, for `opaque_zero`.
-    """
+    ``batch_head``: any number >= 0 that is unknown at compile time, for `opaque_zero`."""
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])
     x = x.to(start.dtype.element_ty)

@@ -13,13 +13,7 @@ from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.descriptors import box
-from canon.fast.kernels.gluon.few_queries import (
-    FIRST_TILES,
-    WHOLE,
-    results_kernel,
-    sums_kernel,
-    weights_kernel,
-)
+from canon.fast.kernels.gluon.few_queries import FIRST_TILES, WHOLE, weights_kernel
 from canon.fast.kernels.gluon.few_queries_plan import (
     MOST_QUERIES,
     ROWS,
@@ -28,6 +22,7 @@ from canon.fast.kernels.gluon.few_queries_plan import (
     is_few,
     tokens_of_tile,
 )
+from canon.fast.kernels.gluon.few_queries_sums import results_kernel, sums_kernel
 from canon.fast.kernels.launcher import launch
 from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.fast.tables.work_tables import visits

@@ -9,56 +9,25 @@ Read `forward_plain` first, a kernel without these refinements.
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
 A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA
-with V is one tile late, even across work tiles. Then O is divided by the sums of P (STALE_MAXIMUM:
-less ``excess``) and written. Bits repeat.
+with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers are
+those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
+released once the sums of P are verified.
 
-    barrier          arrivals in a phase   arrives               waits           protects
-    k.full, v.full   1, and all bytes      loader, then TMA      warpgroups      K, V until loaded
-    k.free           1 per warpgroup       each warpgroup,       loader          K until read
-                                           after S (stale
-                                           maximum: after the
-                                           sums of P are
-                                           verified)
-    v.free           1 per warpgroup       each warpgroup, a     loader          V until read
-                                           step later (O += P
-                                           V)
-    q.full           1, and all bytes      loader, then TMA      its warpgroup   Q and ``published``
-    q.free           1                     its warpgroup,        loader          Q and ``published``
-                                           after its last S
-                                           (stale maximum: as
-                                           for K)
-    named 8 + w      256 threads           w - 1, once its       warpgroup w     order of MMAs
-    (PING_PONG)                            MMAs are issued
-                                           (bar.arrive); w
-                                           (bar.sync)
-    named 11 + w     128 threads           warpgroup w           warpgroup w     a vote
-                                           (STALE_MAXIMUM)                       (`ptx.vote_ptx`)
-
-w - 1 is modulo the number of warpgroups; at the start the last one arrives once. A step may wait
-for its V before it releases the previous V: hence two stages or more. Partial spans come first
-(STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally many steps, so
-the named barriers match.
-
-Read `forward_kernel`, `load_tiles`, `attend`, `step`, `write_result`; then `forward_pipeline` and
-`softmax`. With STALE_MAXIMUM, a tile's P uses a maximum that is older than the tile:
-`stale_maximum` replaces `step` after a work tile's first tile, and a warp votes whether to repeat
-it. Compile-time switches:
+Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Partial
+spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally
+many steps, so the named barriers match. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
-                    with rank_invariant
-    STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant
-    KEY_ORDER       with rank_invariant: tiles in the order of keys, some with several bands
-                    (`key_order`)
+                    with rank_invariant; exponentials then wait for the MMA with V (P_AFTER_O)
+    STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant: `stale_maximum` replaces
+                    `step` after a work tile's first tile
+    KEY_ORDER       with rank_invariant: some tiles have several bands (`key_order`)
     PACK            query heads that share a tile (`launch.packing`)
-    P_AFTER_O       if ROWS = 192: exponentials wait for the MMA with V
-    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S; else at the end of a
-                    step
+    EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S
     REPEAT          for few queries with rank_invariant: only if a number on the device says so
                     (`few_queries`)
 
-Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Queries
-with |m| > 2^24 get NaN. Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2.
-"""
+Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -128,9 +97,7 @@ def load_tiles(
     WARPGROUPS: gl.constexpr,
     REPEAT: gl.constexpr,
 ):
-    """Claim work tiles; load K and V of every visited tile, and Q of each work tile after its first
-    K.
-    """
+    """Load K and V of every visited tile, and Q after the first K (the loader)."""
     q, k, v = buffers.q, buffers.k, buffers.v
     BUFFERS: gl.constexpr = q.tiles.shape[0] // WARPGROUPS
     TOKENS: gl.constexpr = q.tiles.shape[2]
@@ -229,12 +196,10 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state: maximum, sums, and P for the next step. Return the state and the
-    next ring position.
+    """Add one tile to the state. Return it and the next ring position.
 
     The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete
-    and written. P_AFTER_O: the new P reuses the registers of the old one, which that MMA has read.
-    """
+    and written."""
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
@@ -292,10 +257,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 # ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
-    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile.
-
-    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN.
-    """
+    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile."""
     output = wg.output
     first, stop, batch, head = position_of(wg.work, work_tile)
     batch_head = batch_head_of(wg.work, work_tile)
@@ -347,9 +309,8 @@ def forward_kernel(
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
     ``work``.
 
-    The batch stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read.
-    REPEAT: do nothing if the number behind it is 0 (`few_queries`).
-    """
+    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. The batch
+    stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read."""
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(

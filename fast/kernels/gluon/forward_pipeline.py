@@ -25,8 +25,8 @@ class Buffers:
 
 @aggregate
 class Output:
-    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and out's strides
-    along t and h.
+    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and strides of
+    out.
     """
 
     out: gl.tensor
@@ -40,9 +40,8 @@ class Output:
 class Warpgroup:
     """Constants of warpgroup INDEX of COUNT.
 
-    PING_PONG, STALE_MAXIMUM, KEY_ORDER: switches of the kernel; SOFTCAP: None or the limit of the
-    scores; D, DV: widths of q and out. M rows (TOKENS tokens of PACK heads), BN columns of a tile,
-    DV_PAD padded width, BUFFERS of Q, STAGES of K and V."""
+    M rows (TOKENS tokens of PACK heads), BN columns of a tile, widths D, DV and DV_PAD, BUFFERS of
+    Q, STAGES of K and V. SOFTCAP: None or the limit of the scores."""
 
     q: Ring
     k: Ring
@@ -109,11 +108,8 @@ class Warpgroup:
 
 @aggregate
 class Tile:
-    """A visited tile: buffer of Q, first token, first column, and column ``stop`` after the span's
-    last tile.
-
-    ``span``, ``span_end``: offsets in ``work`` of the span, and of the end of the work tile's
-    spans.
+    """A visited tile: buffer of Q, first token, its span and the end of the spans in ``work``,
+    first column, and column ``stop`` after the span's last tile.
     """
 
     q_buffer: gl.tensor
@@ -134,9 +130,7 @@ class Tile:
 
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
-    """Issue S = Q K^T of this tile once K has arrived (PING_PONG: and the previous warpgroup has
-    issued its MMAs).
-    """
+    """Issue S = Q K^T once K has arrived (PING_PONG: and the previous warpgroup has issued)."""
     q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
     k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
@@ -148,8 +142,8 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result is
-    discarded.
+    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result
+    unused.
     """
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
     o = hopper.warpgroup_mma(p, v, o, is_async=True)

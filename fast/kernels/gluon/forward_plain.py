@@ -24,11 +24,7 @@ scheduling). So the tensor cores are busy while exponentials are computed.
                                            MMAs issued
 
 Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work
-tile visits. Bits repeat.
-
-`forward` adds: MMAs of V that run during the warpgroup's own softmax, row maxima that are kept,
-several work tiles for each CTA, heads that share a tile. Source: Shah et al., FlashAttention-3
-(2024), section 3.1."""
+tile visits. Bits repeat. Source: Shah et al., FlashAttention-3 (2024), section 3.1."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -209,8 +205,7 @@ def forward_plain_kernel(
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
     ``work``, one for each CTA.
 
-    The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head.
-    """
+    The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head."""
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)

@@ -1,6 +1,4 @@
-"""Keep the compiler from hoisting cheap integers out of a loop, where they would occupy registers
-for a whole work tile.
-"""
+"""Keep the compiler from hoisting cheap integers out of a loop, into registers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,19 +8,15 @@ from triton.experimental.gluon import language as gl
 def opaque_zero(number):
     """Return 0 for a ``number`` >= 0 that is loaded nearby: x ^ 0 is then computed where it stands.
 
-    The compiler does not know that min(number, 0) is 0. With x alone it would compute the row and
-    column numbers of a mask or a store once, ahead of the main loop, and keep them in up to 64
-    registers.
-    """
+    With x alone the compiler would compute the row and column numbers of a mask or a store once,
+    ahead of the main loop, and keep them in up to 64 registers."""
     return gl.minimum(number, 0)
 
 
 @gluon.jit
 def unhoisted_index(index, t):
-    """Return the buffer number ``index``, for a number ``t`` of tiles below 2^30 that the loop
-    counts.
+    """Return the buffer number ``index``, for a number ``t`` < 2^30 of tiles that the loop counts.
 
-    t >> 30 is always 0, but the compiler does not know it. Otherwise it would compute the shared
-    addresses of the owned tiles (two numbers for each of up to 16 MMA instructions) once before the
-    loop. `launch.queue` limits t."""
+    Otherwise the compiler would compute the shared addresses of the owned tiles (two numbers for
+    each of up to 16 MMA instructions) before the loop. `launch.queue` limits t."""
     return index + (t >> 30)

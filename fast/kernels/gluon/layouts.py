@@ -1,9 +1,7 @@
 """Layouts of the Hopper kernels in registers and in shared memory.
 
-A warpgroup is four warps. Its MMA accumulator has 64 rows, each held by four lanes (a *quad*); each
-lane holds two of every eight columns. Source: PTX ISA, Register Fragments for
-wgmma.mma_async.m64nNk16.
-"""
+An accumulator of a warpgroup has 64 rows, each held by four lanes (a *quad*); a lane holds two of
+every eight columns. Source: PTX ISA, Register Fragments for wgmma.mma_async.m64nNk16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -66,7 +64,7 @@ def scalar_layout(warps):
 
 @gluon.constexpr_function
 def contracted_width(d, padded):
-    """Return how many columns of operands with ``padded`` columns MMAs contract: 192 of 256 and 96
-    of 128 if d allows it.
+    """Return how many of ``padded`` columns MMAs contract: 192 of 256 and 96 of 128 if d
+    allows it.
     """
     return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

@@ -1,6 +1,4 @@
-"""Mask a tile by the band of its span: rows [row start, row stop), columns [column start, column
-stop), lo <= column - row <= hi.
-"""
+"""Mask a tile by the band of its span: rows, columns, lo <= column - row <= hi."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,10 +28,8 @@ def mask_hidden(
     PACK: gl.constexpr,
     KEY_ORDER: gl.constexpr = False,
 ):
-    """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r // PACK;
-    columns begin at ``column``.
-
-    KEY_ORDER: the span may be a chained one (`key_order`).
+    """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r
+    // PACK.
     """
     band = span
     if KEY_ORDER:
@@ -52,10 +48,10 @@ def mask_hidden(
 def _hide_gaps(
     x, left, right, work, band, end, first, column, HIDDEN: gl.constexpr, PACK: gl.constexpr
 ):
-    """Hide the cells between the bands of a chained span, which come in the order of their keys.
+    """Hide the cells between the bands of a chained span (`key_order`), in the order of their keys.
 
-    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others. Return x, and the
-    bounds of all bands."""
+    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others. Return x and new
+    bounds."""
     for at in range(band, end, SPAN):
         next_left, next_right = visible_columns(x, work, at, first, column, PACK)
         seen, sees = right > gl.maximum(left, 0), next_right > gl.maximum(next_left, 0)
@@ -69,9 +65,7 @@ def _hide_gaps(
 
 @gluon.jit
 def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
-    """Return (left, right): in this band, each row of x sees the columns left <= j < right from
-    ``column`` on.
-    """
+    """Return (left, right): each row of x sees the columns left <= j < right from ``column`` on."""
     row_start, row_stop = gl.load(work + band + ROW_START), gl.load(work + band + ROW_STOP)
     start, stop = gl.load(work + band + COLUMN_START), gl.load(work + band + COLUMN_STOP)
     lo, hi = gl.load(work + band + LO), gl.load(work + band + HI)
@@ -85,9 +79,7 @@ def visible_columns(x, work, band, first, column, PACK: gl.constexpr):
 
 @gluon.jit
 def _hide_between(x, left, right, loaded, HIDDEN: gl.constexpr):
-    """Return x with HIDDEN in the columns left <= j < right of each row. ``loaded``: a number >= 0
-    that is loaded nearby.
-    """
+    """Return x with HIDDEN in the columns left <= j < right. ``loaded``: for `opaque_zero`."""
     j = gl.expand_dims(gl.arange(0, x.shape[1], per_column_layout(x.shape[1])), 0)
     # Only bits 1 and 2 of a column depend on the lane, so no register holds a column number.
     lane = (j & 6) ^ opaque_zero(loaded)

@@ -1,8 +1,7 @@
 """All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
 
 tests/kernels/gluon/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a
-result ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value.
-"""
+result ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value."""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -15,7 +14,7 @@ from canon.fast.kernels.triton.blocks import TANH
 # ------------------------------------------------------------------ TMA reductions
 @builtin
 def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
-    """Start global[coordinates] += shared memory by TMA. Gluon 3.6 and 3.7 have no name for it."""
+    """Start global[coordinates] += shared memory by TMA."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(
         ir.DESCRIPTOR_REDUCE_KIND.ADD, descriptor.handle, coordinates, source.handle
@@ -26,8 +25,7 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 def wait_for_reductions():
     """Wait until all TMA reductions of this warp are complete in global memory.
 
-    ``tma.store_wait`` waits only until shared memory has been read. The completion of a bulk
-    operation implies a proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after
+    Completion implies a proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after
     the issuing one."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
@@ -42,9 +40,7 @@ def wait_for_reductions():
 # ------------------------------------------------------------------ memory order between CTAs
 @gluon.jit
 def load_acquire(pointer):
-    """Load an int32 with acquire semantics; pairs with `store_release` (PTX ISA, sections 8.8 and
-    8.9.5).
-    """
+    """Load an int32 with acquire semantics (PTX ISA, 8.8 and 8.9.5)."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.s32 $0, [$1];",
         "=r,l",
@@ -57,9 +53,8 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane, after earlier operations of that lane.
-
-    The warp barrier in `wait_for_reductions` puts another lane's reductions before it.
+    """Store an int32 from one lane. The barrier of `wait_for_reductions` puts other lanes' before
+    it.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; "
@@ -74,7 +69,7 @@ def store_release(pointer, number):
 
 @gluon.jit
 def back_off():
-    """Sleep for at most 64 ns (twice the operand), so that polling leaves memory bandwidth."""
+    """Sleep for at most 64 ns, so that polling leaves memory bandwidth."""
     gl.inline_asm_elementwise(
         "nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -82,10 +77,7 @@ def back_off():
 
 @gluon.jit
 def fence_async_global():
-    """Order later TMA operations behind the writes that `load_acquire` observed.
-
-    An acquire orders only the generic proxy, and TMA uses the async proxy (PTX ISA, section 8.9.5).
-    """
+    """Order later TMA operations (async proxy) behind `load_acquire` (generic; PTX ISA, 8.9.5)."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -93,9 +85,7 @@ def fence_async_global():
 
 @gluon.jit
 def ping_pong_wait(WARPGROUP: gl.constexpr):
-    """Wait until the previous warpgroup calls `ping_pong_arrive` (a named barrier of two
-    warpgroups).
-    """
+    """Wait until the previous warpgroup calls `ping_pong_arrive`."""
     ID: gl.constexpr = 8 + WARPGROUP  # Triton itself uses the lower ones
     gl.inline_asm_elementwise(
         f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -111,14 +101,12 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     )
 
 
-# ---------------------------------------------------- element-wise operations with a fixed place
+# ------------------------------------------------------------------ operations with a fixed place
 @gluon.jit
 def broadcast_rows(x, like):
-    """Return the vector x (one element for each column) in every row of a block like ``like``, as
-    an initial accumulator.
-
-    The assembler would move other than volatile moves behind the next MMA, and make one MMA wait
-    for the other."""
+    """Return x in every row of a block like ``like``. Only volatile moves stay before the
+    next MMA.
+    """
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
@@ -127,10 +115,7 @@ def broadcast_rows(x, like):
 
 @gluon.jit
 def keep_where_nonzero(x, p):
-    """Return x, and 0 where p is 0: dP of a hidden cell may be NaN, and 0 * NaN is NaN.
-
-    The assembler would hoist a plain select out of its branch, into every tile.
-    """
+    """Return x, and 0 where p is 0. The assembler would hoist a plain select out of its branch."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred keep; setp.neu.f32 keep, $2, 0.0; selp.f32 $0, $1, 0.0, keep; }",
         "=f,0,f",
@@ -144,13 +129,11 @@ def keep_where_nonzero(x, p):
 # ------------------------------------------------------------------ masks
 @gluon.constexpr_function
 def keep_between_ptx(number, value):
-    """Return PTX that replaces, by ``value`` (0 or -inf), those of ``number`` elements of two rows
-    whose column is outside the row's bounds.
+    """Return the PTX of `keep_between` for ``number`` elements of two rows.
 
-    A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4). A word has
-    bit 2 i + e for each of them. With row after row, the assembler copies 7 bits to predicates at a
-    time (R2P), and an element needs one instruction. But these predicates need another register,
-    which narrow tiles of wide heads do not have. They alternate rows."""
+    A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4): bit 2 i + e
+    of a word. With row after row, the assembler copies 7 bits to predicates at a time (R2P). That
+    takes another register, which narrow tiles of wide heads do not have: they alternate rows."""
     hidden = "0fFF800000" if value < 0.0 else "0f00000000"
     lines = [
         "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, "
@@ -180,18 +163,14 @@ def keep_between_ptx(number, value):
 
 @gluon.constexpr_function
 def keep_between_constraints(number):
-    """Return constraints for ``number`` results, as many inputs in the same registers, and as many
-    of both bounds.
-    """
+    """Return the constraints of results, inputs in the same registers, and both bounds."""
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["r"] * 2 * number)
 
 
 @gluon.jit
 def keep_between(x, left, right, HIDDEN: gl.constexpr):
-    """Return the accumulator x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns
-    ``left`` <= j < ``right``.
-
-    ``left``, ``right``: one column, a number for each row.
+    """Return x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns left <= j
+    < right.
     """
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
     left, _ = gl.broadcast(left, x)
@@ -209,11 +188,9 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
 # ------------------------------------------------------------------ soft-caps
 @gluon.constexpr_function
 def tanh_ptx(x):
-    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2:
-    `canon.fast.kernels.triton.blocks.tanh`.
+    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`).
 
-    One element after another: the compiler would compute each step for all elements of a tile
-    first, and spill registers."""
+    One element after another: the compiler would interleave all of a tile, and spill registers."""
     polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
     small = (
         f"mul.f32 y, {x}, {x}; mov.f32 t, {TANH[-1]};{polynomial} mul.f32 y, y, {x}; "
@@ -245,9 +222,7 @@ def tanh(x):
 
 @gluon.constexpr_function
 def capped_weights_ptx(limit):
-    """Return PTX that sets $0 to p = 2^(limit tanh($2) - $3) and $1 to p times the derivative of
-    tanh.
-    """
+    """Return the PTX of `capped_weights`."""
     p = f"neg.f32 z, $3; fma.rn.f32 z, t, {limit:.9e}, z; ex2.approx.ftz.f32 $0, z;"
     slope = "mul.f32 y, y, y; mul.f32 e, e, y; mul.f32 e, e, 4.0; mul.f32 $1, e, $0;"
     return f"{{ {tanh_ptx('$2')} {p} {slope} }}"
@@ -255,9 +230,7 @@ def capped_weights_ptx(limit):
 
 @gluon.jit
 def capped_weights(x, lse, LIMIT: gl.constexpr):
-    """Return p = 2^(LIMIT tanh(x) - lse), and p times the derivative of tanh. ``lse`` (base 2) is a
-    row or a column.
-    """
+    """Return p = 2^(LIMIT tanh(x) - lse), and p times the derivative of tanh."""
     lse, _ = gl.broadcast(lse, x)
     return gl.inline_asm_elementwise(
         capped_weights_ptx(LIMIT),
@@ -272,10 +245,8 @@ def capped_weights(x, lse, LIMIT: gl.constexpr):
 # ------------------------------------------------------------------ transpose within a quad
 @gluon.constexpr_function
 def transpose_words_ptx():
-    """Return PTX that transposes words among the lanes of a quad: word i of lane j becomes word j
-    of lane i.
-
-    Each lane has words 0 to 3 of two rows, alternately. Gluon would go through shared memory.
+    """Return PTX that makes word i of lane j of a quad word j of lane i, in two rows,
+    alternately.
     """
     lines = [
         "{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; "
@@ -299,9 +270,7 @@ def transpose_words_ptx():
 
 @gluon.jit
 def transpose_words(x):
-    """Return x (two bytes, `mma_layout`). Of every 32 columns, pairs 8 i + 2 j and 8 j + 2 i are
-    swapped (i, j = 0 to 3).
-    """
+    """Return x (two bytes) with pairs 8 i + 2 j and 8 j + 2 i of every 32 columns swapped."""
     return gl.inline_asm_elementwise(
         transpose_words_ptx(),
         "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
@@ -315,17 +284,13 @@ def transpose_words(x):
 # ------------------------------------------------------------------ rows of the output accumulator
 @gluon.constexpr_function
 def in_place_constraints(number):
-    """Return constraints for ``number`` results, as many inputs in the same registers, and as many
-    factors.
-    """
+    """Return the constraints of results, inputs in the same registers, and factors."""
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
 
 
 @gluon.constexpr_function
 def rescale_rows_ptx(number):
-    """Return PTX that multiplies ``number`` elements, of two rows, by factors, unless all factors
-    of the warp are 1.
-    """
+    """Return the PTX of `rescale_rows`, which skips products if all factors of the warp are 1."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
     return (
         f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
@@ -350,9 +315,7 @@ def rescale_rows(x, factors):
 
 @gluon.constexpr_function
 def zero_rows_ptx(number):
-    """Return PTX that zeroes those of ``number`` elements with a factor of 0,
-    if the warp has any.
-    """
+    """Return the PTX of `zero_rows`."""
     zeros = " ".join(
         (f"@{('first', 'second')[i // 2 % 2]} mov.f32 ${i}, 0.0;") for i in range(number)
     )
@@ -366,9 +329,7 @@ def zero_rows_ptx(number):
 
 @gluon.jit
 def zero_rows(x, factors):
-    """Return the accumulator x with 0 in rows whose factor is 0:
-    a fully masked row may hold NaN.
-    """
+    """Return x with 0 in rows whose factor is 0: a fully masked row may hold NaN."""
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
     factors, _ = gl.broadcast(factors, x)
     return gl.inline_asm_elementwise(
@@ -381,10 +342,10 @@ def zero_rows(x, factors):
     )
 
 
-# --------------------------------------------------------- the stale maximum: votes and rounding
+# ------------------------------------------------------------------ the stale maximum
 @gluon.constexpr_function
 def declare_registers_ptx(warpgroup, columns):
-    """Return PTX that declares one warpgroup's registers: a flag and a copy of rounded P."""
+    """Return PTX that declares a flag and a copy of rounded P."""
     return (
         f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 "
         f"high_{warpgroup}, 0; mov.u32 $0, 0;"
@@ -393,7 +354,7 @@ def declare_registers_ptx(warpgroup, columns):
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare the registers of a warpgroup once: Gluon has no scalars that differ among threads."""
+    """Declare a warpgroup's registers once: Gluon has no scalars that differ among threads."""
     gl.inline_asm_elementwise(
         declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -401,7 +362,7 @@ def declare_registers(p, W: gl.constexpr):
 
 @gluon.constexpr_function
 def compare_ptx(warpgroup):
-    """Return PTX that sets the flag if one of a thread's two elements is above its limit."""
+    """Return PTX that sets the flag if one of two elements is above its limit."""
     compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
     choose = f"selp.b32 high_{warpgroup}, 1, 0, some;"
     return f"{{ .reg .pred some; {compare} {choose} mov.u32 $0, 0; mov.u32 $1, 0; }}"
@@ -409,18 +370,14 @@ def compare_ptx(warpgroup):
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX whose result is not 0 if any flag of the warpgroup is set. The assembler treats a
-    ballot as uniform.
-    """
+    """Return PTX that is not 0 if any flag of the warpgroup is set. A ballot is uniform."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
 
 @gluon.jit
 def any_above(x, limit, W: gl.constexpr):
-    """Return a number that is not 0 if an element of x (64, 4), in `lane_sum_layout`, is above its
-    limit.
-    """
+    """Return a number that is not 0 if an element of x (64, 4) is above its limit."""
     gl.inline_asm_elementwise(
         compare_ptx(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2
     )
@@ -429,9 +386,7 @@ def any_above(x, limit, W: gl.constexpr):
 
 @gluon.constexpr_function
 def round_and_keep_ptx(warpgroup, number, dtype):
-    """Return PTX that rounds a thread's ``number`` elements of P, two to a word, and copies them to
-    named registers.
-    """
+    """Return the PTX of `round_and_keep`, for ``number`` elements."""
     words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
     pairs = ((i, words + 2 * i) for i in range(words))
     return " ".join(
@@ -442,17 +397,15 @@ def round_and_keep_ptx(warpgroup, number, dtype):
 
 @gluon.constexpr_function
 def round_and_keep_constraints(number):
-    """Return the constraints of `round_and_keep_ptx`."""
+    """Return its constraints."""
     return ",".join(["=r"] * (number // 2) + ["f"] * number)
 
 
 @gluon.jit
 def round_and_keep(p, like, W: gl.constexpr):
-    """Return P in the two-byte dtype of ``like``, and keep a copy in named registers for
-    `add_rounding_excess`.
+    """Return P in the dtype of ``like``, and keep a copy in registers for `add_rounding_excess`.
 
-    Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped.
-    """
+    Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped."""
     N: gl.constexpr = p.shape[1] // 2  # elements of a thread
     return gl.inline_asm_elementwise(
         round_and_keep_ptx(W, N, like.dtype),
@@ -466,10 +419,8 @@ def round_and_keep(p, like, W: gl.constexpr):
 
 @gluon.constexpr_function
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
-    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 of P minus those of
-    rounded P, where above $6 or $7.
-
-    Words 2 i of the rounded P are of the first row.
+    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 minus those of rounded P,
+    where above $6 or $7. Words 2 i of the rounded P are of the first row.
     """
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
     lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
@@ -489,10 +440,8 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` of exact P by lane minus the sums of rounded P, where
-    ``sums`` exceeds ``limit``.
-
-    Rounded P is the copy of the last `round_and_keep`; p gives its shape and dtype.
+    """Return ``excess`` (64, 4) plus ``sums`` of P by lane minus those of rounded P, where ``sums``
+    > ``limit``. Rounded P is the copy of the last `round_and_keep`.
     """
     return gl.inline_asm_elementwise(
         add_rounding_excess_ptx(W, p.shape[1], p.dtype),

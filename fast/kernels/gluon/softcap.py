@@ -1,9 +1,8 @@
 """Soft-caps in the Hopper kernels: a score s becomes softcap * tanh(s / softcap), before the mask
 and the maximum.
 
-`tanh.approx.f32` has 11 correct bits, too few for lse. So a score costs two more operations of the
-unit for exponentials and about 14 of the others. Without a soft-cap, SOFTCAP is None, and nothing
-is added to a kernel."""
+`tanh.approx.f32` has 11 correct bits, too few for lse. Without a soft-cap, SOFTCAP is None, and
+nothing is added to a kernel."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,9 +13,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @gluon.jit
 def capped(s, scale_log2, SOFTCAP: gl.constexpr):
-    """Return the capped scores in base 2; without a soft-cap s, which still needs the factor
-    `factor_of_capped`.
-    """
+    """Return the capped scores in base 2; without a soft-cap s, which lacks `factor_of_capped`."""
     if SOFTCAP is None:
         return s
     else:
@@ -34,9 +31,7 @@ def factor_of_capped(scale_log2, SOFTCAP: gl.constexpr):
 
 @gluon.jit
 def weights(s, lse, scale_log2, SOFTCAP: gl.constexpr):
-    """Return P, and P times the derivative of the capped by the uncapped scores, which may be NaN
-    in hidden cells.
-    """
+    """Return P, and P times the slope of the capped scores, NaN perhaps in hidden cells."""
     if SOFTCAP is None:
         p = gl.exp2(s * scale_log2 - lse)
         return p, p

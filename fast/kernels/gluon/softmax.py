@@ -5,11 +5,8 @@ Scores are in base 2. The four lanes of a quad share a row and exchange its maxi
 
 Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m
 while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`), so a warp
-seldom rescales O.
-
-This is as accurate as the true maximum: a key whose P has a rounding error has at most half the
-weight of its row. flash-attn-4 allows P up to 2^8 whatever the sum is: in rows with few keys,
-errors larger than those of the dtype."""
+seldom rescales O. That is as accurate as the true maximum: a key whose P has a rounding error has
+at most half the weight of its row."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,10 +31,8 @@ class SoftmaxState:
     p (M, BN)       P of the last tile, as an MMA operand
     m (M)           row maximum of the scores in base 2, or the older one that the row keeps
     l (M, 4)        sums of P, by lane
-    excess (M, 4)   by lane: sums of P minus rounded P (`stale_maximum`); a scalar 0 without
-                    STALE_MAXIMUM
-    shrink (M)      factor that o still needs because m rose in the last tile
-    """
+    excess (M, 4)   sums of P minus rounded P (`stale_maximum`), or a scalar 0
+    shrink (M)      factor that o still needs because m rose in the last tile"""
 
     o: gl.tensor
     p: gl.tensor
@@ -65,7 +60,7 @@ def empty_state(wg):
 # ------------------------------------------------------------------ maximum
 @gluon.jit
 def split_by_lane(x):
-    """Reshape an accumulator (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad."""
+    """Reshape (M, N) to (M, 2, N / 16, 4, 2). Axis 3 is the lane of the quad."""
     return x.reshape([x.shape[0], 2, x.shape[1] // 16, 4, 2])
 
 
@@ -84,9 +79,7 @@ def finite_or_zero(m):
 
 @gluon.jit
 def highest_kept(m, l, BN: gl.constexpr):
-    """Return the largest new maximum with which a row keeps its m: P is at most 2^8, and at most
-    the row's sum so far.
-    """
+    """Return the largest new maximum with which a row keeps its m."""
     total = gl.convert_layout(gl.sum(l, 1), per_row_layout(BN))
     # floor(log2(total)): put its exponent bits into the mantissa of 2^23, subtract 2^23 and the
     # bias 127. A log2 would occupy the unit for exponentials.
@@ -99,20 +92,20 @@ def highest_kept(m, l, BN: gl.constexpr):
 # ------------------------------------------------------------------ P and its sums
 @gluon.jit
 def powers(s, m, scale_log2, SOFTCAP: gl.constexpr):
-    """Return P = 2^(s scale_log2 - m). Capped scores have no factor scale_log2."""
+    """Return P = 2^(s scale_log2 - m)."""
     return gl.exp2(s * factor_of_capped(scale_log2, SOFTCAP) - gl.expand_dims(m, 1))
 
 
 @gluon.jit
 def lane_sum(x):
-    """Return each lane's sums (M, 4) of the elements of a row, by four independent chains."""
+    """Return the sums by lane (M, 4), by four independent chains."""
     chains = gl.sum(split_by_lane(x), 2)
     return gl.convert_layout(gl.sum(gl.sum(chains, 1), 2), lane_sum_layout())
 
 
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
-    """Return P as an MMA operand, and its sums by lane (M, 4). KEEP: for `add_rounding_excess`."""
+    """Return P as an MMA operand, and its sums by lane. KEEP: for `add_rounding_excess`."""
     p = powers(s, m, wg.scale_log2, wg.SOFTCAP)
     sums = lane_sum(p)
     if KEEP:
@@ -131,9 +124,7 @@ def rescale_sums(l, shrink):
 
 @gluon.jit
 def rescale_output(o, shrink):
-    """Return o with its rows multiplied by ``shrink`` (M). A warp whose factors are all 1 does
-    nothing.
-    """
+    """Return o with its rows multiplied by ``shrink`` (M)."""
     return rescale_rows(o, gl.expand_dims(gl.convert_layout(shrink, per_row_layout(o.shape[1])), 1))
 
 
@@ -145,11 +136,7 @@ LARGEST_MAXIMUM = gl.constexpr(2.0**24)
 
 @gluon.jit
 def results_of_sums(m, l, divisor, ROWS: gl.constexpr):
-    """Return the factors of O, 0 for fully masked rows, and natural lse, in layout ROWS. l and
-    ``divisor`` are sums by lane.
-
-    Rows whose sum or maximum is out of range get NaN.
-    """
+    """Return the factors of O, 0 for fully masked rows, and lse; NaN for numbers out of range."""
     divisor = gl.convert_layout(gl.sum(divisor, 1), ROWS)
     l = gl.convert_layout(gl.sum(l, 1), ROWS)
     masked = (l == 0.0) & (m == float("-inf"))

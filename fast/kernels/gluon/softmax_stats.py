@@ -5,8 +5,7 @@
         lse * log2(e)   1e30 for queries that see no key: exp2(s - lse) is 0 without a comparison
         -delta          the initial accumulator of dP - delta; both are 0 behind the last token
 
-``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token.
-"""
+``padded`` is a multiple of 4 tokens, so TMA can load any box that begins at a fourth token."""
 
 import torch
 import triton
@@ -19,7 +18,6 @@ from canon.fast.kernels.triton.blocks import (
     ROW_NUMBERS,
     base2,
     kernel,
-    rows_of,
     statistic_head_pointer,
 )
 from canon.fast.kernels.triton.softmax_stats import row_dot
@@ -95,9 +93,8 @@ def delta_stats_kernel(
         other=0.0,
     )
     active = valid & (lse_row > float("-inf"))
-    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
-    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
-    delta = row_dot(out_rows, dout_rows, first, active, D, D_PAD, ALIGN, ACC)
+    strides = out_strides, dout_strides
+    delta = row_dot(out, dout, batch, head, strides, first, active, D, D_PAD, ALIGN, ACC)
     if HAS_DLSE:
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
@@ -126,9 +123,7 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
 
 
 def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> Tensor:
-    """Return row statistics (b, h, 2, padded), float32, of lse and delta (b, h, t), written into
-    ``stats`` if given.
-    """
+    """Return row statistics of lse and delta (b, h, t), written into ``stats`` if given."""
     stats = empty_statistics(lse) if stats is None else stats
     lse, delta = map(portable.contiguous_rows, (lse, delta))
     b, h, tokens, padded = *lse.shape, stats.shape[3]
@@ -146,9 +141,7 @@ def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> T
 
 
 def empty_statistics(lse: Tensor) -> Tensor:
-    """Return uninitialised row statistics (b, h, 2, padded), float32. Raises ValueError if they
-    exceed 2^31 elements.
-    """
+    """Return uninitialised row statistics. Raises ValueError if they exceed 2^31 elements."""
     b, h, tokens = lse.shape
     padded = -(-tokens // 4) * 4
     if 2 * b * h * padded >= 2**31:

@@ -11,19 +11,13 @@ so the maximum and its exchange are saved. The warpgroup votes on the sums once 
                                                their maximum
 
 Second case: a key may weigh more than half, so O's divisor counts these P as rounded: l - excess.
-An error e in P of weight w then moves O by w (1 - w) e times its v's difference to the mean of the
-others. lse uses l.
+lse uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys, so values up to 1e21 give a
+finite o.
 
-K and Q stay until the sums are verified, which delays loads. So launches whose queries see few
-tiles have no stale maximum, except with rank_invariant=True, nor has a work tile's first tile
-(`forward.step`).
-
-A row's m, l and excess follow from its own scores alone. A vote of other rows repeats the tile with
-the row's m as it is.
-
-In bfloat16 a row's sum over a tile is at most 2^34, and over a sequence of 2^30 keys 2^58. So
-values up to 1e21 give a finite o.
-"""
+K and Q stay until the sums are verified, which delays loads. So neither launches whose queries see
+few tiles have a stale maximum, except with rank_invariant=True, nor a work tile's first tile. A
+row's m, l and excess follow from its own scores alone: a vote of other rows repeats the tile with
+the row's m as it is."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,9 +43,7 @@ LOWEST = gl.constexpr(-(2.0 - 2.0**-23) * 2.0**127)  # the lowest float32
 
 @gluon.constexpr_function
 def largest_sum(dtype):
-    """Return the largest sum of P of a lane in one tile that keeps P and the sum of many tiles
-    finite.
-    """
+    """Return the largest sum of P of a lane in one tile: more could overflow."""
     return 65504.0 if dtype == gl.float16 else 2.0**32
 
 
@@ -86,9 +78,8 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 
     Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if
     that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold
-    exactly the tiles before it (o is not one tile late), its K is not released, and its V has been
-    waited for. Rows without a visible key so far use `LOWEST` for m: P of the first one is
-    infinite, and repeated."""
+    exactly the tiles before it, its K is not released, and its V has been waited for. In rows
+    without a visible key so far, P of the first one is infinite, and repeated."""
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
@@ -126,9 +117,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 
 @gluon.jit
 def repeat_tile(state, wg, ring, tile, sums, partial):
-    """Add the tile at which `try_tiles` stopped, with the row maximum in rows where a lane's sum
-    was too large.
-    """
+    """Add the failed tile, with the row maximum in rows whose sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
     s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:

@@ -13,14 +13,10 @@ One int32 tensor ``work`` (a single pointer saves registers) holds the schedule 
     tickets       2 numbers for each span, only if dq is reduced in a fixed order: predecessor's
                   ticket, own ticket
 
-A work tile or span is identified by its offset in ``work``. The first work tile is 8, and 0 means
-none.
-
-In forward and dq, CTA i starts with work tile i, so its first loads wait for no atomic. Later work
-tiles are claimed from an atomic counter, after all loads of the current one are issued. The kernels
-for dk and dv also claim the first one if there are more work tiles than CTAs: messages of other
-ranks can hold SMs, and no work tile then waits for a late CTA. With ordered dq every work tile is
-claimed (`dq_order`).
+A work tile or span is identified by its offset in ``work``; 0 means none. In forward and dq, CTA i
+starts with work tile i, so its first loads wait for no atomic. Later ones are claimed from an
+atomic counter. The kernels for dk and dv also claim the first one if there are more work tiles than
+CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA.
 
 The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the
 number; 0 after the last."""
@@ -48,9 +44,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left. ``work``
-    is constant: relaxed.
-    """
+    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left."""
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -62,8 +56,7 @@ def claim_work_tile(work, counter):
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
     """Claim the next work tile, even if it is this CTA's FIRST one. Return 0 if none is left.
 
-    With at most one work tile per CTA and not ORDERED, there is no counter.
-    """
+    With at most one work tile per CTA and not ORDERED, there is no counter."""
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
     if ORDERED or WORK_TILE * (1 + gl.num_programs(0)) < end:
@@ -80,17 +73,15 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores the number, so the one that arrives at ``full`` has
-    stored it before.
+    """Publish a work tile. Every thread stores the number, also the one that arrives at
+    ``full``.
     """
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 
 @gluon.jit
 def publish_end(published, full, free, parity):
-    """Publish 0 once the buffer is free. The loader arrives at ``full`` itself,
-    as no load follows.
-    """
+    """Publish 0 once the buffer is free, and arrive at ``full``, as no load follows."""
     mbarrier.wait(free, parity)
     publish(published, 0)
     mbarrier.arrive(full, count=1)
@@ -102,6 +93,14 @@ def receive(published, full, parity):
     mbarrier.wait(full, parity)
     # a reduction of one number compiles to a load
     return gl.max(published.load(scalar_layout(gl.num_warps())), 0)
+
+
+@gluon.jit
+def receive_after(published, full, done):
+    """Wait for the work tile after ``done`` others, and return it."""
+    BUFFERS: gl.constexpr = published.shape[0]
+    b = done % BUFFERS
+    return receive(published.index(b), full.index(b), done // BUFFERS & 1)
 
 
 # ------------------------------------------------------------------ read a work tile and its spans
@@ -148,20 +147,18 @@ def is_partial(work, span):
     return gl.load(work + span + ROW_STOP) != 0
 
 
-# --------------------------------------------------------- iterate over the tiles of a work tile
+# ------------------------------------------------------------------ iterate over visited tiles
 @gluon.jit
 def first_tile(work, work_tile):
-    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile of
-    a work tile.
-    """
+    """Return (span, end of the spans, column, tiles left in the span) at the first visited tile."""
     span, span_end = spans_of(work, work_tile)
     return span, span_end, gl.load(work + work_tile + FIRST_COLUMN), gl.load(work + span + TILES)
 
 
 @gluon.jit
 def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
-    """Return (span, column, tiles left in the span) at the next visited tile. After the last one,
-    span is ``span_end``.
+    """Return (span, column, tiles left in the span) at the next visited tile; ``span_end`` at the
+    end.
     """
     column += COLUMNS
     left -= 1

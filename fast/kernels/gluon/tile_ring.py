@@ -2,8 +2,7 @@
 
 Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
 
-    full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and then all
-            bytes, by TMA
+    full    the tile has arrived: one arrival, by the loader (`mbarrier.expect`), and all bytes
     free    the tile has been read: one arrival from each warpgroup that reads it
 
 `mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them.
@@ -12,8 +11,7 @@ a loader for that of the previous phase of ``free``. In a new mbarrier a phase o
 complete, so a loader's first waits return at once.
 
 Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r
-is token r // PACK, head r % PACK. What lies outside the tensor arrives as 0.
-"""
+is token r // PACK, head r % PACK. Outside the tensor they are 0."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,10 +28,11 @@ def aggregate(declared: type) -> type:
     order.
     """
     fields = list(declared.__annotations__)  # part of the hash by which Triton caches kernels
+    constants = [kind is gl.constexpr for kind in declared.__annotations__.values()]
 
     def __init__(self, *values):
-        for field, value in zip(fields, values, strict=True):
-            setattr(self, field, value)
+        for field, is_constant, value in zip(fields, constants, values, strict=True):
+            setattr(self, field, gl.constexpr(value) if is_constant else value)
 
     if "__init__" not in vars(declared):
         declared.__init__ = gluon.constexpr_function(__init__)
@@ -51,8 +50,8 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """A reader's previous and own slot, and the parity of its phase: counted up, as divisions would
-    delay the first MMA.
+    """A reader's previous and own slot, and the parity of its phase, counted up without
+    divisions.
     """
 
     previous: gl.tensor
@@ -86,7 +85,7 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def load_box(descriptor, batch, row, head, full, buffer, column=0):
-    """Start a TMA load of the box at (batch, row, head, column). Its last byte completes a phase of
+    """Start a TMA load of the box at (batch, row, head, column); its last byte completes
     ``full``.
     """
     mbarrier.expect(full, descriptor.block_type.nbytes)
@@ -95,9 +94,7 @@ def load_box(descriptor, batch, row, head, full, buffer, column=0):
 
 @gluon.jit
 def issue_contraction(a, b, zeros, WIDTH: gl.constexpr):
-    """Issue a b^T over the first WIDTH columns: all, or three quarters, as shapes are powers of
-    two. The others are 0.
-    """
+    """Issue a b^T over the first WIDTH columns: all, or three quarters. The others are 0."""
     HALF: gl.constexpr = a.shape[1] // 2
     if a.shape[1] == WIDTH:
         return hopper.warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)

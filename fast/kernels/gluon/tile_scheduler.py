@@ -1,11 +1,10 @@
 """The tile schedule of the Hopper kernels: all work tiles of a launch, in the order in which
 persistent CTAs claim them.
 
-Heads that share keys come together while their tensors fit the L2 cache; within such a set, the
-longest work tiles come first. So the last set starts its longest tile late. Where that costs more
-than 2 %, launches of dk and dv in any order have the shortest tenth of their work last: from all
-sets, or from the last few if they also add to dq (`_even_ends`). The launch fills rows of tiles
-without a visible cell. `dq_order` has the order of launches with ordered dq.
+Heads that share keys come together while their tensors fit the L2 cache. Within such a set, the
+longest work tiles come first, so the last set starts its longest tile late. Where that costs more
+than 2 %, launches of dk and dv in any order have the shortest tenth of their work last
+(`_even_ends`). `dq_order` has the order of launches with ordered dq.
 
 Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for
 each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest processing
@@ -48,10 +47,9 @@ from canon.fast.tables.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs
-GAIN = 0.02  # of the predicted time; reads of tiles that come last are not shared through L2
+GAIN = 0.02  # of the predicted time
 LATE_CTAS = 32  # these begin with a short work tile; messages should hold no more SMs
-# Sets of heads whose short tiles may come last. Such tiles read heads that have left the L2 cache,
-# and so do additions to dq.
+# Sets of heads whose short tiles may come last: these read heads that have left the L2 cache.
 ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
 WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
@@ -80,11 +78,8 @@ class Traversal(NamedTuple):
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
     full_first         the full spans of a work tile come first
-    even_ends          the shortest tiles of so many sets of heads, the last ones, may come last
-                       (`_even_ends`)
-    ctas               the most CTAs, if CTA i starts with work tile i
-                       (`_late_ctas_get_short_ones`); else 0
-    """
+    even_ends          how many sets of heads may have their shortest tiles last (`_even_ends`)
+    ctas               the most CTAs, if CTA i starts with work tile i; else 0"""
 
     rows: int
     columns: int
@@ -100,9 +95,7 @@ class Traversal(NamedTuple):
 
     @property
     def boxes(self) -> int:
-        """The ``boxes`` of `work_table`. If ordered, spans begin at multiples of a tile, and tiles
-        of dq are disjoint.
-        """
+        """The ``boxes`` of `work_table`. If ordered, tiles of dq are disjoint."""
         return (self.columns if self.ordered else BOX) if self.transposed else 0
 
 
@@ -114,10 +107,9 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """The schedule ``work`` as `tile_queue` reads it. All CTAs together make ``visits`` of a tile.
+    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile.
 
-    The launch fills ``fully_masked_rows`` first: those without spans, and rows between them, which
-    a kernel writes later."""
+    The launch fills ``fully_masked_rows`` first: rows without spans, and those between them."""
 
     work: Any  # an array, or a tensor on a device
     work_tiles: int
@@ -177,9 +169,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
 
 # ------------------------------------------------------------------ the order
 def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarray]:
-    """Return how many groups of heads are in flight together, and the active tiles in the order of
-    each group.
-    """
+    """Return how many groups of heads are in flight, and the order of the active tiles."""
     groups, start, stop = t.heads.groups, costs.tiles[:, 0], costs.tiles[:, 1]
     found = (
         alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries)
@@ -188,8 +178,7 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
     )
     additions = mean_additions(costs.spans, t.columns) if t.ordered else None
     together = found[0] if found else heads_in_flight(groups, t.bytes_per_group, additions)
-    # A set that exceeds the L2 cache is traversed in regions. If ordered, in one: a region's short
-    # last tiles would wait.
+    # a set that exceeds the L2 cache is traversed in regions; ordered, a region's last would wait
     regions = 1 if t.ordered else -(-together * t.bytes_per_group // L2_BYTES)
     order = _longest_first(costs.cost, start * regions // max(1, int(stop.max(initial=0))))
     order = order[costs.active[order]]
@@ -197,19 +186,16 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
 
 
 def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """Return the tiles by region, the one with the longest tile first, longest first in each."""
+    """Return the tiles by region, longest first."""
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
 
 
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
-    """Move every second short work tile to the places of the last CTAs, which start late if NCCL
-    holds SMs.
+    """Move every second short work tile to the last CTAs, which start late if NCCL holds SMs.
 
-    The other short ones let all SMs end together. ``work_tiles`` (sets of heads, tiles, heads of a
-    set, numbers); ``cost``: of each tile.
-    """
+    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile."""
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
@@ -230,12 +216,10 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
 
 
 def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None:
-    """Move the shortest work tiles of the last sets, SHORT of all work, to the end, longest first,
-    if it gains more than GAIN.
+    """Move the shortest work tiles, SHORT of all work, to the end, if it gains more than GAIN.
 
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile. All sets
-    take part if there are at most ``last_sets``, else as few (two or more) as come within half of
-    GAIN of the best."""
+    All sets take part if there are at most ``last_sets``, else as few (two or more) as come within
+    half of GAIN of the best."""
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
     least = each.sum() / SMS
@@ -254,9 +238,7 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
 
 
 def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
-    """Return the order in which the shortest work tiles from ``first`` on, SHORT of all work, come
-    last, longest first.
-    """
+    """Return the order with the shortest work tiles from ``first`` on last."""
     by_cost = first + np.argsort(cost[first:], kind="stable")
     number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * cost.sum(), side="right")
     last = np.sort(by_cost[:number])
@@ -266,18 +248,15 @@ def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
 
 
 def _latest(cost: np.ndarray) -> float:
-    """Return an upper bound of `_time`: the first free multiprocessor has at most the mean of the
-    work before a tile.
-    """
+    """Return an upper bound of `_time`."""
     return float(((np.cumsum(cost) - cost) / SMS + cost).max())
 
 
 def _time(cost: np.ndarray) -> float:
-    """Return when the last of SMS multiprocessors ends that claim tiles of these costs in this
-    order.
+    """Return when the last of SMS multiprocessors ends that claim tiles in this order.
 
-    In each round, the first ones to end claim a tile each, until one of these tiles ends before the
-    next one to end."""
+    In each round, the first ones to end claim a tile each, until one of these ends before the next.
+    """
     ends = np.zeros(SMS)  # ascending
     while len(cost):
         after = ends[: len(cost)] + cost[:SMS]
@@ -292,15 +271,13 @@ def _time(cost: np.ndarray) -> float:
 
 # ------------------------------------------------------------------ spans
 def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the spans with the full ones of each tile first. A full span has no band."""
+    """Return the spans with the full ones of each tile first."""
     owner = np.searchsorted(np.sort(begin[active]), np.arange(len(spans)), side="right")
     return spans[np.argsort(2 * owner + (spans[:, ROW_STOP] > 0), kind="stable")]
 
 
 def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
-    """Return the numbers begin:end of each tile, ``repeat`` times, in the order of ``begin``. No
-    two ranges overlap.
-    """
+    """Return the numbers begin:end of each tile, ``repeat`` times."""
     return expanded(np.sort(begin).repeat(repeat), np.sort(end).repeat(repeat))[1]
 
 
@@ -309,9 +286,7 @@ def _serialised(
 ) -> tuple[np.ndarray, int]:
     """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
-    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches. Within a
-    set, tiles come in ``order``, each for all heads.
-    """
+    ``heads`` (sets, heads of a set): the first head of each work tile, over all batches."""
     number = heads.size * len(order)
     first_span = WORK_TILE * (1 + number)
     first_ticket = first_span + spans[:, :WORK_TILE].size
@@ -352,7 +327,7 @@ def untouched(mask: AnyMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
-    """Return whether a range start:start + length holds an untouched key (or query)."""
+    """Return whether a range of tokens holds an untouched one."""
     gaps, stops = untouched(mask, keys)
     if not len(gaps):
         return False
@@ -361,9 +336,7 @@ def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.nda
 
 
 def _row_ranges(tiles: np.ndarray) -> tuple[slice, ...]:
-    """Return the rows of these tiles as ranges; one range, from first to last, if there are more
-    than four.
-    """
+    """Return the rows of these tiles as at most four ranges, else as one."""
     if not len(tiles):
         return ()
     tiles = tiles[np.argsort(tiles[:, 0])]
