@@ -44,12 +44,16 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 
 @triton.jit
-def cta_rows(heads, batch_heads, ROWS: tl.constexpr):
-    """Return (first row, batch, head) of this CTA's ROWS rows. Consecutive CTAs take the same rows
-    of all heads.
+def cta_rows(tokens, heads, batch_heads, ROWS: tl.constexpr):
+    """Return (first row, rows, whether they exist, batch, head) of this CTA's ROWS rows.
+
+    Consecutive CTAs take the same rows of all heads.
     """
     pid = tl.program_id(0)
-    return pid // batch_heads * ROWS, pid % batch_heads // heads, pid % batch_heads % heads
+    first = pid // batch_heads * ROWS
+    batch, head = pid % batch_heads // heads, pid % batch_heads % heads
+    rows = first + tl.arange(0, ROWS)
+    return first, rows, rows < tokens, batch, head
 
 
 @triton.jit
@@ -237,6 +241,26 @@ def store_rows(
         keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
     pointer = target[0] + row_start(first, target[2][1], ALIGN) + target[1]
     tl.store(pointer, x.to(pointer.dtype.element_ty), mask=keep)
+
+
+@triton.jit
+def load_tile(
+    x, batch, head, strides, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Return the tile of one head of x (b, t, h, d) from row ``first`` on, as `load_rows`."""
+    source = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
+    return load_rows(source, first, valid, WIDTH, PAD, ALIGN)
+
+
+@triton.jit
+def store_tile(
+    x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, PAD: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Write the ``valid`` rows of a tile to one head of x (b, t, h, d), from row ``first`` on."""
+    target = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
+    store_rows(target, first, valid, tile, WIDTH, PAD, ALIGN)
 
 
 @triton.jit

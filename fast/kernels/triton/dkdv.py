@@ -32,11 +32,13 @@ from canon.fast.kernels.triton.blocks import (
     kernel,
     load_full_tile,
     load_rows,
+    load_tile,
     row_start,
     rows_of,
     statistic_head_pointer,
     statistic_pointers,
     store_rows,
+    store_tile,
     tile_offsets,
     visible_columns,
     visible_in_chain,
@@ -325,15 +327,7 @@ def dkdv_kernel(
         dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D_PAD, ALIGN)
         store_rows(dk_rows, first, valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
     if MAKE_DV:
-        store_rows(
-            rows_of(dv, batch, owner, dv_strides, BM, DV_PAD, ALIGN),
-            first,
-            valid,
-            dv_acc,
-            DV,
-            DV_PAD,
-            ALIGN,
-        )
+        store_tile(dv, batch, owner, dv_strides, first, valid, dv_acc, DV, DV_PAD, ALIGN)
 
 
 @kernel(*ROW_NUMBERS)
@@ -361,33 +355,16 @@ def sum_heads_kernel(
     """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the
     parts, in order.
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    valid = first + tl.arange(0, BM) < tokens
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     dk_acc = tl.zeros([BM, D_PAD], ACC)
     dv_acc = tl.zeros([BM, DV_PAD], ACC)
     for member in tl.static_range(GROUP):
         part = head * GROUP + member
-        dk_part = rows_of(dk_parts, batch, part, dk_parts_strides, BM, D_PAD, ALIGN)
-        dk_acc += load_rows(dk_part, first, valid, D, D_PAD, ALIGN)
+        strides = dk_parts_strides
+        dk_acc += load_tile(dk_parts, batch, part, strides, first, valid, D, D_PAD, ALIGN)
         if DV > 0:
-            dv_part = rows_of(dv_parts, batch, part, dv_parts_strides, BM, DV_PAD, ALIGN)
-            dv_acc += load_rows(dv_part, first, valid, DV, DV_PAD, ALIGN)
-    store_rows(
-        rows_of(dk, batch, head, dk_strides, BM, D_PAD, ALIGN),
-        first,
-        valid,
-        dk_acc,
-        D,
-        D_PAD,
-        ALIGN,
-    )
+            strides = dv_parts_strides
+            dv_acc += load_tile(dv_parts, batch, part, strides, first, valid, DV, DV_PAD, ALIGN)
+    store_tile(dk, batch, head, dk_strides, first, valid, dk_acc, D, D_PAD, ALIGN)
     if DV > 0:
-        store_rows(
-            rows_of(dv, batch, head, dv_strides, BM, DV_PAD, ALIGN),
-            first,
-            valid,
-            dv_acc,
-            DV,
-            DV_PAD,
-            ALIGN,
-        )
+        store_tile(dv, batch, head, dv_strides, first, valid, dv_acc, DV, DV_PAD, ALIGN)

@@ -16,40 +16,26 @@ from canon.fast.kernels.triton.blocks import (
     TILE_NUMBERS,
     base2,
     capped,
-    chained_stop,
     cta_work_tile,
-    full_tile_source,
     kernel,
-    load_full_tile,
-    load_rows,
+    load_tile,
     rows_of,
     statistic_head_pointer,
     store_rows,
-    visible_columns,
-    visible_in_chain,
-    visible_mask,
 )
+from canon.fast.kernels.triton.key_loop import key_sources, visit_keys
 
 
 @triton.jit
 def dq_step(
-    q,
-    k,
-    v,
-    dout,
-    lse2,
-    delta,
-    acc,
-    scale,
-    visible,
-    PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
+    given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
 ):
     """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
 
     With TMA (16-bit operands, enough registers) the accumulator of dp starts at -delta.
     """
+    q, dout, lse2, delta, scale = given
+    acc = state[0]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if SOFTCAP is not None:
         s, slope = capped(s, scale, SOFTCAP)
@@ -69,7 +55,7 @@ def dq_step(
         ds *= slope
     if visible is not None:
         ds = tl.where(visible, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype)
+    return (tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION, out_dtype=acc.dtype),)
 
 
 @kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
@@ -115,20 +101,17 @@ def dq_kernel(
     """Write dq (b, t, h, d), with the loops of the forward kernel. Fully masked rows get 0."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
-    partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
-    k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
-    k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
-    v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
+    sources = key_sources(
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // GROUP, D_PAD, DV_PAD, ALIGN,
+        TMA, BN, PARTIAL_BN,
+    )  # fmt: skip
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_rows(
-        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
-    )
-    dout_rows = rows_of(dout, batch, head, dout_strides, BM, DV_PAD, ALIGN)
-    dout_tile = load_rows(dout_rows, first, valid, DV, DV_PAD, ALIGN)
+    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
+    dout_tile = load_tile(dout, batch, head, dout_strides, first, valid, DV, DV_PAD, ALIGN)
     lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
     delta_head = statistic_head_pointer(delta, batch, head, statistic_stride_b, statistic_stride_h)
     lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
@@ -136,71 +119,10 @@ def dq_kernel(
     delta_row = tl.load(delta_head + rows, mask=valid, other=0.0)
     acc = tl.zeros([BM, D_PAD], ACC)
 
-    for index in range(partial, full):
-        span = spans + index * 8
-        left, right = visible_columns(span, rows)
-        begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        stop = begin + tl.load(span + 1) * PARTIAL_BN
-        if KEY_ORDER:
-            for j in range(begin, chained_stop(span, PARTIAL_BN), PARTIAL_BN):
-                visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
-                k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
-                v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
-                acc = dq_step(
-                    q_tile,
-                    k_tile,
-                    v_tile,
-                    dout_tile,
-                    lse2,
-                    delta_row,
-                    acc,
-                    scale_log2,
-                    visible,
-                    PRECISION,
-                    SOFTCAP,
-                    TMA,
-                )
-            begin = chained_stop(span, PARTIAL_BN)
-        for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
-            keys = j + tl.arange(0, PARTIAL_BN)
-            in_band = (keys >= key_start) & (keys < key_stop)
-            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
-            visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            acc = dq_step(
-                q_tile,
-                k_tile,
-                v_tile,
-                dout_tile,
-                lse2,
-                delta_row,
-                acc,
-                scale_log2,
-                visible,
-                PRECISION,
-                SOFTCAP,
-                TMA,
-            )
-
-    for index in range(full, end):
-        begin = tl.load(spans + index * 8)
-        for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
-            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
-            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            acc = dq_step(
-                q_tile,
-                k_tile,
-                v_tile,
-                dout_tile,
-                lse2,
-                delta_row,
-                acc,
-                scale_log2,
-                None,
-                PRECISION,
-                SOFTCAP,
-                TMA,
-            )
-
+    state = visit_keys(
+        dq_step, (q_tile, dout_tile, lse2, delta_row, scale_log2), (acc,), spans, bounds, rows,
+        batch, sources, D, DV, D_PAD, DV_PAD, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER,
+        PARTIAL_STAGES, BN, PARTIAL_BN,
+    )  # fmt: skip
     dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)
-    store_rows(dq_rows, first, valid, acc * scale_acc, D, D_PAD, ALIGN)
+    store_rows(dq_rows, first, valid, state[0] * scale_acc, D, D_PAD, ALIGN)

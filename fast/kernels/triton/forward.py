@@ -16,20 +16,14 @@ from canon.fast.kernels.triton.blocks import (
     ROW_NUMBERS,
     TILE_NUMBERS,
     capped,
-    chained_stop,
     cta_rows,
     cta_work_tile,
-    full_tile_source,
     kernel,
-    load_full_tile,
-    load_rows,
-    rows_of,
+    load_tile,
     statistic_head_pointer,
-    store_rows,
-    visible_columns,
-    visible_in_chain,
-    visible_mask,
+    store_tile,
 )
+from canon.fast.kernels.triton.key_loop import key_sources, visit_keys
 
 
 @triton.constexpr_function
@@ -42,11 +36,13 @@ def largest_maximum(accumulate):
 
 @triton.jit
 def softmax_step(
-    q, k, v, m, l, acc, scale, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr
+    given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
 ):
     """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three.
     ``visible``: None is all.
     """
+    q, scale = given
+    m, l, acc = state
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
     if SOFTCAP is not None:
         s, _ = capped(s, scale, SOFTCAP)
@@ -123,53 +119,23 @@ def forward_kernel(
     them partial (`key_order`)."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
-    partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
+    bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
-    k_rows = rows_of(k, batch, head // GROUP, k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head // GROUP, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
-    k_source = full_tile_source(k_tiles, batch, head // GROUP, k_strides, BN, D_PAD, ALIGN, TMA)
-    v_source = full_tile_source(v_tiles, batch, head // GROUP, v_strides, BN, DV_PAD, ALIGN, TMA)
+    sources = key_sources(
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // GROUP, D_PAD, DV_PAD, ALIGN,
+        TMA, BN, PARTIAL_BN,
+    )  # fmt: skip
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_rows(
-        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
-    )
+    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
     acc = tl.zeros([BM, DV_PAD], ACC)
 
-    for index in range(partial, full):
-        span = spans + index * 8
-        left, right = visible_columns(span, rows)
-        begin, key_start, key_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        stop = begin + tl.load(span + 1) * PARTIAL_BN
-        if KEY_ORDER:
-            for j in range(begin, chained_stop(span, PARTIAL_BN), PARTIAL_BN):
-                visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
-                k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
-                v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
-                m, l, acc = softmax_step(
-                    q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
-                )
-            begin = chained_stop(span, PARTIAL_BN)
-        for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
-            keys = j + tl.arange(0, PARTIAL_BN)
-            in_band = (keys >= key_start) & (keys < key_stop)  # others may be NaN: load 0
-            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
-            visible = visible_mask(left - j, right - j, PARTIAL_BN)
-            m, l, acc = softmax_step(
-                q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
-            )
-
-    for index in range(full, end):
-        begin = tl.load(spans + index * 8)
-        for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
-            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
-            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
-            m, l, acc = softmax_step(
-                q_tile, k_tile, v_tile, m, l, acc, scale, None, PRECISION, SOFTCAP
-            )
+    m, l, acc = visit_keys(
+        softmax_step, (q_tile, scale), (m, l, acc), spans, bounds, rows, batch, sources, D, DV,
+        D_PAD, DV_PAD, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER, PARTIAL_STAGES, BN, PARTIAL_BN,
+    )  # fmt: skip
 
     if MAX_LOGITS:
         raise_maximum(max_logits + head, tl.max(tl.where(valid, m, float("-inf")), 0))
@@ -178,15 +144,7 @@ def forward_kernel(
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
-    store_rows(
-        rows_of(out, batch, head, out_strides, BM, DV_PAD, ALIGN),
-        first,
-        valid,
-        acc,
-        DV,
-        DV_PAD,
-        ALIGN,
-    )
+    store_tile(out, batch, head, out_strides, first, valid, acc, DV, DV_PAD, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
@@ -214,10 +172,7 @@ def sign_kernel(
     """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale. ``sign`` is
     -1 or 0.
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    valid = first + tl.arange(0, BM) < tokens
-    x = load_rows(
-        rows_of(q, batch, head, q_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
-    )
-    target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
-    store_rows(target, first, valid, x.to(ACC) * sign, D, D_PAD, ALIGN)
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    x = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
+    x = x.to(ACC) * sign
+    store_tile(result, batch, head, result_strides, first, valid, x, D, D_PAD, ALIGN)

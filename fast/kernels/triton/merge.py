@@ -14,10 +14,11 @@ from canon.fast.kernels.triton.blocks import (
     cta_rows,
     kernel,
     load_rows,
+    load_tile,
     row_pointers,
     rows_of,
     statistic_head_pointer,
-    store_rows,
+    store_tile,
 )
 
 
@@ -54,9 +55,8 @@ def merge_kernel(
 
     INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``; others
     stay unchanged."""
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
-    valid, other_token = rows < tokens, tl.cast(rows, tl.int64)
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    other_token = tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
     a = tl.load(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + token,
@@ -85,16 +85,15 @@ def merge_kernel(
         x = row_pointers(out, batch, head, token, out_strides, D_PAD, ALIGN)
         x = tl.load(x, mask=(valid & (a_masked == 0))[:, None] & in_width, other=0.0)
     else:
-        out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
-        x = load_rows(out_rows, first, valid & (a_masked == 0), D, D_PAD, ALIGN)
+        read = valid & (a_masked == 0)
+        x = load_tile(out, batch, head, out_strides, first, read, D, D_PAD, ALIGN)
     y = load_rows(other_rows, first, valid & (b_masked == 0), D, D_PAD)
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     if INDEXED:
         target = row_pointers(new_out, batch, head, token, new_out_strides, D_PAD, ALIGN)
         tl.store(target, both.to(new_out.dtype.element_ty), mask=valid[:, None] & in_width)
     else:
-        target = rows_of(new_out, batch, head, new_out_strides, BM, D_PAD, ALIGN)
-        store_rows(target, first, valid, both, D, D_PAD, ALIGN)
+        store_tile(new_out, batch, head, new_out_strides, first, valid, both, D, D_PAD, ALIGN)
     # new_lse may be lse: one warp writes all rows, so all warps must have read them
     tl.debug_barrier()
     new_rows = (

@@ -130,9 +130,8 @@ def parts_kernel(
             kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
             k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
             v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
-        m, l, acc = softmax_step(
-            q_tile, k_tile, v_tile, m, l, acc, scale, visible, PRECISION, SOFTCAP
-        )
+        given, state = (q_tile, scale), (m, l, acc)
+        m, l, acc = softmax_step(given, k_tile, v_tile, state, visible, PRECISION, SOFTCAP, TMA)
 
     if MAX_LOGITS:
         raise_maximum(max_logits + head * GROUP + row % GROUP, m, valid)

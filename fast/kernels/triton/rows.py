@@ -12,11 +12,12 @@ from canon.fast.kernels.triton.blocks import (
     ROW_NUMBERS,
     cta_rows,
     kernel,
-    load_rows,
+    load_tile,
     row_pointers,
     rows_of,
     statistic_head_pointer,
     store_rows,
+    store_tile,
 )
 from canon.route.checks import accumulate_dtype
 
@@ -41,9 +42,7 @@ def take_rows_kernel(
     BM: tl.constexpr,
 ):
     """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
-    start, batch, head = cta_rows(heads, batch_heads, BM)
-    index = start + tl.arange(0, BM)
-    valid = index < tokens
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     values = tl.load(
@@ -78,9 +77,7 @@ def row_kernel(
     """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:,
     i].
     """
-    start, batch, head = cta_rows(heads, batch_heads, BM)
-    index = start + tl.arange(0, BM)
-    valid = index < tokens
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
     x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
@@ -116,9 +113,8 @@ def add_rows_kernel(
     """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j <
     first[i + 1], in order.
     """
-    start, batch, head = cta_rows(heads, batch_heads, BM)
-    row = start + tl.arange(0, BM)
-    valid, token = row < tokens, tl.cast(row, tl.int64)
+    _, row, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    token = tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
@@ -155,9 +151,7 @@ def statistics_kernel(
     BM: tl.constexpr,
 ):
     """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and likewise delta_part."""
-    start, batch, head = cta_rows(heads, batch_heads, BM)
-    index = start + tl.arange(0, BM)
-    valid = index < tokens
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     row = tl.load(rows + index, mask=valid, other=0)
     values = tl.load(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid
@@ -192,19 +186,14 @@ def copy_kernel(
     """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` (int8) is 1, and 0 where it is
     0.
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
-    written = rows < tokens
+    first, rows, written, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     read = written
     if HAS_STATES:
         state = tl.load(states + rows, mask=written, other=-1)
         read = state == 1
         written = state >= 0
-    values = load_rows(
-        rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN), first, read, D, D_PAD, ALIGN
-    )
-    target = rows_of(copy, batch, head, copy_strides, BM, D_PAD, ALIGN)
-    store_rows(target, first, written, values, D, D_PAD, ALIGN)
+    values = load_tile(x, batch, head, x_strides, first, read, D, D_PAD, ALIGN)
+    store_tile(copy, batch, head, copy_strides, first, written, values, D, D_PAD, ALIGN)
 
 
 @kernel(*ROW_NUMBERS)
@@ -220,7 +209,7 @@ def zero_rows_kernel(
     BM: tl.constexpr,
 ):
     """Write x (b, t, h, d) = 0."""
-    first, batch, head = cta_rows(heads, batch_heads, BM)
+    first, _, _, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     zeros = tl.zeros([BM, D_PAD], x.dtype.element_ty)
     target = rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN)
     store_rows(target, first, first + tl.arange(0, BM) < tokens, zeros, D, D_PAD, ALIGN)
@@ -241,14 +230,13 @@ def statistic_kernel(
     MASKED: tl.constexpr,
 ):
     """Write result (b, h, t) = x. With MASKED, write -inf, and do not read x."""
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
+    _, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     target = statistic_head_pointer(result, batch, head, result_stride_b, result_stride_h) + rows
     if MASKED:
-        tl.store(target, float("-inf"), mask=rows < tokens)
+        tl.store(target, float("-inf"), mask=valid)
     else:
         source = statistic_head_pointer(x, batch, head, x_stride_b, x_stride_h) + rows
-        tl.store(target, tl.load(source, mask=rows < tokens), mask=rows < tokens)
+        tl.store(target, tl.load(source, mask=valid), mask=valid)
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:

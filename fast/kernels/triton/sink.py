@@ -16,10 +16,9 @@ from canon.fast.kernels.triton.blocks import (
     ROW_NUMBERS,
     cta_rows,
     kernel,
-    load_rows,
-    rows_of,
+    load_tile,
     statistic_head_pointer,
-    store_rows,
+    store_tile,
 )
 
 
@@ -56,15 +55,11 @@ def sink_kernel(
     BM: tl.constexpr,
 ):
     """Write result (b, t, h, dv) = a out."""
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
-    valid = rows < tokens
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    x = load_rows(
-        rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN), first, valid, D, D_PAD, ALIGN
-    ).to(ACC)
-    target = rows_of(result, batch, head, result_strides, BM, D_PAD, ALIGN)
-    store_rows(target, first, valid, x * a[:, None], D, D_PAD, ALIGN)
+    x = load_tile(out, batch, head, out_strides, first, valid, D, D_PAD, ALIGN).to(ACC)
+    x *= a[:, None]
+    store_tile(result, batch, head, result_strides, first, valid, x, D, D_PAD, ALIGN)
 
 
 @kernel(*ROW_NUMBERS, statistics=("lse", "dlse"))
@@ -95,21 +90,19 @@ def sink_backward_kernel(
     """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where
     lse is -inf.
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
-    valid = rows < tokens
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     a, slope, active = sink_weights(
         lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC
     )
-    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
-    dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
-    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
-    out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
+    dout_tile = load_tile(dout, batch, head, dout_strides, first, active, D, D_PAD, ALIGN).to(ACC)
+    out_tile = load_tile(out, batch, head, out_strides, first, active, D, D_PAD, ALIGN).to(ACC)
     dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
     tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
     if HAS_DOUT_KEYS:
-        target = rows_of(dout_keys, batch, head, dout_keys_strides, BM, D_PAD, ALIGN)
-        store_rows(target, first, valid, dout_tile * a[:, None], D, D_PAD, ALIGN)
+        keys_tile = dout_tile * a[:, None]
+        store_tile(
+            dout_keys, batch, head, dout_keys_strides, first, valid, keys_tile, D, D_PAD, ALIGN
+        )
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:

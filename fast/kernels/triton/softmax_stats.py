@@ -19,18 +19,12 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def row_dot(
-    out_rows,
-    dout_rows,
-    first,
-    active,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    ALIGN: tl.constexpr,
-    ACC: tl.constexpr,
-):
-    """Return rowsum(dout * out) of the rows from ``first`` on, 0 where not ``active``. Both
-    arguments are `rows_of`.
-    """
+    out, dout, batch, head, strides, first, active, D: tl.constexpr, D_PAD: tl.constexpr,
+    ALIGN: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Return rowsum(dout * out) of the rows from ``first`` on, 0 where not ``active``."""
+    out_rows = rows_of(out, batch, head, strides[0], active.shape[0], D_PAD, ALIGN)
+    dout_rows = rows_of(dout, batch, head, strides[1], active.shape[0], D_PAD, ALIGN)
     out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
     return tl.sum(out_tile * dout_tile, 1)
@@ -64,18 +58,15 @@ def delta_kernel(
     """Write delta (b, h, t) = rowsum(dout * out) - dlse,
     and 0 in fully masked rows (lse = -inf).
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    rows = first + tl.arange(0, BM)
-    valid = rows < tokens
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     lse_row = tl.load(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
         mask=valid,
         other=0.0,
     )
     active = valid & (lse_row > float("-inf"))
-    out_rows = rows_of(out, batch, head, out_strides, BM, D_PAD, ALIGN)
-    dout_rows = rows_of(dout, batch, head, dout_strides, BM, D_PAD, ALIGN)
-    total = row_dot(out_rows, dout_rows, first, active, D, D_PAD, ALIGN, ACC)
+    strides = out_strides, dout_strides
+    total = row_dot(out, dout, batch, head, strides, first, active, D, D_PAD, ALIGN, ACC)
     if HAS_DLSE:
         dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
         total -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)

@@ -35,8 +35,7 @@ def sum_ranks_kernel(
     """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank
     order and in ACC.
     """
-    first, batch, head = cta_rows(heads, batch_heads, BM)
-    valid = first + tl.arange(0, BM) < tokens
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
     acc = load_rows(source, first, valid, D, D_PAD).to(ACC)
     for rank in range(1, RANKS):
