@@ -1,15 +1,12 @@
-"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and of the
-CUDA kernels.
+"""Compile kernels before they run, in parallel processes, into the disk caches of Triton and CUDA.
 
     parent     `compile_ahead`: starts one process and reports its progress
-    process    calls `collect`; each launch records the compilation that it needs, and launches
-               nothing
+    process    calls `collect`; each launch records its compilation, and launches nothing
     forks      one per core: each compiles the next recorded job
 
 Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is
-new: a fork of a process with threads may deadlock, and a caller must not keep handles of kernels
-that were not compiled. Processes of one host take turns: the first compiles and leaves stamp files.
-"""
+new: a fork of a process with threads may deadlock. Processes of one host take turns: the first
+compiles and leaves stamp files."""
 
 import fcntl
 import hashlib
@@ -53,8 +50,8 @@ _jobs: list[Job] = []  # inherited by forks
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is the last line of a
-    failed process.
+    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is a process's last
+    line.
     """
 
     compiled: int = 0
@@ -75,13 +72,11 @@ def compile_ahead(
     processes: int | None = None,
     progress: bool = True,
 ) -> Outcome:
-    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each of
-    ``steps``.
+    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each
+    step.
 
-    ``identities``: values with a stable repr that decide the work besides the code of Canon, Triton
-    and the GPU. Each one leaves a stamp; if all have one, nothing is done.
-    ``processes``: None is one per core. ``progress``: show a bar.
-    """
+    ``identities``: values with a stable repr that decide the work besides code and GPU. Each one
+    leaves a stamp; if all have one, nothing is done. ``processes``: None is one per core."""
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "canon.lock").open("w") as lock:
@@ -101,9 +96,7 @@ def are_stamped(identities: Sequence[Any]) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the new process: it imports what this one can import, and uses the
-    same cache.
-    """
+    """Return the variables of the new process: the same imports and the same cache."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {
         "PYTHONPATH": paths,
@@ -179,9 +172,7 @@ def _code() -> str:
 # ---------------------------------------------------------------------- in the process
 @contextmanager
 def recorded_jobs() -> Iterator[dict[Any, Job]]:
-    """Within the block, collect distinct compilations in the dict; compile, launch and replay
-    nothing.
-    """
+    """Within the block, collect distinct compilations in the dict; launch and replay nothing."""
     jobs: dict[Any, Job] = {}
     functions: Any = JITFunction
     do_compile, replayed = functions._do_compile, prepared.REPLAYED
@@ -210,9 +201,7 @@ def _compile(do_compile: Callable, *arguments: Any) -> None:
 
 
 def compile_all(jobs: Sequence[Job], processes: int) -> Iterator[BaseException | None]:
-    """Run the jobs in forks. Yield None or the error of each job. If a fork dies, the remaining
-    jobs fail.
-    """
+    """Run the jobs in forks. Yield None or the error of each job."""
     _jobs[:] = jobs
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         futures, refused = [], []
@@ -231,8 +220,8 @@ def _run(index: int) -> None:
 
 
 def main() -> None:
-    """Read a pickled ``collect`` and the number of processes, compile, and print the progress as
-    JSON lines.
+    """Read a pickled ``collect`` and the number of processes; compile; print progress as JSON
+    lines.
     """
 
     def report(**counts: int) -> None:

@@ -1,16 +1,10 @@
 """Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
 for a compiler.
 
-A model is all that fixes the variants of its kernels: dtype, widths, heads, function, options,
-ranks and backend. The first call of a model compiles the same set as `warm_up`, by `compile_ahead`.
-Scripts need no main guard, and programs may come from the standard input or a notebook, because new
-interpreters compile. The first process of a host compiles for all, and the others wait. Rank 0
-writes a line. A stamp file in the cache ends this in later processes.
-
-If Triton's cache is not writable, kernels go to a folder of this user among the temporary files,
-with a warning. CANON_COMPILE_AHEAD=0 disables all of this: then each kernel compiles when it is
-first used.
-"""
+A model is all that fixes the variants of its kernels. Its first call compiles the same set as
+`warm_up`, by `compile_ahead`, in new interpreters: scripts need no main guard. The first process of
+a host compiles for all. Rank 0 writes a line. A stamp file in the cache ends this in later
+processes. CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used."""
 
 import os
 import sys
@@ -36,9 +30,7 @@ _compiled: set[tuple] = set()  # `identities`
 
 
 def compile_for(call: Call) -> None:
-    """Compile the kernels of the model of a call on a GPU, unless that was done before. Warn if
-    some do not compile.
-    """
+    """Compile the kernels of the model of a call on a GPU, once. Warn if some do not compile."""
     if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
         return
     model = model_of(call)
@@ -105,9 +97,7 @@ def _compile(model: Model, device: torch.device) -> None:
 
 
 def make_cache_writable() -> None:
-    """Use another folder for Triton's cache, and warn, if its folder cannot be written. Raises
-    OSError if none can be.
-    """
+    """Use another folder for Triton's cache, and warn, if its folder cannot be written."""
     folder = Path(knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,34 +1,9 @@
-"""Enumerate the kernel variants that a model can need: dtype, widths, heads and backend fix the
-set, whatever the masks.
+"""Enumerate the kernel variants that a model can need, whatever the masks.
 
-`collect` launches each kernel with every combination of these properties on small tensors, while
-compilations are recorded.
-
-    property of a variant            fixed by the model             chosen by a mask, a size or a
-                                                                    layout: every value
-    constants of the source          D, DV, GROUP, ACC, PRECISION   HEADS, FUSED, ORDERED: the
-                                                                    method; INDEXED, HAS_DLSE
-    tiles, stages, warps             the table of the backend       Gluon forward: `TABLE` and each
-                                                                    of `LONG_TABLE`
-    OUT_FLOAT (CUDA)                 dtype                          results in float32: parts of a
-                                                                    sum
-    PACK (Gluon)                     -                              query heads of a tile: divisors
-                                                                    of GROUP up to 16
-    RANKS (`sum_ranks`)              ranks                          -
-    dtypes of out, dq, dk and dv     dtype, reduce_dtype            the accumulation dtype for parts
-                                                                    of a sum
-    widths of `as_heads`             d + dv, key heads              batches of 1 to 8
-    strides of q, k, v and results   multiples of 16                an axis of length 1 has stride
-                                                                    0: `kernel_strides`
-    TMA (Triton)                     dtype, widths                  not for a shard without queries
-                                                                    or without keys, nor for few
-                                                                    queries if no query sees some of
-                                                                    the loaded keys
-    addresses                        multiples of 16 bytes          -
-
-Every scale needs the same variants. Each soft-cap (SOFTCAP) and calls with rank_invariant=True
-(KEY_ORDER) need others. These compile when first used: other strides and addresses, and several
-sequences of 2^31 elements each."""
+`collect` launches each kernel on small tensors, while compilations are recorded, in every way that
+a mask, a size or a layout may choose: methods, configurations, packed heads, dtypes of parts of a
+sum, widths of `as_heads`, empty shards (which TMA cannot describe). Other strides and addresses,
+and several sequences of 2^31 elements each, compile when first used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,10 +87,9 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
     """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    of `steps`.
+    step.
 
-    Raises ValueError if no kernel supports the model on this device.
-    """
+    Raises ValueError if no kernel supports the model on this device."""
     torch.use_deterministic_algorithms(model.deterministic)
     torch.backends.cuda.matmul.fp32_precision = model.precision
     if torch.device(device).type == "cuda":
@@ -180,9 +154,7 @@ class Inputs:
         )
 
     def of_all_sizes(self) -> list["Inputs"]:
-        """Return these inputs, and inputs without queries or without keys: TMA cannot describe
-        empty tensors.
-        """
+        """Return these inputs, and some without queries or keys, which TMA cannot describe."""
         return [
             self,
             *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0))),
@@ -221,8 +193,8 @@ def few_queries(x: Inputs) -> None:
 
 
 def few_queries_in_order(x: Inputs) -> None:
-    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward that may
-    repeat the call.
+    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward after
+    them.
     """
     kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
@@ -337,9 +309,7 @@ def whole_merges(x: Inputs) -> None:
 
 
 def active_rows(x: Inputs) -> None:
-    """Launch the kernels that take active queries, add their dq, and add dk and dv to received
-    sums.
-    """
+    """Launch the kernels that take active queries, and add to dq, dk and dv."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -392,8 +362,8 @@ def packs_heads(kernels: ModuleType) -> bool:
 
 
 def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
-    """Yield once for each number of query heads in a Gluon tile, and each configuration of the
-    forward, while it is forced.
+    """Yield while each number of heads in a Gluon tile, and each forward configuration,
+    is forced.
     """
     kernels, configs = backend_for(x.q, x.v).module, [{}]
     if not packs_heads(kernels):
@@ -410,9 +380,7 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
 
 
 def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
-    """Yield the needed gradients, while each method that "auto" may choose and each tile of dq is
-    forced.
-    """
+    """Yield the needed gradients, while each method of "auto" and each tile of dq is forced."""
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
     if packs_heads(backend_for(x.q, x.v, "fused").module) and gluon_config.padded_to(
         "fused", x.q.shape[3], x.v.shape[3]

@@ -26,9 +26,7 @@ _HOST_TYPE = {8: 10, 9: 8, 10: 9}
 
 @lru_cache(maxsize=1)
 def native_module() -> ModuleType:
-    """Compile and load `replay.c` with Triton's compiler and cache. Raises NotReplayable without a
-    C compiler.
-    """
+    """Compile and load `replay.c` with Triton's compiler, or raise NotReplayable."""
     import triton
     from triton.runtime.build import compile_module_from_src
 
@@ -43,9 +41,7 @@ def native_module() -> ModuleType:
 
 
 def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
-    """Return an operation as `replay.c` expects it. Raises NotReplayable if it cannot launch the
-    kernel.
-    """
+    """Return an operation as `replay.c` expects it, or raise NotReplayable."""
     if isinstance(operation, Zero):
         p = place(operation.place)
         return 0, p.slot, p.offset, operation.bytes

@@ -1,6 +1,4 @@
-"""Record what a pass launches: kernels, temporaries, zeros and plans, with every address as
-(buffer, offset).
-"""
+"""Record the kernels, temporaries, zeros and plans of a pass, each address as (buffer, offset)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,8 +34,8 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into tensor ``slot`` of the pass, or temporary n if ``slot`` is
-    -2 - n; absolute for -1.
+    """An address: ``offset`` bytes into tensor ``slot`` of the pass; temporary n if -2 - n;
+    absolute if -1.
     """
 
     slot: int

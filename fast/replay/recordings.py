@@ -8,14 +8,11 @@ kind runs as written while a `Recorder` notes
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
-                   among the launches
     plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
-of unknown origin, launches no kernel, or takes a kernel backend that is not ``replayable``. So a
-replay never reads memory that it was not given, nor leaves out a kernel that was launched past the
-launcher."""
+of unknown origin, launches no kernel, or takes a backend that is not ``replayable``."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -37,9 +34,7 @@ UNSEEN = "the pass launches no kernel that was seen"
 
 
 class PreparedPass:
-    """The launches of one pass, for tensors of one kind. ``held``: the plans' tensors that they
-    read.
-    """
+    """The launches of one pass, for tensors of one kind. ``held``: the plans that they read."""
 
     def __init__(self, recorder: Recorder):
         self.device = recorder.tensors[0].device
@@ -111,9 +106,7 @@ class PreparedPass:
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
-    """Return each temporary's offset in the workspace, zeroed ones first, and the bytes of these
-    and of all.
-    """
+    """Return each temporary's offset, zeroed ones first, and the bytes of these and of all."""
     offsets, zeros, end = {}, 0, 0
     for number in sorted(
         range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed
@@ -139,12 +132,11 @@ def replayed(
     *options: Hashable,
     kind: Hashable = None,
 ) -> None:
-    """Do what ``body(*tensors, *options)`` does, from its recording if there is one for such
-    tensors and options.
+    """Do what ``body(*tensors, *options)`` does, from its recording if there is one.
 
-    ``body`` writes into given tensors and returns None. The first tensor is not None; all are on
-    its device. All else that the launches depend on is in ``options`` or `_settings`. ``kind``: the
-    caller's key for all of this; None makes one."""
+    ``body`` writes into given tensors. The first tensor is not None; all are on its device. All
+    else that the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key
+    for all of this; None makes one."""
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (

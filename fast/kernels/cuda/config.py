@@ -1,12 +1,8 @@
-"""Tile sizes of the CUDA kernels: the first configuration of a table that fits, by kernel, widths
-and shared memory.
+"""Tile sizes of the CUDA kernels: the first configuration of a table that fits.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv". ``parts`` warps share rows, and divide the columns and widths.
-
-Reads of shared memory limit the speed. A warp with 32 rows (rows * parts / warps) uses each
-fragment twice, so few warps with many registers, 8 on an SM, are faster than many.
-"""
+"dkdv". ``parts`` warps share rows, and divide the columns and widths. A warp with 32 rows (rows *
+parts / warps) uses each fragment twice, so few warps with many registers are faster than many."""
 
 from dataclasses import dataclass, replace
 
@@ -86,9 +82,8 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
     """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
 
-    Raises ValueError for widths that are no multiples of 16 up to 256, and for too little shared
-    memory.
-    """
+    Raises ValueError for other widths than multiples of 16 up to 256, and for too little shared
+    memory."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):

@@ -1,8 +1,6 @@
 """Load compiled CUDA kernels, pack their parameters and launch them.
 
-A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes. For
-`launcher` a `Kernel` is like a Triton kernel, and a `LoadedKernel` like a compiled one.
-"""
+A kernel has one parameter, a structure: addresses, strides (int64), then numbers of four bytes."""
 
 import ctypes
 import struct
@@ -33,9 +31,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Kernel:
-    """The entry point canon_NAME of NAME.cu. ``numbers``: "i" or "f" for each, as in the module
-    struct.
-    """
+    """The entry point canon_NAME of NAME.cu. ``numbers``: "i" or "f" for each, as in struct."""
 
     name: str
     pointers: int
@@ -59,8 +55,8 @@ class Kernel:
         return loaded
 
     def image(self, arguments: tuple) -> bytes:
-        """Return the structure's bytes, with addresses 0. ``arguments``: tensors, strides and
-        numbers, in order.
+        """Return the structure's bytes, with addresses 0. ``arguments``: tensors,
+        strides, numbers.
         """
         fields = f"<{self.pointers}Q{self.strides}q{self.numbers}"
         size = struct.calcsize(fields)
@@ -86,9 +82,7 @@ class LoadedKernel:
         return partial(self.launch, grid[0])
 
     def launch(self, ctas: int, *arguments: Any) -> None:
-        """Launch on the current stream of the current device. Raises RuntimeError with the driver's
-        error.
-        """
+        """Launch on the current stream, or raise RuntimeError with the driver's error."""
         image = bytearray(self.kernel.image(arguments))
         struct.pack_into(
             f"<{self.kernel.pointers}Q",
@@ -109,9 +103,7 @@ class LoadedKernel:
             )
 
     def packed(self, blocks: int, arguments: tuple, places: list[tuple[int, int]]) -> tuple:
-        """Return a launch as `replay.c` expects it. ``places``: slot and offset of each tensor
-        among the arguments.
-        """
+        """Return a launch for `replay.c`. ``places``: slot and offset of each tensor."""
         pointers = (("i", 8 * index, *place) for index, place in enumerate(places))
         parameters = (("s", self.kernel.image(arguments)), *pointers)
         return self.function, blocks, 32 * self.variant.warps, self.variant.shared_bytes, parameters
@@ -132,9 +124,7 @@ def architecture(device: torch.device) -> int:
 
 @contextmanager
 def collecting(jobs: dict[Any, Callable[[], Any]]) -> Iterator[None]:
-    """Inside the block, add the compilation of each new variant to ``jobs``; compile and launch
-    nothing.
-    """
+    """Inside the block, add the compilation of each new variant to ``jobs``; launch nothing."""
     _collected.append(jobs)
     try:
         yield

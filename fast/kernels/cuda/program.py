@@ -1,10 +1,7 @@
-"""Compile CUDA C++ at run time by NVRTC (through `cuda-core`; no nvcc, host compiler or GPU), and
-keep the cubins on disk.
+"""Compile CUDA C++ at run time by NVRTC (through `cuda-core`), and keep the cubins on disk.
 
-The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so a
-reader never sees a part. Threads compile one program at a time; two processes may write the same
-file.
-"""
+The cache is CANON_CACHE_DIR or a folder of Triton's cache. Files are renamed when complete, so two
+processes may write the same one."""
 
 import hashlib
 import io
@@ -36,8 +33,7 @@ class Program(NamedTuple):
         """Return the cubin from the cache, or compile and keep it.
 
         Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's
-        messages.
-        """
+        messages."""
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
             if path.exists():
@@ -80,9 +76,7 @@ class Program(NamedTuple):
 
 
 def compiler():
-    """Return the module `cuda.core` and the version of NVRTC. Raises ModuleNotFoundError with the
-    remedy.
-    """
+    """Return the module `cuda.core` and the version of NVRTC, or raise ModuleNotFoundError."""
     # `cuda.core` replaces modules during import: a second thread would find a part
     with _importing:
         return _imported()

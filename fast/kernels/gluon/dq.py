@@ -85,6 +85,7 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
         fresh = True
         while span < span_end:
             slot, v_slot = t % STAGES, t % V_STAGES
+            # K, and Q of a new work tile
             mbarrier.wait(k.free.index(slot), (t // STAGES & 1) ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
             if fresh:
@@ -94,6 +95,7 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
                     load_box(
                         q_desc, batch, first + w * TOKENS, head, q.full.index(w), q.tiles.index(w)
                     )
+            # V, and dO of a new work tile
             mbarrier.wait(v.free.index(v_slot), (t // V_STAGES & 1) ^ 1)
             load_box(
                 v_desc, batch, column, head // GROUP, v.full.index(v_slot), v.tiles.index(v_slot)
@@ -194,6 +196,7 @@ def differentiate(
                 s, dp = issue_scores(q, dout, k, v, zeros, buffers, t, D)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
+                # P, while dP runs
                 bent = weights(s, lse, scale_log2, SOFTCAP)[1]
                 # Complete already: keeps the wait for dP behind P.
                 mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1)
@@ -201,6 +204,7 @@ def differentiate(
                 mbarrier.arrive(buffers.v.free.index(v_slot), count=1)
                 if is_last:
                     mbarrier.arrive(buffers.dout.free.index(W), count=1)
+                # dS, and dQ += dS K
                 ds = bent * (dp + minus_delta)
                 if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
                     ds = mask_hidden(ds, work, span, first, j, 0.0, PACK, KEY_ORDER)

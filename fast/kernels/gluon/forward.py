@@ -114,6 +114,7 @@ def load_tiles(
         while span < span_end:
             slot = t % STAGES
             parity = t // STAGES & 1
+            # K of this tile
             mbarrier.wait(k.free.index(slot), parity ^ 1)
             load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
             if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
@@ -125,6 +126,7 @@ def load_tiles(
                         q_desc, batch, first + w * TOKENS, head, q.full.index(b), q.tiles.index(b)
                     )
             fresh = False
+            # V of this tile
             mbarrier.wait(v.free.index(slot), parity ^ 1)
             load_box(v_desc, batch, column, head // GROUP, v.full.index(slot), v.tiles.index(slot))
             t += 1
@@ -153,12 +155,14 @@ def attend(wg):
         wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0
     )
     while work_tile > 0:
+        # the first tile, which ends the previous work tile
         q_buffer = wg.INDEX * wg.BUFFERS + done % wg.BUFFERS
         row = gl.load(wg.work + work_tile) + wg.INDEX * wg.TOKENS
         span_first, span_end = spans_of(wg.work, work_tile)
         column, stop = columns_of(wg.work, span_first, wg.BN)
         tile = Tile(q_buffer, row, span_first, span_end, column, stop)
         state, ring = step(state, wg, ring, tile, previous, is_partial(wg.work, span_first), True)
+        # all other tiles
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(wg.work, span, wg.BN)
             partial = is_partial(wg.work, span)
@@ -174,6 +178,7 @@ def attend(wg):
         work_tile = receive(
             wg.published.index(q_buffer), wg.q.full.index(q_buffer), done // wg.BUFFERS & 1
         )
+    # the last MMA with V
     if previous > 0:
         o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
@@ -203,6 +208,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
+    # S of this tile and O += P V of the one before
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
     s = issue_scores(wg, ring, tile, wg.PING_PONG)
@@ -215,6 +221,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     release_operands(wg, ring, tile, is_last)
 
+    # the new maximum, or the old one
     s = capped(s, wg.scale_log2, wg.SOFTCAP)
     if partial:
         s = mask_hidden(
@@ -233,6 +240,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         mbarrier.arrive(
             wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True
         )
+    # P and its sums, while O += P V runs
     p, l = exponentials(s, m_finite, wg)
     # V is needed only in the next step. But the wait is a loop, across which the compiler moves no
     # code: it keeps the wait for o (if not P_AFTER_O) below the exponentials.
@@ -242,6 +250,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         mbarrier.arrive(
             wg.v.free.index(ring.previous), count=1, pred=previous > 0 if FIRST else True
         )
+    # O is complete: write it, or rescale it
     if FIRST:
         if previous > 0:
             write_result(o, state, wg, previous)

@@ -8,8 +8,7 @@ from triton.experimental.gluon import language as gl
 def opaque_zero(number):
     """Return 0 for a ``number`` >= 0 that is loaded nearby: x ^ 0 is then computed where it stands.
 
-    With x alone the compiler would compute the row and column numbers of a mask or a store once,
-    ahead of the main loop, and keep them in up to 64 registers."""
+    Otherwise the row and column numbers of a mask or a store would hold up to 64 registers."""
     return gl.minimum(number, 0)
 
 
@@ -17,6 +16,5 @@ def opaque_zero(number):
 def unhoisted_index(index, t):
     """Return the buffer number ``index``, for a number ``t`` < 2^30 of tiles that the loop counts.
 
-    Otherwise the compiler would compute the shared addresses of the owned tiles (two numbers for
-    each of up to 16 MMA instructions) before the loop. `launch.queue` limits t."""
+    Otherwise the shared addresses of up to 16 MMA instructions would hold registers."""
     return index + (t >> 30)

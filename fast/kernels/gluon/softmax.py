@@ -1,7 +1,7 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
-Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m in every tile
-(STALE_MAXIMUM: in a work tile's first and in repeated tiles). The sum l stays four partial sums.
+Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
+stays four partial sums.
 
 Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m
 while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`), so a warp

@@ -84,6 +84,7 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
     while (column < tile.stop) & (above == 0):
+        # S of this tile and O += P V of the one before
         s = issue_scores(wg, ring, tile, wg.PING_PONG)
         o = issue_output(o, p, wg, ring, wg.PING_PONG)
         limit = sum_so_far(l, wg.q.tiles)
@@ -97,11 +98,13 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
             s = mask_hidden(
                 s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER
             )
+        # P with the maximum as it is
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
         if not P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
+        # is a sum larger than the row's so far, or too large?
         above = any_above(sums, limit, wg.INDEX)
         if above != 0:
             above = any_above(sums, gl.full_like(sums, largest_sum(wg.q.tiles.dtype)), wg.INDEX)

@@ -78,7 +78,7 @@ class Traversal(NamedTuple):
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
     full_first         the full spans of a work tile come first
-    even_ends          how many sets of heads may have their shortest tiles last (`_even_ends`)
+    even_ends          how many sets of heads may have their shortest tiles last
     ctas               the most CTAs, if CTA i starts with work tile i; else 0"""
 
     rows: int

@@ -1,9 +1,4 @@
-"""Row operations in plain PyTorch: the functions of `canon.fast.kernels.rows` for tensors that
-Triton does not serve.
-
-All tensors are (b, t, h, d), and row statistics (b, h, t). Sums have the order of the Triton
-kernels.
-"""
+"""Row operations in plain PyTorch, on tensors (b, t, h, d) and statistics (b, h, t)."""
 
 import torch
 from torch import Tensor
@@ -54,9 +49,7 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 
 @torch.no_grad()
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts (b, s, h, ...), in
-    head order.
-    """
+    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts, in head order."""
     for parts, total in ((dk_parts, dk), (dv_parts, dv)):
         if parts is not None and total is not None:
             first, *others = parts.unflatten(2, (total.shape[2], -1)).unbind(3)
@@ -90,8 +83,8 @@ def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
 
 @torch.no_grad()
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Write total, which may be x: x plus received[:, places[first[i] : first[i + 1]]] of each
-    token i, in this order.
+    """Write total, which may be x: x plus received[:, places[first[i] : first[i + 1]]],
+    in order.
     """
     sums, number = x.to(accumulate_dtype(x.dtype), copy=True), first[1:] - first[:-1]
     for i in range(int(number.max()) if len(number) else 0):
@@ -108,9 +101,7 @@ def copy_tokens(x: Tensor, copy: Tensor) -> None:
 
 @torch.no_grad()
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and in its
-    dtype.
-    """
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order."""
     first, *others = received.unbind(1)
     total.copy_(sum(others, first))
 

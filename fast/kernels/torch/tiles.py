@@ -1,15 +1,13 @@
-"""The tiles of a pass in PyTorch: which rows visit which columns, and their tensors as operands of
-matrix products.
+"""The tiles of a pass in PyTorch: which rows visit which columns, and their tensors as operands.
 
     mask                 rows 128:256 of a causal mask visit
     x x .                columns   0:128    all cells: no band
     x x /                columns 128:256    the cells of a band
 
 Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
-Tables are those of the kernels (`work_tables`). A step joins neighbouring tiles, at most 1,024
-columns wide, because each operator costs the host microseconds. For a `PlacedMask` each step is one
-tile of 128 x 128, filled up with zeros: then the bits of a product do not depend on the number of
-rows, nor those of a sum on the columns of other tiles."""
+A step joins neighbouring tiles, at most 1,024 columns wide, because each operator costs the host
+microseconds. For a `PlacedMask` each step is one tile of 128 x 128, filled up with zeros, so that
+bits do not depend on the number of rows or on other tiles."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,9 +46,7 @@ class RowTile(NamedTuple):
 
 @cached_plan
 def row_tiles(mask: AnyMask, transposed: bool) -> tuple[RowTile, ...]:
-    """Return the tiles of all rows, fully masked ones included; of a `PlacedMask` those of the
-    buffer.
-    """
+    """Return the tiles of all rows, fully masked ones included; of a `PlacedMask` the buffer's."""
     tiles, spans, _ = host_table(mask, TILE, TILE, TILE, transposed)
     whole, spans = isinstance(mask, PlacedMask), spans.tolist()
     return tuple(
@@ -96,11 +92,11 @@ def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tenso
 
 class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
-    width) and (b, g, ...).
+    width).
 
     ``owners`` is the number of key heads g: a tensor with fewer heads is repeated. Query heads that
-    share a key head are ``share`` more rows of one product. ``whole``: tiles have 128 rows and 128
-    columns, and each query head has its own product."""
+    share a key head are ``share`` more rows of one product, unless ``whole``: then tiles are 128 x
+    128, and each query head has its own product."""
 
     def __init__(self, mask: AnyMask, q: Tensor, k: Tensor, owners: int):
         self.whole, self.owners = (
@@ -117,17 +113,15 @@ class Operands:
         return x.contiguous().unflatten(1, (self.owners, x.shape[1] // self.owners))
 
     def rows(self, x: Tensor, tile: RowTile, value: float = 0.0) -> Tensor:
-        """Return these rows of x (b, g, share, t, width) as (b, g, share * rows, width), filled up
-        with ``value``.
-        """
+        """Return these rows as (b, g, share * rows, width), filled up with ``value``."""
         x = x[..., tile.start : tile.stop, :]
         if self.whole and x.shape[3] < TILE:
             x = pad(x, (0, 0, 0, TILE - x.shape[3]), value=value)
         return x.flatten(2, 3).contiguous()
 
     def columns(self, x: Tensor, step: Step) -> Tensor:
-        """Return the columns of a step as (b, g, share * columns, width): zeros where no band has a
-        column.
+        """Return the columns of a step as (b, g, share * columns, width): 0 where no band
+        has one.
         """
         if not (self.whole and step.bands):
             return x[..., step.begin : step.end, :].flatten(2, 3).contiguous()

@@ -1,6 +1,4 @@
-"""The declaration of the Triton backend: any GPU that Triton supports, and its interpreter on a
-CPU.
-"""
+"""The declaration of the Triton backend: any CUDA GPU, and Triton's interpreter on a CPU."""
 
 from importlib.util import find_spec
 
@@ -15,9 +13,7 @@ INSTALLED = find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs the kernels: TRITON_INTERPRET is set, and was when
-    they were defined.
-    """
+    """Return whether Triton's interpreter runs the kernels."""
     return INSTALLED and TRITON.module.INTERPRETED and _is_requested()
 
 
@@ -33,9 +29,7 @@ def _is_requested() -> bool:
 
 
 def runs_on(device: torch.device) -> bool:
-    """Return whether the Triton kernels run on a device, or on the one that the meta device stands
-    for.
-    """
+    """Return whether the Triton kernels run on a device, or on what the meta device stands for."""
     if is_cpu(device):
         return is_interpreted()
     return INSTALLED and device.type in ("cuda", "meta")

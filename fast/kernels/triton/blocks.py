@@ -1,10 +1,9 @@
-"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, and band
+"""Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
 masks.
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside
 the tile (32 bits), so an iteration adds one number. ALIGN divides every stride but the last, in
-elements: wide loads need it. ALIGN = 0 states that strides are so wide that offsets inside a tile
-need 64 bits (`launch.stride_divisor`)."""
+elements: wide loads need it. ALIGN = 0: offsets inside a tile need 64 bits."""
 
 import triton
 import triton.language as tl
@@ -17,8 +16,8 @@ TANH_3, TANH_5, TANH_7, TANH_9 = map(tl.constexpr, TANH)
 
 
 def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
-    """Decorate a kernel: these ``numbers`` and ``pointers``, and row ``statistics`` and their
-    strides, compile no variants.
+    """Decorate a kernel: these numbers and pointers, and row ``statistics`` and their strides,
+    compile no variants.
     """
     strides = [f"{name}_stride_{axis}" for name in statistics for axis in "bh"]
     return triton.jit(
@@ -45,10 +44,7 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 @triton.jit
 def cta_rows(tokens, heads, batch_heads, ROWS: tl.constexpr):
-    """Return (first row, rows, whether they exist, batch, head) of this CTA's ROWS rows.
-
-    Consecutive CTAs take the same rows of all heads.
-    """
+    """Return (first row, rows, whether they exist, batch, head) of this CTA's ROWS rows."""
     pid = tl.program_id(0)
     first = pid // batch_heads * ROWS
     batch, head = pid % batch_heads // heads, pid % batch_heads % heads
@@ -64,9 +60,7 @@ def base2(lse):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) and its derivative 1 - tanh(x)^2, without cancellation. Relative errors: 4e-7,
-    in float64 1e-15.
-    """
+    """Return tanh(x) and its derivative, without cancellation, to 4e-7, in float64 to 1e-15."""
     y = x * x
     if x.dtype == tl.float64:  # Lambert's continued fraction
         small = x / (1 + y / (3 + y / (5 + y / (7 + y / (9 + y / (11 + y / (13 + y / 15)))))))
@@ -82,17 +76,15 @@ def tanh(x):
 
 @triton.jit
 def capped(s, scale, SOFTCAP: tl.constexpr):
-    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its derivative by
-    s * scale.
-    """
+    """Return softcap * tanh(s * scale / softcap), in base 2 as ``scale`` is, and its slope."""
     ratio, slope = tanh(s * (scale * (1.0 / (SOFTCAP * LOG2E))))
     return ratio * (SOFTCAP * LOG2E), slope
 
 
 @triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b. Operands of over two bytes: a b first,
-    else acc is rounded after each term.
+    """Return acc + a b. Operands of over two bytes: a b first, else acc is rounded after
+    each term.
     """
     # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
     if a.dtype.primitive_bitwidth > 16:
@@ -124,9 +116,7 @@ def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
 
 @triton.jit
 def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
-    """Return pointers to ROWS values of a row statistic (b, h, t) from token ``first`` on; ``head``
-    counts from ``pointer``.
-    """
+    """Return pointers to ROWS values from token ``first`` on; ``head`` counts from ``pointer``."""
     return pointer + tl.cast(head, tl.int64) * head_stride + first + tl.arange(0, ROWS)
 
 
@@ -153,9 +143,7 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def rows_of(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """Return (pointer to one head of x, offsets inside a tile, strides), for `load_rows` and
-    `store_rows`.
-    """
+    """Return (pointer to one head of x, offsets inside a tile, strides)."""
     return (
         head_pointer(x, batch, head, strides, ALIGN),
         tile_offsets(strides, ROWS, PAD, ALIGN),
@@ -174,8 +162,8 @@ def full_tile_source(
     ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return the source of `load_full_tile`: (descriptor, head, strides),
-    or without TMA `rows_of`.
+    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA
+    `rows_of`.
     """
     if TMA:
         return x, head, strides
@@ -195,11 +183,9 @@ def load_full_tile(
     ALIGN: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Return the tile (ROWS, PAD) from row ``first`` on. All rows must exist; columns from WIDTH on
-    are 0.
+    """Return the tile (ROWS, PAD) from row ``first`` on, all of whose rows exist; 0 from WIDTH on.
 
-    ``head`` counts from the head of ``source``.
-    """
+    ``head`` counts from the head of ``source``."""
     if TMA:
         return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
     else:
@@ -220,8 +206,8 @@ def load_full_tile(
 def load_rows(
     source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
 ):
-    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and columns from
-    WIDTH on.
+    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and from WIDTH
+    on.
     """
     keep = valid[:, None]
     if WIDTH != PAD:
@@ -265,9 +251,7 @@ def store_tile(
 
 @triton.jit
 def visible_columns(span, rows):
-    """Return (left, right) of each row: in the span's band it sees the columns left <= j <
-    right.
-    """
+    """Return (left, right): in the span's band each row sees the columns left <= j < right."""
     row_first, row_stop = tl.load(span + 2), tl.load(span + 3)
     start, stop = tl.load(span + 4), tl.load(span + 5)
     left = tl.maximum(rows + tl.load(span + 6), start)
@@ -284,19 +268,14 @@ def visible_mask(left, right, COLUMNS: tl.constexpr):
 
 @triton.jit
 def chained_stop(span, COLUMNS: tl.constexpr):
-    """Return the column behind a chained span's tile (`key_order`), or the first column of another
-    span.
-    """
+    """Return the column behind a chained span's tile (`key_order`), or another's first column."""
     return tl.load(span) + tl.where(tl.load(span + 3) < 0, COLUMNS, 0)
 
 
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
     """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
-    columns that a band touches.
-
-    Two words of a row, of which 64 bits are columns each, take few registers. COLUMNS is at most
-    128.
+    columns that a band touches. A row is two words of 64 columns: few registers.
     """
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0

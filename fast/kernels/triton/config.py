@@ -2,8 +2,7 @@
 element size.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv" and "fused". In "parts", rows are pairs of a query and a head; its configurations of a GPU
-have equal tiles, with and without TMA."""
+"dkdv" and "fused". In "parts", rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +36,8 @@ KERNELS = ("forward", "dq", "dkdv", "fused", "parts")
 # (kernel, larger padded width, at least 64), best first
 Table = dict[tuple[str, int], tuple[Config, ...]]
 
-# Two-byte elements, sm_90 and later. Up to width 128, with descriptors, one warpgroup with small
-# tiles is faster than two with large ones (paper/data/tune_triton_*_h200.json). 64 x 64 for dk and
-# dv at width 128 is faster still, but spills 64 bytes. dq at width 256 spills 20 bytes and is still
-# 1.3 times as fast as without spills. At width 512 the tiles are the largest that spill nothing; no
-# GPU has timed them.
+# Two-byte elements, sm_90 and later: paper/data/tune_triton_*_h200.json. dq at width 256 spills 20
+# bytes. At width 512 the tiles are the largest that spill nothing; no GPU has timed them.
 HOPPER: Table = {
     ("forward", 64): (
         Config(64, 128, 4, 2, tma=True, partial_columns=64),
@@ -126,9 +122,7 @@ backend.FORCED.append(FORCED)
 def tile_bytes(
     kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
 ) -> int:
-    """Return the bytes of owned and visited tiles, and of row statistics of visited queries.
-    Forward and parts own Q only.
-    """
+    """Return the bytes of owned and visited tiles, and of row statistics of visited queries."""
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -151,8 +145,8 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int, itemsize: int) ->
 def choose(
     kernel: str, d: int, dv: int, itemsize: int, device: torch.device, describable: bool
 ) -> Config:
-    """Return the configuration for padded widths. ``describable``: descriptors are possible. Raises
-    ValueError if none fits.
+    """Return the configuration for padded widths, or raise ValueError. ``describable``: descriptors
+    are possible.
     """
     if max(d, dv) > WIDEST:
         raise ValueError(
@@ -173,8 +167,8 @@ def choose(
 def fitting(
     kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool
 ) -> Config:
-    """Return the first configuration with at most ``limit`` bytes of shared memory. Raises
-    ValueError if there is none.
+    """Return the first configuration with at most ``limit`` bytes of shared memory, or raise
+    ValueError.
     """
     width = max(64, d, dv)
     if itemsize == 2:
@@ -201,9 +195,7 @@ def is_hopper(device: torch.device) -> bool:
 
 @contextmanager
 def forcing(forced: dict, kernels: tuple[str, ...], **configs: Any) -> Iterator[None]:
-    """Use these configurations, kernel=Config(...), on any device and in all threads. Raises
-    ValueError for unknown kernels.
-    """
+    """Use these configurations, kernel=Config(...), on any device and in all threads."""
     if unknown := set(configs) - set(kernels):
         raise ValueError(f"unknown kernels {sorted(unknown)}: expected one of {', '.join(kernels)}")
     before = dict(forced)

@@ -3,16 +3,15 @@ of heads.
 
 With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of queries adds
 
-    s = scale q k^T    dp = dout v^T    ds = p * (dp - delta)    dv += p^T dout    dk += scale ds^T
-                       q
+    s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)
+    dv += p^T dout       dk += scale ds^T q
 
-A CTA owns a tile of keys and visits the query heads of its group one after another for each tile of
-queries: registers sum the group in a fixed order. FUSED also adds dq += scale ds k by float32
+A CTA owns a tile of keys. It visits the query heads of its group one after another for each tile of
+queries, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
 atomics. If GROUP > HEADS, `sum_heads_kernel` sums the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA
-for each query head: TensorAuto/OpenTau, pull request 376.
-"""
+for each query head: TensorAuto/OpenTau, pull request 376."""
 
 import triton
 import triton.language as tl
@@ -60,8 +59,8 @@ def dkdv_step(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``scale`` has base 2.
-    ``visible``: None is all.
+    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``visible``: None
+    is all.
     """
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
@@ -160,11 +159,10 @@ def dkdv_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). Each of the ``heads`` = o owners has HEADS query
-    heads of one group.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of ``heads`` = o owners with HEADS query heads
+    each.
 
-    A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0.
-    """
+    A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0."""
     tile, batch, owner = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -206,7 +204,7 @@ def dkdv_kernel(
         left, right = visible_columns(span, rows)
         begin, query_start, query_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
         steps = tl.load(span + 1) * HEADS
-        if KEY_ORDER:  # never FUSED
+        if KEY_ORDER:  # a tile with several bands; never FUSED
             chained_steps = (chained_stop(span, PARTIAL_BN) - begin) // PARTIAL_BN * HEADS
             steps -= chained_steps
             for head in range(chained_steps):
@@ -237,6 +235,7 @@ def dkdv_kernel(
                     PRECISION,
                     SOFTCAP,
                 )
+        # tiles with one band; queries outside of it may be NaN: load 0
         for step in tl.range(steps, num_stages=PARTIAL_STAGES):
             i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
             queries = i + tl.arange(0, PARTIAL_BN)
@@ -283,6 +282,7 @@ def dkdv_kernel(
                     PRECISION,
                 )
 
+    # full tiles
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for step in range(tl.load(spans + index * 8 + 1) * HEADS):
@@ -352,8 +352,8 @@ def sum_heads_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and, unless DV is 0, dv (b, s, g, dv): sums of each GROUP heads of the
-    parts, in order.
+    """Write dk (b, s, g, d) and, unless DV is 0, dv: sums of each GROUP heads of the parts, in
+    order.
     """
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     dk_acc = tl.zeros([BM, D_PAD], ACC)

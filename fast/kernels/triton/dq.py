@@ -30,10 +30,7 @@ from canon.fast.kernels.triton.key_loop import key_sources, visit_keys
 def dq_step(
     given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
 ):
-    """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2.
-
-    With TMA (16-bit operands, enough registers) the accumulator of dp starts at -delta.
-    """
+    """Return acc + ds k for one tile of keys. ``scale`` and ``lse2`` have base 2."""
     q, dout, lse2, delta, scale = given
     acc = state[0]
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
@@ -98,7 +95,7 @@ def dq_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write dq (b, t, h, d), with the loops of the forward kernel. Fully masked rows get 0."""
+    """Write dq (b, t, h, d). Fully masked rows get 0."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
     bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)

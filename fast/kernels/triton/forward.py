@@ -2,11 +2,9 @@
 spans of its work tile.
 
 The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled
-and rounded; a row gets NaN if |m| exceeds `largest_maximum`. Partial spans have their own loop, so
-the loop over full tiles needs no comparison.
+and rounded; a row gets NaN if |m| exceeds `largest_maximum`.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691).
-"""
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691)."""
 
 import triton
 import triton.language as tl
@@ -28,9 +26,7 @@ from canon.fast.kernels.triton.key_loop import key_sources, visit_keys
 
 @triton.constexpr_function
 def largest_maximum(accumulate):
-    """Return the largest m with a rounding error of at most 1/2: the largest P is between 2^-1 and
-    2.
-    """
+    """Return the largest m with a rounding error of at most 1/2."""
     return 2.0**53 if accumulate == tl.float64 else 2.0**24
 
 
@@ -38,9 +34,7 @@ def largest_maximum(accumulate):
 def softmax_step(
     given, k, v, state, visible, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr
 ):
-    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three.
-    ``visible``: None is all.
-    """
+    """Add a tile of keys to maximum m (scaled, base 2), sum l and output acc. Return all three."""
     q, scale = given
     m, l, acc = state
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=acc.dtype)
@@ -65,9 +59,7 @@ def softmax_step(
 
 @triton.jit
 def raise_maximum(pointer, m, mask=None):
-    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics: their
-    order changes nothing.
-    """
+    """Raise float32 numbers in memory to m (base 2, as a natural logarithm), by atomics."""
     x = (m * LN2).to(tl.float32)
     # -0 would count as the lowest number
     tl.atomic_max(pointer, tl.where(x == 0.0, 0.0, x), mask=mask, sem="relaxed")
@@ -114,9 +106,8 @@ def forward_kernel(
 ):
     """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
 
-    MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores.
-    TMA: ``k_tiles`` and ``v_tiles`` are tensor descriptors. KEY_ORDER: spans in key order, all of
-    them partial (`key_order`)."""
+    MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores. TMA: ``k_tiles`` and
+    ``v_tiles`` are tensor descriptors."""
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
     bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -169,9 +160,7 @@ def sign_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale. ``sign`` is
-    -1 or 0.
-    """
+    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale."""
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     x = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
     x = x.to(ACC) * sign

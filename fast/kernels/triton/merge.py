@@ -50,11 +50,10 @@ def merge_kernel(
     BM: tl.constexpr,
     INDEXED: tl.constexpr,
 ):
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t). The out of a part is not read where its
-    lse is -inf.
+    """Write new_out (b, t, h, dv) and new_lse (b, h, t). A part is not read where its lse is -inf.
 
-    INDEXED: row i of the other part belongs to token ``table[i]`` (int64), i < ``tokens``; others
-    stay unchanged."""
+    INDEXED: row i of the other part belongs to token ``table[i]`` (int64); others stay unchanged.
+    """
     first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     other_token = tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token

@@ -5,8 +5,7 @@ merges the parts in order.
                          what it reads of K and V
     merge_parts_kernel   a CTA for each (query, query head); it adds in the order of the keys
 
-A row of a tile is a query and one of the query heads that share a key head. The grid and the tile
-sizes do not depend on the number of queries.
+A row of a tile is a query and one of the query heads that share a key head.
 
 Source: Dao et al., Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -75,11 +74,9 @@ def parts_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2, of
-    each part.
-
-    ``heads`` are key heads. ``rows`` are queries times GROUP. Rows that see no key of the part get
-    0 and -inf."""
+    """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2; 0 and
+    -inf in rows that see no key of the part. ``heads`` are key heads, ``rows`` queries times GROUP.
+    """
     pid = tl.program_id(0)
     # key heads of a token are neighbours in memory
     head, batch = pid % heads, pid // heads // work_count
@@ -169,10 +166,8 @@ def merge_parts_kernel(
     AT_ONCE: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts of `parts_kernel`, added in
-    order.
-
-    ``all_rows`` are ``rows`` of all batches and key heads.
+    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts, added in order. ``all_rows``:
+    of all batches and key heads.
     """
     place = tl.cast(tl.program_id(0), tl.int64) * BM + tl.arange(0, BM)
     valid = place < all_rows
@@ -222,20 +217,16 @@ def forward_in_parts(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`
-    does.
-    """
+    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`."""
     merge_parts(*sum_parts(q, k, v, mask, scale, max_logits), out, lse, k.shape[2])
 
 
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part with a visible
-    cell, in order.
+    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part, in order.
 
-    Rows are batches x key heads x queries x heads of a group.
-    """
+    Rows are batches x key heads x queries x heads of a group."""
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)

@@ -1,8 +1,7 @@
-"""Gather, scatter and sum rows (tokens) by an index table; copy and fill rows beside a mask.
+"""Gather, scatter and sum rows (tokens) by an index table; copy and fill rows under a mask.
 
 `add_rows` reads each received row once, in the order of the table and without atomics, so bits
-repeat. The copies and fills are kernels, and not operators of PyTorch, because `canon.fast.replay`
-records kernels only."""
+repeat. Copies and fills are kernels because `canon.fast.replay` records kernels only."""
 
 import triton.language as tl
 from torch import Tensor
@@ -74,8 +73,8 @@ def row_kernel(
     BM: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:,
-    i].
+    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] +=
+    part[:, i].
     """
     _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
@@ -110,9 +109,7 @@ def add_rows_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[j]] for first[i] <= j <
-    first[i + 1], in order.
-    """
+    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[first[i] : first[i + 1]]]."""
     _, row, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     token = tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
@@ -183,9 +180,7 @@ def copy_kernel(
     BM: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` (int8) is 1, and 0 where it is
-    0.
-    """
+    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` is 1, and 0 where it is 0."""
     first, rows, written, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     read = written
     if HAS_STATES:
@@ -240,9 +235,7 @@ def statistic_kernel(
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k (b, t, g, d) and v (b,
-    t, g, dv).
-    """
+    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k and v, side by side."""
     dv = v.shape[-1]
     options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
@@ -254,9 +247,7 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]. ``rows`` is
-    int64.
-    """
+    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
@@ -266,7 +257,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Update total[:, rows] += part: (b, t, h, d), distinct int64 (n), and (b, n, h, d)."""
+    """Update total[:, rows] += part, at distinct rows (int64)."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -278,9 +269,7 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
     """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows of each token.
 
-    Token i gets received[:, places[first[i] : first[i + 1]]], in this order; first and places are
-    int64.
-    """
+    Token i gets received[:, places[first[i] : first[i + 1]]], in this order, int64."""
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
@@ -289,8 +278,7 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
     """Write copy (b, t, h, d) = x, in the dtype of the copy.
 
-    ``states`` (int8, one for each token): copy x where it is 1, write 0 where it is 0, and leave
-    the others uninitialised."""
+    ``states`` (int8, for each token): copy where it is 1, write 0 where it is 0, else leave."""
     options = launch.row_options(x, copy) | {"HAS_STATES": states is not None}
     launch.run_rows(
         copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options
@@ -303,9 +291,7 @@ def zero_rows(x: Tensor) -> None:
 
 
 def copy_statistic(x: Tensor, result: Tensor) -> None:
-    """Write result (b, h, t) = x, whose last stride is 1. Another last stride of the result
-    excludes replay.
-    """
+    """Write result (b, h, t) = x. A last stride of the result other than 1 excludes replay."""
     if launch.contiguous_rows(result) is not result:
         result.copy_(x)
     else:

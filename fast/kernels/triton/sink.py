@@ -3,9 +3,7 @@
     a = sigmoid(lse - sink)                      out = a out_keys
     r = rowsum(dout * out_keys)                  dout_keys = a dout          dlse = a (1 - a) r
 
-a and a (1 - a) are computed from e = exp(-|lse - sink|): no overflow, no cancellation. Rows with
-lse -inf get 0. Source: `canon.reference.local`.
-"""
+Rows with lse -inf get 0. Source: `canon.reference.local`."""
 
 import triton
 import triton.language as tl
@@ -26,7 +24,7 @@ from canon.fast.kernels.triton.blocks import (
 def sink_weights(
     lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC: tl.constexpr
 ):
-    """Return a, a (1 - a) and whether the query sees a key, for these rows of one head."""
+    """Return a, a (1 - a), both from exp(-|lse - sink|), and whether the query sees a key."""
     lse_rows = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows
     lse_row = tl.load(lse_rows, mask=valid, other=float("-inf")).to(ACC)
     active = valid & (lse_row != float("-inf"))
@@ -87,9 +85,7 @@ def sink_backward_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv). dout is not read where
-    lse is -inf.
-    """
+    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv)."""
     first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     a, slope, active = sink_weights(
         lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC
@@ -115,9 +111,7 @@ def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
 def differentiate_sink(
     dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor, dout_keys: Tensor | None, dlse: Tensor
 ) -> None:
-    """Write dlse (b, h, t) and, unless None, dout_keys (b, t, h, dv).
-    ``out`` is that of the keys.
-    """
+    """Write dlse (b, h, t) and, unless None, dout_keys. ``out`` is that of the keys."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     written = out if dout_keys is None else dout_keys
     options = {"HAS_DOUT_KEYS": dout_keys is not None}

@@ -1,8 +1,6 @@
-"""The delta kernel. delta = rowsum(dout * out) - dlse is the row statistic that the backward needs
-besides lse.
+"""The delta kernel: delta = rowsum(dout * out) - dlse, which the backward needs besides lse.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691).
-"""
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2, line 4 (https://arxiv.org/abs/2307.08691)."""
 
 import triton
 import triton.language as tl
@@ -55,9 +53,7 @@ def delta_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write delta (b, h, t) = rowsum(dout * out) - dlse,
-    and 0 in fully masked rows (lse = -inf).
-    """
+    """Write delta (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
     first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     lse_row = tl.load(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,

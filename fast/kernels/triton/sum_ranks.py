@@ -32,9 +32,7 @@ def sum_ranks_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total (b, t, h, d): the sum of received (b, t, h, d) + r * rank_stride over r, in rank
-    order and in ACC.
-    """
+    """Write total (b, t, h, d): the sum of received + r * rank_stride over r, in rank order."""
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
     acc = load_rows(source, first, valid, D, D_PAD).to(ACC)
@@ -47,10 +45,8 @@ def sum_ranks_kernel(
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order and rounded
-    once.
-
-    The sum is float32 (float64 for float64), whatever the dtype of received.
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W in float32 (float64 for
+    float64), in rank order, and rounded once.
     """
     tensors = received[:, 0], total
     options = launch.row_options(received, total, accumulate=accumulate_dtype(received.dtype))
