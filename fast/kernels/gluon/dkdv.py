@@ -127,9 +127,10 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
 # ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
-    """Load Q, lse, dO and delta of every visited tile (the loader). ``padded``: row of statistics.
+    """Load Q, lse, dO and delta of every visited tile (the loader).
 
-    K follows the first Q and V the first dO: their buffers are freed late."""
+    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a
+    row of statistics."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     t, done = 0, 0  # tiles visited, work tiles done

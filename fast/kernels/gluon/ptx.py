@@ -1,7 +1,7 @@
 """All inline PTX of the Hopper kernels, and operations of Triton without a name in Gluon.
 
-tests/kernels/gluon/test_ptx.py runs the text of ``*_ptx`` on an emulated warp. Text without a
-result ends in "mov.u32 $0, 0", because `gl.inline_asm_elementwise` must return a value."""
+tests/kernels/gluon/test_ptx.py runs the text of ``*_ptx`` on an emulated warp.
+"""
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -9,6 +9,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 
 from canon.fast.kernels.triton.blocks import TANH
+
+
+@gluon.jit
+def run_ptx(PTX: gl.constexpr):
+    """Run PTX that has neither operands nor a result. `gl.inline_asm_elementwise` must
+    return one.
+    """
+    TEXT: gl.constexpr = PTX + " mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 # ------------------------------------------------------------------ TMA reductions
@@ -27,14 +36,7 @@ def wait_for_reductions():
 
     Completion implies a proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after
     the issuing one."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff; mov.u32 $0, 0;",
-        "=r",
-        [],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    run_ptx("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff;")
 
 
 # ------------------------------------------------------------------ memory order between CTAs
@@ -70,35 +72,27 @@ def store_release(pointer, number):
 @gluon.jit
 def back_off():
     """Sleep for at most 64 ns, so that polling leaves memory bandwidth."""
-    gl.inline_asm_elementwise(
-        "nanosleep.u32 32; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_ptx("nanosleep.u32 32;")
 
 
 @gluon.jit
 def fence_async_global():
     """Order later TMA operations (async proxy) behind `load_acquire` (generic; PTX ISA, 8.9.5)."""
-    gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_ptx("fence.proxy.async.global;")
 
 
 @gluon.jit
 def ping_pong_wait(WARPGROUP: gl.constexpr):
     """Wait until the previous warpgroup calls `ping_pong_arrive`."""
     ID: gl.constexpr = 8 + WARPGROUP  # Triton itself uses the lower ones
-    gl.inline_asm_elementwise(
-        f"bar.sync {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_ptx(f"bar.sync {ID}, 256;")
 
 
 @gluon.jit
 def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Let the next warpgroup issue its MMAs."""
     ID: gl.constexpr = 8 + (WARPGROUP + 1) % WARPGROUPS
-    gl.inline_asm_elementwise(
-        f"bar.arrive {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_ptx(f"bar.arrive {ID}, 256;")
 
 
 # ------------------------------------------------------------------ operations with a fixed place
@@ -346,18 +340,14 @@ def zero_rows(x, factors):
 @gluon.constexpr_function
 def declare_registers_ptx(warpgroup, columns):
     """Return PTX that declares a flag and a copy of rounded P."""
-    return (
-        f".reg .b32 high_{warpgroup}, p_{warpgroup}_<{columns // 4}>; mov.b32 "
-        f"high_{warpgroup}, 0; mov.u32 $0, 0;"
-    )
+    names = f"high_{warpgroup}, p_{warpgroup}_<{columns // 4}>"
+    return f".reg .b32 {names}; mov.b32 high_{warpgroup}, 0;"
 
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
     """Declare a warpgroup's registers once: Gluon has no scalars that differ among threads."""
-    gl.inline_asm_elementwise(
-        declare_registers_ptx(W, p.shape[1]), "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    run_ptx(declare_registers_ptx(W, p.shape[1]))
 
 
 @gluon.constexpr_function
