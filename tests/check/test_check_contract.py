@@ -83,7 +83,7 @@ def test_help_names_the_conventions_and_every_feature(run):
         *contract.WORDS,
     ):
         assert word in " ".join(printed.out.split()), word
-    for name in covered(canon.reference, canon.reference).tested:
+    for name in covered(canon.reference).tested:
         assert name in printed.out, "the help names every function with cases"
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from canon import reference
 from canon.check import (
     bits,
     check_report,
@@ -247,7 +246,7 @@ def _checked(
             "No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1)."
         )
     if not (arguments.digest or arguments.bits or arguments.list):
-        for line in module_import.remarks(module, covered(module, reference).tested):
+        for line in module_import.remarks(module, covered(module).tested):
             console.print(line, markup=False, highlight=False)
     if arguments.backend and arguments.module != "canon.fast":
         raise _Misuse(
@@ -275,7 +274,7 @@ def _fixed(
         raise _Misuse(f"--tokens must be at least 1, got {arguments.tokens}")
     device, ranks = placement.device, placement.ranks
     budget = arguments.tokens or (None if arguments.documents else BUDGET[device])
-    documents, functions = Documents.of(arguments.documents, budget), covered(module, reference)
+    documents, functions = Documents.of(arguments.documents, budget), covered(module)
     digests = _digest_runner(arguments, module, functions, documents, placement)
     if arguments.digest:
         if not digests.calls:

@@ -1,8 +1,7 @@
-"""Make the inputs of a case from documents, and the expected results. Cases with equal masks and
-dtypes share both.
-"""
+"""Make the inputs of a case from documents, and the expected results."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -17,9 +16,15 @@ from canon.check.documents import Documents, projected
 from canon.check.planted_values import hide, plant, reach, spread
 from canon.reference import Layout, Mask
 from canon.route.checks import Scale, default_scale
-from canon.testing.judge import AttendedWithSink, Results, oracle, orders
-from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
-from canon.testing.roundings import sink_roundings
+from canon.testing.judge import Results, dense, oracle, orders
+from canon.testing.latent_judge import (
+    keys_of,
+    latent_dense,
+    latent_oracle,
+    latent_orders,
+    latent_roundings,
+)
+from canon.testing.roundings import roundings, sink_roundings
 
 LAST = 5  # queries of `decode_attention`
 FEW = 17  # queries
@@ -79,9 +84,7 @@ def with_latents(x: Inputs) -> Inputs:
     """
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
-    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(
-        x.q.device, x.q.dtype
-    )
+    weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
     return replace(x, k=x.k[..., :1, :], v=x.v[..., :1, :rope], up_weight=weight)
 
 
@@ -101,44 +104,38 @@ def with_projected_keys(x: Inputs) -> Inputs:
 
 
 @lru_cache(maxsize=12)
-def _inputs(
-    mask_name: str, dtype_name: str, shape: Shape, documents: Documents, device: str, planted: str
-) -> Inputs:
-    documents = _sequence(mask_name, documents)
-    dtype, tokens = DTYPES[dtype_name], documents.tokens
-    rows = [
-        projected(documents, Layout.zigzag(tokens, 3), shape.heads, shape.widths, row)
+def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
+    documents, shape, dtype = _sequence(case.mask, documents), case.shape, DTYPES[case.dtype]
+    layout, tokens = Layout.zigzag(documents.tokens, 3), documents.tokens
+    each = [
+        projected(documents, layout, shape.heads, shape.widths, row)
         for row in range(shape.batch or 1)
     ]
-    q, k, v = (torch.stack(x) for x in zip(*rows, strict=True))
+    q, k, v = (torch.stack(x) for x in zip(*each, strict=True))
     generator = torch.Generator().manual_seed(1)
     dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator)
     if dtype.itemsize == 2:
         # 3 in the outer quarters of each document, -3 in its middle half: rounding of partial sums
         # shows
-        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])[
-            :, None, None
-        ]
-        offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)
+        positions = torch.cat([torch.arange(n) / max(1, n) for n in documents.lengths])
+        offset = torch.where((positions < 0.25) | (positions >= 0.75), 3.0, -3.0)[:, None, None]
         v, dout = v + offset, dout + offset
-    if "cancelling" in mask_name:
-        _cancel(q, k, v, 0.9 if "last" in mask_name else 0.4)
+    if "cancelling" in case.mask:
+        _cancel(q, k, v, 0.9 if "last" in case.mask else 0.4)
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
-    mask = _mask(mask_name, documents)
+    mask = _mask(case.mask, documents)
     masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
-    q, dout, dlse = (
-        q[:, -masks[0].queries :],
-        dout[:, -masks[0].queries :],
-        dlse[..., -masks[0].queries :],
-    )
+    last = slice(tokens - masks[0].queries, tokens)
+    q, dout, dlse = q[:, last], dout[:, last], dlse[..., last]
     q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
     hide(masks, q, k, v, dout)
-    if planted:
-        plant(planted, masks, (q, k, v, dout))
+    if case.planted:
+        plant(case.planted, masks, (q, k, v, dout))
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
     tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+    x = Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+    return with_latents(x) if case.has_latents else x
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
@@ -157,99 +154,57 @@ def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
     v[:, heavy] = torch.tensor([6.0, -6.0])[:, None, None]
 
 
-def _sequence(mask_name: str, documents: Documents) -> Documents:
+def _sequence(mask: str, documents: Documents) -> Documents:
     """Return the documents of a mask's sequence: all,
     or for few queries all of them several times.
     """
-    times = max(1, -(-MANY_KEYS.get(mask_name, 0) // documents.tokens))
+    times = max(1, -(-MANY_KEYS.get(mask, 0) // documents.tokens))
     return Documents(documents.names * times, documents.texts * times)
+
+
+def _block_causal(documents: Documents) -> Mask:
+    """Return the mask in which each document sees itself and all before it, except padding."""
+    lengths = torch.tensor(documents.lengths)
+    blocks = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(documents.tokens) / max(1, documents.tokens)
+    q_valid = (position < 0.6) | (position > 0.7)
+    return Mask.block_causal(blocks, q_valid=q_valid, k_valid=(position < 0.65) | (position > 0.8))
+
+
+def _tree(documents: Documents) -> Mask:
+    """Return the mask of a tree with a node for each document, and a gap at its end."""
+    depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(documents.lengths))]
+    parents = [
+        max((i for i in range(place) if depths[i] < depths[place]), default=-1)
+        for place in range(len(depths))
+    ]
+    lengths = [n - n // 8 for n in documents.lengths]
+    return Mask.tree([*parents, -1], [*lengths, 0], documents.cu_seqlens)
 
 
 def _mask(name: str, documents: Documents) -> Masks:
     documents = _sequence(name, documents)
-    cu_seqlens, tokens = documents.cu_seqlens, documents.tokens
-    last = range(max(0, tokens - LAST), tokens)
-    if name == "sequences":
-        return Mask.documents(cu_seqlens), Mask.window(tokens, tokens // 3, 5)
-    if name == "last of sequences":
-        return tuple(
-            mask.crop(queries=last)
-            for mask in (Mask.causal(tokens), Mask.window(tokens, tokens // 2, 0))
-        )
-    if name == "last" or name == "last cancelling":
-        return Mask.causal(len(last), tokens)
-    if name == "last full":
-        return Mask.full(len(last), tokens)
-    if name == "few":
-        return Mask.causal(FEW, tokens)
-    if name == "few in a window":
-        return Mask.window(tokens, tokens // 2, 5).crop(
-            queries=range(tokens - 2000, tokens - 2000 + FEW)
-        )
-    # each document sees itself and all documents before it, except padding
-    if name == "block_causal":
-        blocks = torch.repeat_interleave(
-            torch.arange(len(documents.lengths)), torch.tensor(documents.lengths)
-        )
-        position = torch.arange(tokens) / max(1, tokens)
-        return Mask.block_causal(
-            blocks,
-            q_valid=(position < 0.6) | (position > 0.7),
-            k_valid=(position < 0.65) | (position > 0.8),
-        )
-    if name == "tree":  # a node for each document, with a gap at its end
-        depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(documents.lengths))]
-        parents = [
-            max((i for i in range(place) if depths[i] < depths[place]), default=-1)
-            for place in range(len(depths))
-        ]
-        return Mask.tree([*parents, -1], [*(n - n // 8 for n in documents.lengths), 0], cu_seqlens)
-    return {
-        "documents": lambda: Mask.documents(cu_seqlens),
-        "causal": lambda: Mask.causal(tokens),
-        "wide": lambda: Mask.causal(tokens),
-        "cancelling": lambda: Mask.causal(tokens),
-        "window": lambda: Mask.window(tokens, tokens // 5, 16),
-        "full": lambda: Mask.documents(cu_seqlens, causal=False),
-    }[name]()
-
-
-@lru_cache(maxsize=12)
-def _expected_latent(
-    given: tuple, with_lse: bool, with_sink: bool, softcap: float | None
-) -> "Expected":
-    x = with_latents(replace(_inputs(*given), softcap=softcap))
-    tensors, sink = (x.q, x.k, x.v, x.up_weight, x.dout), x.sink if with_sink else None
-    arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
-    few = None
-    if sink is not None:
-        keys = with_projected_keys(x)
-        few = AttendedLatent(
-            dsink=sink_roundings(x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, sink)
-        )
-    return Expected(latent_oracle(*arguments), latent_orders(*arguments), few)
-
-
-@lru_cache(maxsize=12)
-def _expected(
-    given: tuple, wide: bool, with_lse: bool, with_sink: bool, softcap: float | None
-) -> "Expected":
-    x = replace(_inputs(*given), softcap=softcap)
-    tensors = [
-        t.to(torch.promote_types(t.dtype, torch.float32)) if wide else t
-        for t in (x.q, x.k, x.v, x.dout)
-    ]
-    sink = x.sink if with_sink else None
-    arguments = (*tensors, x.mask, x.scaling, x.dlse if with_lse else None, sink)
-    few = (
-        None
-        if sink is None
-        else AttendedWithSink(dsink=sink_roundings(*tensors, x.mask, x.scaling, sink))
-    )
-    exact = oracle(*arguments)
-    *_, planted = given
-    places = planted_places(planted, exact, x) if planted else ()
-    return Expected(exact, orders(*arguments), few, *places)
+    ends, n = documents.cu_seqlens, documents.tokens
+    last, late = range(max(0, n - LAST), n), range(n - 2000, n - 2000 + FEW)
+    masks: dict[str, Callable[[], Masks]] = {
+        "documents": lambda: Mask.documents(ends),
+        "causal": lambda: Mask.causal(n),
+        "window": lambda: Mask.window(n, n // 5, 16),
+        "block_causal": lambda: _block_causal(documents),
+        "full": lambda: Mask.documents(ends, causal=False),
+        "tree": lambda: _tree(documents),
+        "last": lambda: Mask.causal(len(last), n),
+        "last full": lambda: Mask.full(len(last), n),
+        "few": lambda: Mask.causal(FEW, n),
+        "few in a window": lambda: Mask.window(n, n // 2, 5).crop(queries=late),
+        "sequences": lambda: (Mask.documents(ends), Mask.window(n, n // 3, 5)),
+        "last of sequences": lambda: (
+            Mask.causal(n).crop(queries=last),
+            Mask.window(n, n // 2, 0).crop(queries=last),
+        ),
+    }
+    same = {"wide": "causal", "cancelling": "causal", "last cancelling": "last"}
+    return masks[same.get(name, name)]()
 
 
 def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Results]:
@@ -271,9 +226,36 @@ class Expected:
     reach: Results | None = None
 
 
+def judging(case: Case, x: Inputs) -> tuple[tuple[Callable[..., Any], ...], tuple]:
+    """Return oracle, orders, dense and roundings for the case, and their arguments."""
+    tensors = [t for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
+    if case.function == "merge":
+        tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
+    functions = oracle, orders, dense, roundings
+    if case.has_latents:
+        functions = latent_oracle, latent_orders, latent_dense, latent_roundings
+    dlse, sink = x.dlse if case.has_dlse else None, x.sink if case.has_sink else None
+    return functions, (*tensors, x.mask, x.scaling, dlse, sink)
+
+
+@lru_cache(maxsize=12)
+def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
+    x, distances = source.inputs(case, device), None
+    (exact_of, several, *_), arguments = judging(case, x)
+    exact = exact_of(*arguments)
+    if case.has_sink:
+        keys = with_projected_keys(x) if case.has_latents else x
+        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, x.sink
+        distances = type(exact)(dsink=sink_roundings(*given))
+    places = planted_places(case.planted, exact, x) if case.planted else ()
+    return Expected(exact, several(*arguments), distances, *places)
+
+
 @dataclass(frozen=True)
 class FromDocuments:
-    """Inputs and expected results of the fixed cases, from documents."""
+    """Inputs and expected results of the fixed cases, from documents. Cases with equal masks and
+    dtypes share both.
+    """
 
     documents: Documents
 
@@ -281,22 +263,16 @@ class FromDocuments:
         return _mask(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
-        x = replace(_inputs(*self._given(case, device)), softcap=case.softcap)
-        return with_latents(x) if case.has_latents else x
-
-    def _given(self, case: Case, device: str) -> tuple:
-        return case.mask, case.dtype, case.shape, self.documents, device, case.planted
+        return replace(_inputs(_key(case), self.documents, device), softcap=case.softcap)
 
     def expected(self, case: Case, layout: Layout, device: str) -> Expected:
-        with_lse = case.variant != "plain" and case.used in {"both", "lse"}
-        if case.has_latents:
-            return _expected_latent(
-                self._given(case, device), with_lse, case.has_sink, case.softcap
-            )
-        return _expected(
-            self._given(case, device),
-            case.function == "merge",
-            with_lse,
-            case.has_sink,
-            case.softcap,
-        )
+        options = tuple(x for x in case.options if x[0] in ("sink", "softcap"))
+        used = "both" if case.has_dlse else "out"
+        return _expected(replace(_key(case), options=options, used=used), self, device)
+
+
+def _key(case: Case) -> Case:
+    """Return the case with nothing but the fields that inputs depend on."""
+    like = "latent_attention" if case.has_latents else "attention"
+    like = "merge" if case.function == "merge" else like
+    return Case(like, case.mask, case.dtype, case.shape, planted=case.planted)

@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 
 import canon
-from canon import reference
 from canon.check import contract, sources, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered
@@ -103,7 +102,7 @@ def run(
 
 def _limits(module: Any, words: frozenset[str]) -> Limits:
     """Return what the module can do. Raises ValueError if it has no function with random cases."""
-    functions = covered(module, reference).tested
+    functions = covered(module).tested
     if not WEIGHTS.keys() & set(functions):
         names = ", ".join(sorted(WEIGHTS))
         raise ValueError(
