@@ -187,7 +187,7 @@ def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
         "measures": [],
         "same_bits": None,
     }
-    return result | {"seconds": [], "reference_seconds": []}
+    return result | {"seconds": []}
 
 
 def _lines(sink: Path) -> list[str]:
