@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import canon
-from canon.check import check_command, sources
+from canon.check import sources
+from canon.check.placement import placement
 
 pytestmark = pytest.mark.interpreted
 
@@ -303,10 +304,10 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         monkeypatch.delenv("TRITON_INTERPRET")
-        assert astuple(check_command._placement("auto", ranks)) == expected
-        assert astuple(check_command._placement("processes", ranks))[:2] == ("processes", "cpu")
+        assert astuple(placement("auto", ranks)) == expected
+        assert astuple(placement("processes", ranks))[:2] == ("processes", "cpu")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert astuple(check_command._placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
+        assert astuple(placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
 
 
 @pytest.mark.parametrize(

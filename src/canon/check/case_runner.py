@@ -52,7 +52,7 @@ class CaseRunner:
     cases: tuple[Case, ...]
     source: Source
     device: str
-    sink: Path
+    sink: Path = Path()  # gets a line of JSON for each case
     backend: str | None = None  # kernel backend of canon.fast
     runs: int = 2  # runs of the module for each case
 
@@ -153,7 +153,7 @@ class CaseRunner:
             unequal_ranks = [text.format(rank, where) for rank, where in others.items() if where]
         elif case.distributed:
             held_by = layout
-            first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
+            first, of_reference = (assembled(part, layout) for part in (first, of_reference))
         if case.distributed:
             by_rank = enumerate(_gather_objects(unequal_runs))
             unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
@@ -286,7 +286,7 @@ def _gather_objects(mine: Any) -> list[Any]:
     return objects
 
 
-def _assembled(part: Results, layout: Layout) -> Results:
+def assembled(part: Results, layout: Layout) -> Results:
     """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is
     under test: it is not used.
     """

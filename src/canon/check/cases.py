@@ -15,6 +15,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from itertools import product
 from typing import Any
 
@@ -317,6 +318,11 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
             Case(function, mask, dtype, shape, layout, options=(*given.items(),), **fields)
         )
     return cases
+
+
+def matches(name: str, only: str | None) -> bool:
+    """Return whether the pattern of ``--only`` is a part of the name."""
+    return fnmatch(name, f"*{only or ''}*")
 
 
 def accepts(module: Any, case: Case) -> bool:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from canon.testing.judge import short
 
+AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130  # exit statuses
 MARKS = {  # verdicts
     "agrees": "green",
     "disagrees": "bold red",
