@@ -48,9 +48,7 @@ Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype and a head width, and the kernels that compute them. ``backend`` is None for modules
-    without backends.
-    """
+    """A dtype, a head width, and a kernel backend: None for modules without backends."""
 
     dtype: str
     width: int
@@ -59,9 +57,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to compute the queries of the sequence, by a function of the module, on ``ranks``
-    ranks.
-    """
+    """A way to compute the queries of the sequence, by a function of the module."""
 
     name: str
     function: str
@@ -126,9 +122,7 @@ def prefill(x: Trial, size: int) -> Iterator[Part]:
 
 
 def decode(x: Trial) -> Iterator[Part]:
-    """Compute single queries over keys that the ranks divide among them,
-    contiguous in rank order.
-    """
+    """Compute single queries. The ranks divide the keys, contiguous in rank order."""
     q, k, v = x.sequence
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for some in x.chunks(1, x.sampled if ranks == 1 else max(2, x.sampled // 3)):
@@ -137,7 +131,6 @@ def decode(x: Trial) -> Iterator[Part]:
 
 
 def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
-    """Compute the queries on all ranks of the process group."""
     mask = Mask.causal(x.tokens)
     held = TILED_LAYOUTS[layout](mask, dist.get_world_size())
     shards = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
@@ -153,9 +146,7 @@ def among_documents(x: Trial) -> Iterator[Part]:
 
 
 def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree. Other tokens of the pool are
-    the other branches.
-    """
+    """Compute the sequence as the last of three branches of a tree, which share its start."""
     others, tokens = list(range(BEFORE)), list(range(BEFORE, BEFORE + x.tokens))
     half, fork, late = BEFORE // 2, x.tokens // 2, x.tokens * 3 // 4
     branches = [tokens[:fork] + others[:half], tokens[:late] + others[half : BEFORE - 50], tokens]
@@ -166,16 +157,14 @@ def branch(x: Trial) -> Iterator[Part]:
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or its heads as the last half of
-    the heads (dim 2).
-    """
+    """Compute the sequence as the last of two in a batch (dim 0), or among twice the heads (dim 2)."""
     tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
     yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return all rows, the base first. Rows on several ranks come once for each number of ranks."""
+    """Return the rows, the base first. Rows on several ranks come for each number of ranks."""
     rows = [Row("whole call", "attention", whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
         compute = partial(prefill, size=size)
@@ -220,9 +209,7 @@ def _base(x: Trial) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A picklable program for every rank of a world: it returns a verdict for each row and column
-    on rank 0.
-    """
+    """A picklable program for every rank. It returns a verdict for each row and column."""
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -246,9 +233,7 @@ def _head(row: Row, column: Column) -> dict[str, Any]:
 
 
 def _verdict(x: Trial, row: Row) -> dict[str, Any]:
-    """Return the verdict on a row. ValueError, TypeError and NotImplementedError are raised on
-    every rank.
-    """
+    """Return the verdict on a row. Every rank raises errors of arguments."""
     if not has_option(x.module, row.function):
         return {"verdict": "no option"}
     try:
@@ -261,9 +246,7 @@ def _verdict(x: Trial, row: Row) -> dict[str, Any]:
 
 
 def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the verdict on the results of a row: the first place with other bits than the base,
-    and calls with such places.
-    """
+    """Return the verdict, with the first place of other bits than the base."""
     out, lse = _base(x)
     if row.compute is whole:
         return {"verdict": "equal", "digest": digest(out)[:12]}
@@ -274,7 +257,6 @@ def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
-    """Return the columns: the dtypes, widths and backends that the device allows."""
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
     backends = ["triton", "gluon"] if hopper else ["triton"]
     backends = [arguments.backend] if arguments.backend else backends
@@ -289,9 +271,7 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
 
 
 def run(arguments: argparse.Namespace, console: Console, device: str, module: Any) -> int:
-    """Print the matrix, write the record, and return the number of wrong cells. Raises ValueError
-    for bad arguments.
-    """
+    """Print the matrix, write the record, and return the number of wrong cells."""
     if not has_option(module, "attention"):
         raise ValueError(
             "--bits compares with the whole call of attention(..., rank_invariant=True), and "
@@ -331,9 +311,7 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
 
 
 def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]]:
-    """Return the verdicts of one number of ranks. A world that fails gives the error to each of its
-    cells.
-    """
+    """Return the verdicts of one number of ranks, an error for each cell if the world fails."""
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
     try:

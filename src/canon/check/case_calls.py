@@ -22,9 +22,7 @@ DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}
 
 
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
-    """Return the results of ``module`` for this rank's shard of ``x``. Local functions get the
-    whole sequence.
-    """
+    """Return the results of ``module`` for this rank's shard of ``x``."""
 
     def shard(name: str, dim: int = -3) -> Tensor:
         full = getattr(x, name)
@@ -135,9 +133,7 @@ def _prepare(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def _merge(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
-    """Merge two parts of the keys, one third and two thirds, that the reference computed. Fully
-    masked rows of out hold NaN.
-    """
+    """Merge one third and two thirds of the keys. Fully masked rows of out hold NaN."""
     parts: list[Tensor] = []
     for keys in (range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)):
         k, v = (t[..., keys.start : keys.stop, :, :] for t in (x.k, x.v))

@@ -72,7 +72,7 @@ class CaseRunner:
                         lines.write(json.dumps(result) + "\n")
 
     def rehearse(self) -> None:
-        """Run the module once on every case, without the reference and the judge."""
+        """Run the module once on every case, without the judge."""
         module, rank = import_module(self.module), dist.get_rank()
         with self._kernels():
             for case in self.cases:
@@ -142,9 +142,7 @@ class CaseRunner:
         of_reference: Results,
         unequal_runs: list[str],
     ) -> dict[str, Any]:
-        """Return faults, measures and same_bits on rank 0, {} on the other ranks. A collective of
-        distributed cases.
-        """
+        """Return faults, measures and same_bits on rank 0. A collective of distributed cases."""
         unequal_ranks, held_by = [], None
         if case.function in REPLICATED:
             by_rank = _gather_objects(type(first)(*(x if x is None else x.cpu() for x in first)))
@@ -206,7 +204,7 @@ def _as_rows(measures: Iterable[Measure]) -> list[dict[str, Any]]:
 def _judged_exchange(
     first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
 ) -> dict[str, Any]:
-    """Return faults, measures and same_bits of all ranks. Every rank judges its own results."""
+    """Return faults, measures and same_bits of all ranks. Each judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
@@ -223,7 +221,7 @@ def _judged_exchange(
 
 
 def _rows(results: Any) -> dict[str, Tensor | None]:
-    """Return the tensors of a case, with the rows on the last axis."""
+    """Return the tensors of a case, with rows on the last axis."""
     if isinstance(results, dict):  # tables
         return {name: table.flatten(1) for name, table in results.items()}
     vectors = {"lse", "dsink"}
@@ -234,7 +232,7 @@ def _rows(results: Any) -> dict[str, Tensor | None]:
 
 
 def _different(a: Any, b: Any) -> str:
-    """Return the rows of the results of a case that have other bits, "" if all are equal."""
+    """Return the rows that have other bits, "" if there are none."""
     texts, others = [], _rows(b)
     for name, x in _rows(a).items():
         y = others[name]
@@ -257,11 +255,8 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way
-    to float32.
-
-    With a dout of ones, and one query that sees a key, dv is the rounded operand P itself: this is
-    correct.
+    """Return a fault for each wrong dtype, or result that was rounded to 16 bits on its way to
+    float32. With a dout of ones, and one query that sees a key, dv is the rounded P itself.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -287,8 +282,8 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is
-    under test: it is not used.
+    """Join the shards of all ranks, and add those of dsink and dup_weight, without
+    `Layout.unshard`, which is under test.
     """
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 plain         no mask is passed, and no lse is returned
 part          a partial result of a schedule: delta is given, and the results are float32
-sink          a sink is passed; its gradients are added over the ranks
 sequences     a tuple with a mask for each sequence
 last, few     a mask with the last queries only, or with 17 queries and 5,000 keys or more
 cancelling    causal over two heavy keys with opposite values: merging in 16 bits shows
@@ -294,9 +293,7 @@ def rows() -> Iterator[tuple[str, str | None, str, dict[str, Any]]]:
 
 
 def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
-    """Return all cases. They alternate between ``dtypes``. With other dtypes, float64 has only two
-    cases.
-    """
+    """Return all cases. float64 has two cases, unless it is the only dtype."""
     alternating = [name for name in dtypes if name != "float64"] or ["float64"]
     cases = []
     for function, layout, mask, given in rows():
@@ -321,14 +318,11 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Return whether the pattern of ``--only`` is a part of the name."""
     return fnmatch(name, f"*{only or ''}*")
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the module has the functions that a case calls, with the parameters of
-    `OPTIONAL` that it passes.
-    """
+    """Return whether the module has the functions and the parameters that a case needs."""
     if case.function == "prepare" and not hasattr(module, case.variant):
         return False
     options = dict(case.options)
@@ -350,7 +344,7 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def has_option(module: Any, function: str) -> bool:
-    """Return whether the module has the function, with a parameter ``rank_invariant``."""
+    """Return whether the function has a parameter ``rank_invariant``."""
     return "rank_invariant" in parameters_of(module, function)
 
 

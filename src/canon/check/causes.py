@@ -1,8 +1,7 @@
 """Find the mistake that a wrong result looks as if a module had made.
 
-A mistake is only named if it gives the results of the worst query of out: out and lse both, up to
-`CLOSE` of their error, and rounding. Without lse, none is named. A factor is only named if it holds
-for a whole tensor. Otherwise the worst place says where to look (`places`).
+It must give out and lse of the worst query of out, up to `CLOSE` of their error, and rounding. A
+factor must hold for a whole tensor. Otherwise the worst place says where to look (`places`).
 """
 
 import math
@@ -24,11 +23,7 @@ CLEAR = 0.25  # rounding is at most this part of an error that has a cause
 def explained(
     faults: Sequence[str], got: Any, exact: Any, honest: Sequence[Any], x: Inputs
 ) -> list[str]:
-    """Return the mistakes that explain faults: a factor of a tensor, keys that a query sees, scale,
-    soft-cap, sink or heads.
-
-    ``honest``: results with the rounding errors of the dtype.
-    """
+    """Return the mistakes that explain faults. ``honest``: results with rounding errors."""
     wrong = {fault.partition(" ")[0] for fault in faults}
     named = [
         name for name, t in zip(got._fields, got, strict=True) if name in wrong and t is not None
@@ -67,9 +62,7 @@ def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
 
 
 def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> list[str]:
-    """Return the mistake that gives out and lse of the query with the largest error in out, [] if
-    there is none.
-    """
+    """Return the mistake that gives out and lse of the query with the largest error in out."""
     batched = lambda t: t if t.dim() == 4 else t[None]
     wide = lambda t: t.to(exact.out.device).double()
     out, true = (batched(wide(t)) for t in (got.out, exact.out))
@@ -161,9 +154,7 @@ def _mistakes(
 def _weighted(
     q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return exp(score - top) times (v, 1) of each key, and top, the largest score of the keys that
-    are ``seen``.
-    """
+    """Return exp(score - top) times (v, 1) of each key, and top, the largest ``seen`` score."""
     scores = scores_of(q[None], k.nan_to_num(), scaling)[0]
     top = scores[seen].max()
     weights = torch.exp(scores - top)[:, None]

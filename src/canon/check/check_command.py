@@ -1,4 +1,4 @@
-"""The options of `canon check`, and the choice of the check that they ask for."""
+"""The options of `canon check`, and the choice of the check."""
 
 import argparse
 import os
@@ -28,7 +28,6 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `canon check` to a parser."""
     add = parser.add_argument
     add(
         "module",

@@ -37,7 +37,7 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """Return a row for each case, with the measure that has the largest error / bound."""
+    """Return a row for each case, with the measure of the largest error / bound."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(
@@ -67,9 +67,7 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the case with the most specific one, and the most specific one of each
-    other case.
-    """
+    """Print all faults of the most specific case, and one fault of each other case."""
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result in results:
@@ -97,7 +95,7 @@ def _reason(result: dict[str, Any]) -> str:
 def _declined_alike(
     result: dict[str, Any], results: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the declined results of the same function and reason; they are shown in one line."""
+    """Return the declined results of the same function and reason."""
     if result["verdict"] != "declined":
         return []
     key = _function(result), _reason(result)
@@ -105,7 +103,7 @@ def _declined_alike(
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
-    """Print the faults of a case, or a line with the beginning of the most specific one."""
+    """Print the faults of a case, or the beginning of the most specific one."""
     texts, style = result["faults"], MARKS[result["verdict"]]
     if not in_full:
         more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
@@ -120,9 +118,7 @@ def _place(fault: str) -> int:
 
 
 def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
-    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record
-    held before.
-    """
+    """Print how many cases agree, and return how many are wrong."""
     agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
     wrong = len(verdicts) - agree - sum(neither.values())
     line = (f"{agree} of {len(verdicts)} cases agree") + "".join(

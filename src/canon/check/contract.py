@@ -1,6 +1,4 @@
-"""State the calling conventions of `canon check MODULE`, and limit the cases to the features of a
-module.
-"""
+"""The calling conventions of `canon check MODULE`, and the limits of a module."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,9 +157,7 @@ def features(text: str) -> frozenset[str]:
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
-    """Return the cases that fit the limits ``words``, changed where necessary. ``even``: all shards
-    have equal length.
-    """
+    """Return the cases, changed to fit the limits ``words``. ``even``: shards have equal length."""
     changed = [adapted(case, words) for case in cases]
     if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
         changed = [
@@ -185,9 +181,7 @@ def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
 
 
 def adapted(case: Any, words: frozenset[str]) -> Any:
-    """Return the case, fixed or random, changed so that it fits the limits ``words``, or None if it
-    cannot.
-    """
+    """Return the case, changed to fit the limits ``words``, or None if it cannot."""
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.kind not in masks) or (

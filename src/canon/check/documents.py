@@ -1,8 +1,8 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a
-wrong layout gives wrong inputs. Weights and embeddings are small integers: every sum is exact, and
-the inputs have the same bits on every machine."""
+Rotary embeddings have the positions of the layout, so a wrong layout gives wrong inputs. Weights
+are small integers: sums are exact, and inputs have the same bits on every machine.
+"""
 
 import re
 import subprocess
@@ -30,11 +30,9 @@ class Documents:
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """Read files, and the text files of folders; those of this repository if ``paths`` is
-        empty.
+        """Read files, and the text files of folders; those of this repository if ``paths`` is empty.
 
-        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files
-        while they fit. Raises ValueError if there is no text.
+        A ``budget`` limits the tokens, and prefers varied lengths. Raises ValueError if there is no text.
         """
         root = _home() if not paths else None
         files = _text_files([root]) if root else _text_files(paths)
@@ -113,9 +111,7 @@ def projected(
     widths: tuple[int, int],
     seed: int = 0,
 ):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32, another
-    one for each ``seed``.
-    """
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32."""
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,9 +139,7 @@ def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al.,
-    RoFormer (2021).
-    """
+    """Rotate pairs (i, i + d/2) by position / 10000^(2 i / d). Source: Su et al., RoFormer (2021)."""
     half = x.shape[-1] // 2
     angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
     cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))

@@ -69,7 +69,7 @@ def _documents(draw: Random, n: int, plain: bool) -> str:
 
 
 def _tree(draw: Random, n: int) -> str:
-    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
+    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask."""
     starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
     lengths = [
         draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)])
@@ -101,9 +101,7 @@ def _validity(draw: Random, n: int, sides: str) -> str:
 
 
 def ranges(draw: Random, queries: int, keys: int) -> str:
-    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid:
-    none overlap.
-    """
+    """Return `Mask.ranges` with all four types, as disjoint cells of a grid."""
     rows, columns, kinds = [], [], []
     cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
     for start, stop in zip(cuts, cuts[1:], strict=False):
@@ -122,9 +120,7 @@ def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
 
 
 def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their
-    rank.
-    """
+    """Return a layout of whole tiles of 128 tokens."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"
@@ -144,9 +140,7 @@ def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> 
 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
-    """Return a layout of n tokens, of the kind ``fixed`` or of any kind: uneven shards and empty
-    ones too.
-    """
+    """Return a layout of n tokens, of the kind ``fixed`` or any, with uneven and empty shards."""
     kind = fixed or draw.choice(
         ["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"]
     )

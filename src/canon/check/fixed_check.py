@@ -23,8 +23,6 @@ KEPT = "world", "dtype", "backend", "tokens", "features", "only"  # arguments in
 
 
 class FixedCheck:
-    """The check of a module with the arguments of the command line."""
-
     def __init__(
         self, arguments: argparse.Namespace, console: Console, placement: Placement, module: Any
     ):
@@ -112,9 +110,7 @@ class FixedCheck:
         return [case for case in cases if matches(case.name, self.arguments.only)]
 
     def known_results(self, cases: list[Case]) -> dict[str, dict[str, Any]]:
-        """Return the record's results of these cases for the same code and arguments. Failed cases
-        run again.
-        """
+        """Return results that the record holds for the same code. Failed cases run again."""
         if not self.arguments.resume or not self.path.exists():
             return {}
         try:

@@ -35,7 +35,7 @@ MANY_KEYS = {
 
 
 def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
-    """Return x with the strides that ``shape`` needs. ``heads_first``: heads before tokens."""
+    """Return x with the strides of ``shape``. ``heads_first``: heads before tokens."""
     if shape.strides is not None:
         return with_random_strides(x, Random(shape.strides))
     if shape.contiguous:
@@ -79,9 +79,7 @@ class Inputs:
 
 
 def with_latents(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention`: a head of k is the latent, and a part of a head of v is
-    k_rope.
-    """
+    """Return inputs of `latent_attention`: a head of k is the latent, a part of v k_rope."""
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
     weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
@@ -89,16 +87,12 @@ def with_latents(x: Inputs) -> Inputs:
 
 
 def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return the weight of a projection in float32: from a latent of variance 1 to K and V of
-    variance 1.
-    """
+    """Return a projection from a latent of variance 1 to K and V of variance 1."""
     return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
 def with_projected_keys(x: Inputs) -> Inputs:
-    """Return the inputs of `latent_attention` with K and V in float64,
-    as the oracle projects them.
-    """
+    """Return inputs of `latent_attention` with K and V in float64, as the oracle has them."""
     k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
     return replace(x, k=k, v=v)
 
@@ -139,11 +133,9 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys about a quarter of each query's weight, and opposite values: the first, and one
-    after ``part`` of the keys.
+    """Give two keys about a quarter of each query's weight, and opposite values.
 
-    For most numbers of ranks they are on different ranks, in contiguous, zigzag and striped
-    layouts.
+    One is the first, one comes after ``part`` of the keys: mostly on different ranks in all layouts.
     """
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
@@ -155,15 +147,13 @@ def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
 
 
 def _sequence(mask: str, documents: Documents) -> Documents:
-    """Return the documents of a mask's sequence: all,
-    or for few queries all of them several times.
-    """
+    """Return the documents of a mask's sequence, several times for few queries."""
     times = max(1, -(-MANY_KEYS.get(mask, 0) // documents.tokens))
     return Documents(documents.names * times, documents.texts * times)
 
 
 def _block_causal(documents: Documents) -> Mask:
-    """Return the mask in which each document sees itself and all before it, except padding."""
+    """Return the mask in which documents see themselves and earlier ones, except padding."""
     lengths = torch.tensor(documents.lengths)
     blocks = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     position = torch.arange(documents.tokens) / max(1, documents.tokens)
@@ -208,16 +198,14 @@ def _mask(name: str, documents: Documents) -> Masks:
 
 
 def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Results]:
-    """Return where a planted value may go beyond the oracle, in canon and in other modules."""
+    """Return where a planted value may spread beyond the oracle, in canon and elsewhere."""
     share = x.q.shape[-2] // x.k.shape[-2]
     return spread(planted, exact, share), reach(planted, exact, share, x.mask)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's result, honest results, and optional distances from `roundings` and places from
-    `planted_places`.
-    """
+    """Exact and honest results. Distances and places of planted values widen the bounds."""
 
     exact: Any
     honest: list[Any]
@@ -253,9 +241,7 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
 
 @dataclass(frozen=True)
 class FromDocuments:
-    """Inputs and expected results of the fixed cases, from documents. Cases with equal masks and
-    dtypes share both.
-    """
+    """Inputs and expected results of the fixed cases. Equal masks and dtypes share both."""
 
     documents: Documents
 
@@ -272,7 +258,7 @@ class FromDocuments:
 
 
 def _key(case: Case) -> Case:
-    """Return the case with nothing but the fields that inputs depend on."""
+    """Return the case with the fields alone on which inputs depend."""
     like = "latent_attention" if case.has_latents else "attention"
     like = "merge" if case.function == "merge" else like
     return Case(like, case.mask, case.dtype, case.shape, planted=case.planted)

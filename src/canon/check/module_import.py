@@ -1,6 +1,4 @@
-"""Import the module of `canon check`, keep it from ending the process, and tell what its names and
-parameters mean here.
-"""
+"""Import the module of `canon check`, and keep it from ending the process."""
 
 import importlib
 import inspect
@@ -28,9 +26,7 @@ UNUSED = (
 
 @contextmanager
 def without_ends() -> Iterator[None]:
-    """Let functions of os that end this process raise SystemExit. Otherwise a module could end a
-    check with status 0.
-    """
+    """Let functions of os that end this process raise SystemExit."""
     process = os.getpid()
 
     def raising(name: str, real: Any) -> Any:
@@ -48,9 +44,7 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. Raises ValueError that says why it
-    cannot be imported.
-    """
+    """Return the module, which may be in the current folder. ValueError says why it cannot."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
         remedy = (
@@ -77,7 +71,7 @@ def load(name: str) -> Any:
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """Return an error with one sentence and the traceback, from the first line of the module."""
+    """Return an error with one sentence, and the traceback from the module's first line."""
     frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
     while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
         last, frames = last.tb_next, frames[1:]
@@ -92,9 +86,7 @@ def _of_import(file: str) -> bool:
 
 
 def uses_kernels(module: ModuleType) -> bool:
-    """Return whether the module, or one of its folder that it imports,
-    uses Triton or `canon.fast`.
-    """
+    """Return whether the module, or one beside it that it imports, uses Triton or `canon.fast`."""
     folder = Path(module.__file__ or "").resolve().parent
     left, seen = [module], set()
     while left:
@@ -115,9 +107,7 @@ def uses_kernels(module: ModuleType) -> bool:
 
 
 def remarks(module: ModuleType, functions: list[str]) -> list[str]:
-    """Return what the author of a module outside canon must know about the ``functions`` that the
-    check runs.
-    """
+    """Return what the author of a module outside canon must know about its functions."""
     if module.__name__.startswith("canon."):
         return []
     whole = {*ATTEND, *REPLICATED}

@@ -12,9 +12,7 @@ from canon.testing.judge import Results
 def worst_places(
     faults: Sequence[str], got: Results, exact: Results, layout: Layout | None
 ) -> list[str]:
-    """Return a line for each tensor that a fault names. ``layout``: None if all ranks have the same
-    queries.
-    """
+    """Return a line for each tensor that a fault names. ``layout``: None if queries are replicated."""
     wrong = {fault.partition(" ")[0] for fault in faults}
     named = [
         name
@@ -25,8 +23,8 @@ def worst_places(
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a tensor (b, t, h, width) or lse (b, h, t), the worst head of
-    dsink, or row of dup_weight.
+    """Describe the worst token of (b, t, h, width) or lse (b, h, t), head of dsink, row of
+    dup_weight.
     """
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dup_weight":

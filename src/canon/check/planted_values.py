@@ -1,9 +1,8 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
-A text such as "nan in k" gives the value and the tensor. The element lies in the last sequence, the
-middle visible token, the last head and the middle of the width. The oracle has the results that it
-must reach. A kernel of canon multiplies hidden elements by 0, and 0 * NaN is NaN, so it may also
-reach these:
+A text such as "nan in k" gives the value and the tensor. The element is the middle one of the
+middle visible token in the last sequence and head. Beyond the results of the oracle, a kernel of
+canon, which multiplies hidden elements by 0, may reach these:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -11,9 +10,9 @@ reach these:
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-In a module outside canon it may reach more: `REACH`. The functions agree on the last sequence and
-the last key head, because no sum has terms of two of them. `merge` has no sum over tokens, so the
-value stays in its element."""
+All are of the last sequence and key head. A module outside canon may reach `REACH`. `merge` has no
+sum over tokens, so the value stays in its element.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -53,9 +52,7 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
-    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h,
-    dv).
-    """
+    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h, dv)."""
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
@@ -74,9 +71,7 @@ def _nowhere(results: Results) -> Any:
 
 
 def spread(planted: str, exact: Results, share: int) -> Results:
-    """Return booleans: the elements that the value may reach beyond the oracle. ``share``: query
-    heads of a key head.
-    """
+    """Return booleans: where the value may go. ``share``: query heads of a key head."""
     places = _nowhere(exact)
     name = planted.split(" in ")[1]
     result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[
@@ -112,10 +107,9 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
 def exempted(
     got: Results, exact: Results, places: Any
 ) -> tuple[Results, dict[str, tuple[int, int]]]:
-    """Leave out the finite values of the oracle that are not compared, because of ``places``.
+    """Replace values by the oracle's at ``places`` where only the oracle's are finite.
 
-    Return ``got`` with the oracle's values there, and for each tensor how many they are, and of how
-    many.
+    Return the results, and for each tensor the numbers of these and of all finite values.
     """
     judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):

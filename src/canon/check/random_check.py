@@ -1,13 +1,9 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks",
-    "runs",
-                         "cases": [[index, function, verdict, ratio], ...], "failures": [...]},
-                         ...]}
+    {"module", "runs": [{"command", "source", ..., "cases": [[index, function, verdict, ratio],
+                         ...], "failures": [...]}, ...]}
 
-Each module has its own record. Results with equal `KEY` belong to the same run, so the same command
-continues it. A module gets cases of its own functions only, within the limits of ``--features``.
-Cases of a block with the same number of ranks share a process group.
+Results with equal `KEY` belong to the same run, so the same command continues it.
 """
 
 import argparse
@@ -46,8 +42,6 @@ def run(
 ) -> bool:
     """Check the cases, print failures, write the record. Return whether some agree, and none is
     wrong.
-
-    Raises ValueError and Interrupted.
     """
     path, ranks = arguments.record or record_of(arguments.module), arguments.ranks or RANKS
     limits = _limits(module, contract.features(arguments.features or ""))
@@ -155,9 +149,7 @@ class _RandomCheck:
             done += len(group)
 
     def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
-        """Add results to the run, and print the failures: the first one in full, the others in one
-        line each.
-        """
+        """Add results to the run, and print the failures: the first one in full."""
         by_name = {case.name: case for case in cases}
         for result in results:
             case, verdict = by_name[result["case"]], result["verdict"]
@@ -186,9 +178,7 @@ def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
 
 
 def _read(path: Path, module: str) -> dict[str, Any]:
-    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the
-    file is no such record.
-    """
+    """Return the record at ``path``, or an empty one. Raises ValueError for another file."""
     if not path.exists():
         return {"module": module, "runs": []}
     try:
@@ -205,7 +195,7 @@ def _read(path: Path, module: str) -> dict[str, Any]:
 
 
 def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of ``kept`` with the key of ``run``; add an empty one if there is none."""
+    """Return the run of ``kept`` with the key of ``run``, which is added if there is none."""
     for known in kept["runs"]:
         if all(known.get(name) == run[name] for name in KEY):
             return known

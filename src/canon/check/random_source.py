@@ -1,8 +1,7 @@
-"""Make the inputs of a random case, and the expected results. In some float16 cases dS comes near
-the largest float16.
+"""Make the inputs of a random case, and the expected results.
 
-One rounding of each intermediate result widens the judge's bounds, because cases may have few
-elements. If gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+One rounding of each intermediate result widens the bounds, because cases may have few elements. If
+gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,11 +84,9 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return the tensors with v of this size, and a dout whose largest dS is the part ``case.ds``
-    of float16's range.
+    """Return v of this size, and a dout with which dS reaches the part ``case.ds`` of float16's range.
 
-    q and k are small, so that the gradients fit into float16 and P is uniform. If a result would
-    exceed half of the range, dout is smaller.
+    q and k become small, so that P is uniform. No result exceeds half of the range.
     """
     most = torch.finfo(torch.float16).max
     scale = 1.0 if case.shape.scale is None else abs(case.shape.scale)
@@ -121,9 +118,7 @@ def _reduced(
     honest: Any,
     order: int,
 ) -> Any:
-    """Return ``honest`` with the gradients of keys as sums of the ranks' parts, which ``once``
-    computes.
-    """
+    """Return ``honest`` with the gradients of keys as sums of the ranks' parts."""
     *tensors, dout, mask, scale, dlse, sink = arguments
     names = ("dlatent", "dk_rope") if hasattr(honest, "dlatent") else ("dk", "dv")
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()

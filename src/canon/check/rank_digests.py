@@ -51,9 +51,7 @@ class RankedCall:
 def calls_of(
     module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: str | None = None
 ) -> list[RankedCall]:
-    """Return the calls of a module, those on one rank first. ``only``: a pattern in the names of
-    the inputs.
-    """
+    """Return the calls of a module, those on one rank first."""
     dtypes = [name for name in dtypes if name != "float64"] or ["float64"]
     counts = sorted({count for count in (2, 3, ranks) if count <= ranks} - {1})
     worlds: list[tuple[int, str | None]] = [(1, None), (1, "contiguous"), (1, "dispatch")]
@@ -74,7 +72,7 @@ def calls_of(
 
 @dataclass(frozen=True)
 class DigestRunner(CaseRunner):
-    """A picklable program for every rank: it returns the digest of each tensor of each call."""
+    """A picklable program for every rank: it returns the digests of each call."""
 
     calls: tuple[RankedCall, ...] = ()
 

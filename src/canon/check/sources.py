@@ -1,18 +1,14 @@
-"""Digest the code that a checked module runs, so that a record is only continued with the same
-code.
+"""Digest the code that a checked module runs, so that a record is only continued with the same code.
 
-The digest covers every source file of canon. If the module is not a part of canon, it also covers
+It covers the source files of canon, and of a module outside canon also
 
-    its own code         all source files of its top-level package, or of its folder if it is a
-                         single file
-    what it imports      directly or through others, at the top of a file or in a function: the file
-                         of a module, all source files of a package, wherever it lies (siblings,
-                         editable installs)
-    what pip installed   of the packages that it imports: the hashes of their files that pip keeps
-                         in RECORD
+    its own code         of its top-level package, or of its folder if it is a single file
+    what it imports      directly or through others, in functions too: the file of a module, or all
+                         of a package
+    what pip installed   of the packages that it imports: the hashes in RECORD
 
-Python's own library is left out. Code outside of these folders that is loaded under a computed name
-is not found."""
+Python's library, and code that is loaded under a computed name, are left out.
+"""
 
 import ast
 import hashlib
@@ -45,9 +41,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of pip
 
 
 def digest(module: str) -> str:
-    """Return 16 hexadecimal digits that change with the code of canon or of the module
-    ``module``.
-    """
+    """Return 16 hexadecimal digits that change with the code of canon or of the module."""
     total = hashlib.sha256()
     for name, text in _contents(module):
         total.update(f"{name} {len(text)} ".encode() + text)
@@ -95,9 +89,7 @@ def _contents(module: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _roots(top: str) -> list[Path]:
-    """Return the folders of a top-level package, or the file of a top-level module; [] if there is
-    none.
-    """
+    """Return the folders of a top-level package, or the file of a module; [] if there is none."""
     found = None
     with suppress(ImportError, ValueError, AttributeError):
         found = find_spec(top)
@@ -109,9 +101,7 @@ def _roots(top: str) -> list[Path]:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return the source files of a folder, of the folders in it,
-    and of those that links lead to.
-    """
+    """Return the source files of a folder, and of those that links in it lead to."""
     found, seen = [], set()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
@@ -124,9 +114,7 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _imported(text: bytes) -> set[str]:
-    """Return the first names of all modules that a source file imports by name, within functions
-    too.
-    """
+    """Return the first names of all modules that a source file imports by name."""
     names: set[str] = set()
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):

@@ -1,8 +1,4 @@
-"""Compile the kernels of a check before it runs, in parallel processes
-(`canon.fast.ahead.compilation`).
-
-Ranks that are threads would compile one kernel at a time.
-"""
+"""Compile the kernels of a check before it runs, in parallel processes."""
 
 import os
 import sys
@@ -17,7 +13,6 @@ from canon.testing import process_groups
 
 
 def worth_it(device: str) -> bool:
-    """Return True if the check compiles kernels and several cores can share this."""
     return (
         device == "cuda"
         and (os.cpu_count() or 1) > 1
