@@ -157,7 +157,7 @@ def branch(x: Trial) -> Iterator[Part]:
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or among twice the heads (dim 2)."""
+    """Compute the sequence as the last of two in a batch (dim 0), or beside other heads (dim 2)."""
     tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
     yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])

@@ -28,7 +28,7 @@ from canon.check.causes import explained
 from canon.check.exchanges import Exchange, compared, differs
 from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import worst_places
-from canon.check.planted_values import exempted
+from canon.check.planted_values import exempted, reach, spread
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement
@@ -159,10 +159,13 @@ class CaseRunner:
             return {}
         expected = self.source.expected(case, layout, self.device)
         exact, judged_by = expected.exact, (expected.exact, expected.honest, expected.roundings)
-        spread = expected.spread if module.__name__.startswith("canon.") else expected.reach
-        spread = None if case.function == "merge" else spread  # it has no sum over tokens
-        verdict = agreement(first, *judged_by, spread)
-        judged, exempt = (first, {}) if spread is None else exempted(first, exact, spread)
+        places, judged, exempt = None, first, {}
+        if case.planted and case.function != "merge":  # merge has no sum over tokens
+            share = x.q.shape[-2] // x.k.shape[-2]
+            in_canon = module.__name__.startswith("canon.")
+            places = (spread if in_canon else reach)(case.planted, exact, share, x.mask)
+            judged, exempt = exempted(first, exact, places)
+        verdict = agreement(first, *judged_by, places)
         x = with_projected_keys(x) if case.has_latents else x
         faults = _wrong_dtypes(case, first, exact)
         faults += explained(verdict.faults, judged, exact, expected.honest, x)

@@ -129,7 +129,30 @@ decode_attention   | contiguous                  | last | planted="-inf in k", u
 attention          |  | few in a window | planted="nan in v", used="forward"
 attention          |                             | documents | dtype="float64"
 ring_attention     | zigzag                      | causal | dtype="float64"
-"""  # masks: * stands for `MASKS`
+"""
+MASK_TABLE = """\
+mask | from documents that end at ends, the last at n | heads, widths on the CPU | on GPUs
+documents | Mask.documents(ends) | (4, 2), (32, 32) | (8, 2), (128, 128)
+causal | Mask.causal(n) | (2, 1), (64, 32), batch=1 | (4, 1), (128, 64), batch=1
+window | Mask.window(n, n // 5, 16) | (2, 2), (48, 48), contiguous=False | \
+    (4, 4), (96, 96), contiguous=False
+block_causal | block_causal(lengths) | (3, 1), (32, 32), scale=0.15 | (6, 1), (64, 64), scale=0.11
+full | Mask.documents(ends, causal=False) | (1, 1), (64, 64), batch=2 | (8, 1), (64, 64), batch=2
+last | Mask.causal(LAST, n) | (4, 2), (32, 32), batch=1 | (8, 2), (128, 128), batch=1
+last full | Mask.full(LAST, n) | (3, 1), (32, 32) | (8, 1), (64, 64)
+few | Mask.causal(FEW, n) | (4, 2), (32, 32), batch=1 | (8, 2), (128, 128), batch=1
+few in a window | Mask.window(n, n // 2, 5).crop(queries=late) | (3, 1), (32, 16), batch=2 | \
+    (4, 1), (128, 64), batch=2
+sequences | Mask.documents(ends), Mask.window(n, n // 3, 5) | (2, 1), (32, 16), batch=2 | \
+    (4, 2), (128, 64), batch=2
+last of sequences | Mask.causal(n).crop(last), Mask.window(n, n // 2, 0).crop(last) | \
+    (2, 1), (32, 32), batch=2 | (4, 1), (128, 128), batch=2
+tree | tree(lengths) | (4, 2), (32, 16), batch=1 | (8, 2), (128, 128), batch=1
+wide | Mask.causal(n) | (2, 1), (512, 512), batch=1 | (4, 1), (512, 512), batch=1
+cancelling | Mask.causal(n) | (2, 1), (32, 32), batch=1 | (4, 2), (128, 128), batch=1
+last cancelling | Mask.causal(LAST, n) | (2, 1), (32, 32), batch=1 | (4, 2), (128, 128), batch=1
+"""
+MASKS = "documents", "causal", "window", "block_causal", "full", "tree"  # * in `TABLE`
 LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # only "planned" takes a tuple of masks
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.keys, ranks),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.keys, ranks),
@@ -184,29 +207,16 @@ class Shape:
     latent: tuple[int, int] | None = None  # widths of a random latent and of k_rope
 
 
-SHAPES = {  # by mask: (on the CPU, on GPUs)
-    "documents": (Shape((4, 2), (32, 32)), Shape((8, 2), (128, 128))),
-    "causal": (Shape((2, 1), (64, 32), batch=1), Shape((4, 1), (128, 64), batch=1)),
-    "window": (
-        Shape((2, 2), (48, 48), contiguous=False),
-        Shape((4, 4), (96, 96), contiguous=False),
-    ),
-    "block_causal": (Shape((3, 1), (32, 32), scale=0.15), Shape((6, 1), (64, 64), scale=0.11)),
-    "full": (Shape((1, 1), (64, 64), batch=2), Shape((8, 1), (64, 64), batch=2)),
-}
-MASKS = (*SHAPES, "tree")
-SHAPES |= {  # masks of some functions only
-    "last": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
-    "last full": (Shape((3, 1), (32, 32)), Shape((8, 1), (64, 64))),
-    "few": (Shape((4, 2), (32, 32), batch=1), Shape((8, 2), (128, 128), batch=1)),
-    "few in a window": (Shape((3, 1), (32, 16), batch=2), Shape((4, 1), (128, 64), batch=2)),
-    "sequences": (Shape((2, 1), (32, 16), batch=2), Shape((4, 2), (128, 64), batch=2)),
-    "last of sequences": (Shape((2, 1), (32, 32), batch=2), Shape((4, 1), (128, 128), batch=2)),
-    "tree": (Shape((4, 2), (32, 16), batch=1), Shape((8, 2), (128, 128), batch=1)),
-    "wide": (Shape((2, 1), (512, 512), batch=1), Shape((4, 1), (512, 512), batch=1)),
-    "cancelling": (Shape((2, 1), (32, 32), batch=1), Shape((4, 2), (128, 128), batch=1)),
-    "last cancelling": (Shape((2, 1), (32, 32), batch=1), Shape((4, 2), (128, 128), batch=1)),
-}
+def _masks() -> Iterator[tuple[str, str, tuple[Shape, Shape]]]:
+    """Yield (name, expression, shapes on the CPU and on GPUs) of each mask of `MASK_TABLE`."""
+    for line in MASK_TABLE.splitlines()[1:]:
+        name, expression, *shapes = (column.strip() for column in line.split("|"))
+        on_cpu, on_gpu = (eval(f"Shape({shape})") for shape in shapes)
+        yield name, expression, (on_cpu, on_gpu)
+
+
+EXPRESSIONS = {name: expression for name, expression, _ in _masks()}  # see `inputs.mask_of`
+SHAPES = {name: shapes for name, _, shapes in _masks()}
 
 
 @dataclass(frozen=True)

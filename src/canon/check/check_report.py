@@ -1,6 +1,7 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
@@ -46,14 +47,10 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
             no_wrap=name != "case",
             overflow="fold",
         )
-    for result in results:
-        if (same := _declined_alike(result, results)) and len(same) > 1:
-            if result is same[0]:
-                shown.add_row(
-                    f"{_function(result)}: {len(same)} cases",
-                    *[""] * 5,
-                    Text("declined", MARKS["declined"]),
-                )
+    for result, same in _grouped(results):
+        if len(same) > 1:
+            declined = Text("declined", MARKS["declined"])
+            shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, declined)
             continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
@@ -70,11 +67,10 @@ def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
     """Print all faults of the most specific case, and one fault of each other case."""
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
-    for result in results:
-        if (same := _declined_alike(result, results)) and len(same) > 1:
-            if result is same[0]:
-                reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
-                console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
+    for result, same in _grouped(results):
+        if len(same) > 1:
+            reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
+            console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
         elif result["faults"]:
             fault(result, console, in_full=result is in_full)
 
@@ -85,21 +81,22 @@ def _function(result: dict[str, Any]) -> str:
 
 def _reason(result: dict[str, Any]) -> str:
     """Return the first line of a reason, without the rank that raised first."""
-    return (
-        re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0]
-        if result["faults"]
-        else ""
-    )
+    first = "".join(result["faults"][:1])
+    return re.sub(r"^rank \d+: ", "", first).partition("\n")[0]
 
 
-def _declined_alike(
-    result: dict[str, Any], results: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the declined results of the same function and reason."""
-    if result["verdict"] != "declined":
-        return []
-    key = _function(result), _reason(result)
-    return [x for x in results if x["verdict"] == "declined" and (_function(x), _reason(x)) == key]
+def _grouped(
+    results: Sequence[dict[str, Any]],
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Return pairs (result, results like it). Cases of a function that are declined for the same
+    reason are one pair.
+    """
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for number, result in enumerate(results):
+        declined = result["verdict"] == "declined"
+        key = (_function(result), _reason(result)) if declined else number
+        groups.setdefault(key, []).append(result)
+    return [(group[0], group) for group in groups.values()]
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
@@ -119,16 +116,11 @@ def _place(fault: str) -> int:
 
 def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
     """Print how many cases agree, and return how many are wrong."""
-    agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
-    wrong = len(verdicts) - agree - sum(neither.values())
-    line = (f"{agree} of {len(verdicts)} cases agree") + "".join(
-        f", {n} {name}" for name, n in neither.items() if n
-    )
-    line += f", {taken} taken from the record" * bool(taken)
-    end = (
-        (f"[bold red]{line}, {wrong} do not.")
-        if wrong
-        else f"[bold {'green' if agree else 'red'}]{line}."
-    )
-    console.print(end)
+    counts = Counter(verdicts)
+    wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
+    line = f"{counts['agrees']} of {len(verdicts)} cases agree"
+    line += "".join(f", {counts[name]} {name}" for name in NEITHER if counts[name])
+    line += f", {taken} taken from the record" * bool(taken) + f", {wrong} do not" * bool(wrong)
+    style = "green" if counts["agrees"] and not wrong else "red"
+    console.print(f"[bold {style}]{line}.")
     return wrong

@@ -133,19 +133,14 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """The case in words."""
-        shape, draws = self.shape, {"ranks": self.ranks, "mask": self.mask, "layout": self.layout}
-        seed = shape.strides
-        if self.dtype:
-            draws |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
-            draws |= {"batch": shape.batch or "packed", "scale": f"{shape.scale}"}
-            draws |= {"strides": "contiguous" if seed is None else f"random, seed {seed}"}
-            draws |= {"latent, k_rope": shape.latent and f"{shape.latent} wide"}
-            draws |= {"method": self.method, "variant": self.variant or "-"}
-            draws |= {"differentiated": self.used, "planted": self.planted}
-            draws |= {"dS": self.ds and f"up to {self.ds * 65504:.0f}"}
-        draws = {name: str(value) for name, value in draws.items() if value}
-        return draws | {name: str(value) for name, value in self.options}
+        """The fields that differ from their defaults, and the options, as text."""
+        shape, hidden = vars(self.shape), {"function", "shape", "options", "seed", "index"}
+        fields = {x: y for x, y in vars(self).items() if y and x not in hidden}
+        of_tensors = {"scale": None, "strides": None} | shape if self.dtype else {}
+        of_tensors = {x: y for x, y in of_tensors.items() if x != "latent" or y}
+        fields |= of_tensors | dict(self.options)
+        fields["differentiated"] = fields.pop("used")
+        return {name: str(value) for name, value in fields.items()}
 
 
 @lru_cache(maxsize=64)

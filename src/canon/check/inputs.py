@@ -1,9 +1,10 @@
 """Make the inputs of a case from documents, and the expected results."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from random import Random
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.check.cases import DTYPES, Case, Masks, Shape
+from canon.check.cases import DTYPES, EXPRESSIONS, Case, Masks, Shape
 from canon.check.documents import Documents, projected
-from canon.check.planted_values import hide, plant, reach, spread
+from canon.check.planted_values import hide, plant
 from canon.reference import Layout, Mask
 from canon.route.checks import Scale, default_scale
 from canon.testing.judge import Results, dense, oracle, orders
@@ -118,7 +119,7 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
         _cancel(q, k, v, 0.9 if "last" in case.mask else 0.4)
     dlse = 4 * torch.randn(q.shape[0], q.shape[2], tokens, generator=generator)
     sink = 2 * torch.randn(q.shape[2], generator=generator) + math.log(max(1, tokens) / 4)
-    mask = _mask(case.mask, documents)
+    mask = mask_of(case.mask, documents)
     masks = mask if isinstance(mask, tuple) else (mask,) * len(q)
     last = slice(tokens - masks[0].queries, tokens)
     q, dout, dlse = q[:, last], dout[:, last], dlse[..., last]
@@ -135,7 +136,7 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
     """Give two keys about a quarter of each query's weight, and opposite values.
 
-    One is the first, one comes after ``part`` of the keys: mostly on different ranks in all layouts.
+    One is the first, one comes after ``part`` of the keys: mostly on different ranks.
     """
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
@@ -152,66 +153,42 @@ def _sequence(mask: str, documents: Documents) -> Documents:
     return Documents(documents.names * times, documents.texts * times)
 
 
-def _block_causal(documents: Documents) -> Mask:
+def block_causal(lengths: Sequence[int]) -> Mask:
     """Return the mask in which documents see themselves and earlier ones, except padding."""
-    lengths = torch.tensor(documents.lengths)
-    blocks = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    position = torch.arange(documents.tokens) / max(1, documents.tokens)
+    blocks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    position = torch.arange(len(blocks)) / max(1, len(blocks))
     q_valid = (position < 0.6) | (position > 0.7)
     return Mask.block_causal(blocks, q_valid=q_valid, k_valid=(position < 0.65) | (position > 0.8))
 
 
-def _tree(documents: Documents) -> Mask:
+def tree(lengths: Sequence[int]) -> Mask:
     """Return the mask of a tree with a node for each document, and a gap at its end."""
-    depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(documents.lengths))]
+    depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
     parents = [
         max((i for i in range(place) if depths[i] < depths[place]), default=-1)
         for place in range(len(depths))
     ]
-    lengths = [n - n // 8 for n in documents.lengths]
-    return Mask.tree([*parents, -1], [*lengths, 0], documents.cu_seqlens)
+    nodes = [n - n // 8 for n in lengths]
+    return Mask.tree([*parents, -1], [*nodes, 0], [0, *accumulate(lengths)])
 
 
-def _mask(name: str, documents: Documents) -> Masks:
+def mask_of(name: str, documents: Documents) -> Masks:
+    """Return the mask with this name in `cases.MASK_TABLE`."""
     documents = _sequence(name, documents)
-    ends, n = documents.cu_seqlens, documents.tokens
-    last, late = range(max(0, n - LAST), n), range(n - 2000, n - 2000 + FEW)
-    masks: dict[str, Callable[[], Masks]] = {
-        "documents": lambda: Mask.documents(ends),
-        "causal": lambda: Mask.causal(n),
-        "window": lambda: Mask.window(n, n // 5, 16),
-        "block_causal": lambda: _block_causal(documents),
-        "full": lambda: Mask.documents(ends, causal=False),
-        "tree": lambda: _tree(documents),
-        "last": lambda: Mask.causal(len(last), n),
-        "last full": lambda: Mask.full(len(last), n),
-        "few": lambda: Mask.causal(FEW, n),
-        "few in a window": lambda: Mask.window(n, n // 2, 5).crop(queries=late),
-        "sequences": lambda: (Mask.documents(ends), Mask.window(n, n // 3, 5)),
-        "last of sequences": lambda: (
-            Mask.causal(n).crop(queries=last),
-            Mask.window(n, n // 2, 0).crop(queries=last),
-        ),
-    }
-    same = {"wide": "causal", "cancelling": "causal", "last cancelling": "last"}
-    return masks[same.get(name, name)]()
-
-
-def planted_places(planted: str, exact: Results, x: Inputs) -> tuple[Results, Results]:
-    """Return where a planted value may spread beyond the oracle, in canon and elsewhere."""
-    share = x.q.shape[-2] // x.k.shape[-2]
-    return spread(planted, exact, share), reach(planted, exact, share, x.mask)
+    n = documents.tokens
+    names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
+    names |= {"ends": documents.cu_seqlens, "lengths": documents.lengths, "LAST": min(LAST, n)}
+    names |= {"last": range(max(0, n - LAST), n), "late": range(n - 2000, n - 2000 + FEW)}
+    return eval(EXPRESSIONS[name], names)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Exact and honest results. Distances and places of planted values widen the bounds."""
+    """The oracle's results, honest results, and distances that widen the bounds, if any."""
 
     exact: Any
     honest: list[Any]
     roundings: Results | None = None
-    spread: Results | None = None
-    reach: Results | None = None
 
 
 def judging(case: Case, x: Inputs) -> tuple[tuple[Callable[..., Any], ...], tuple]:
@@ -235,8 +212,7 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
         keys = with_projected_keys(x) if case.has_latents else x
         given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, x.sink
         distances = type(exact)(dsink=sink_roundings(*given))
-    places = planted_places(case.planted, exact, x) if case.planted else ()
-    return Expected(exact, several(*arguments), distances, *places)
+    return Expected(exact, several(*arguments), distances)
 
 
 @dataclass(frozen=True)
@@ -246,7 +222,7 @@ class FromDocuments:
     documents: Documents
 
     def mask(self, case: Case) -> Masks:
-        return _mask(case.mask, self.documents)
+        return mask_of(case.mask, self.documents)
 
     def inputs(self, case: Case, device: str) -> Inputs:
         return replace(_inputs(_key(case), self.documents, device), softcap=case.softcap)

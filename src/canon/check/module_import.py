@@ -1,7 +1,6 @@
 """Import the module of `canon check`, and keep it from ending the process."""
 
 import importlib
-import inspect
 import os
 import sys
 import traceback
@@ -12,16 +11,11 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from canon.check.cases import ATTEND, REPLICATED, parameters_of
+from canon.check.cases import WHOLE, parameters_of
 
 ENDS = ("_exit", "execv", "execve")  # functions of os that end a program without an exception
-UNUSED = (
-    "causal",
-    "is_causal",
-    "dropout_p",
-    "dropout",
-    "attn_mask",
-)  # of other libraries: the check does not pass them
+# parameters of other libraries: the check does not pass them
+UNUSED = {"causal", "is_causal", "dropout_p", "dropout", "attn_mask"}
 
 
 @contextmanager
@@ -47,10 +41,8 @@ def load(name: str) -> Any:
     """Return the module, which may be in the current folder. ValueError says why it cannot."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
-        remedy = (
-            "in the folder of the file, write `canon check "
-            f"{path.stem.strip('.') or 'my_attention'}`"
-        )
+        module = path.stem.strip(".") or "my_attention"
+        remedy = f"in the folder of the file, write `canon check {module}`"
         remedy = "export the notebook as a .py file first" if path.suffix == ".ipynb" else remedy
         raise ValueError(
             f"cannot import {name!r}: expected the name of a module, not a path; {remedy}"
@@ -63,9 +55,9 @@ def load(name: str) -> Any:
         place = f"{Path(error.filename or name).name}, line {error.lineno}"
         raise ValueError(f"cannot import {name}: syntax error in {place}: {error.msg}") from error
     except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"cannot import {name}: {error}") from error
-        raise _failed(name, error) from error
+        absent = error.name and f"{name}.".startswith(f"{error.name}.")
+        told = ValueError(f"cannot import {name}: {error}") if absent else _failed(name, error)
+        raise told from error
     except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
 
@@ -93,10 +85,8 @@ def uses_kernels(module: ModuleType) -> bool:
         one = left.pop()
         if f"{one.__name__}.".startswith(("triton.", "canon.fast.")):
             return True
-        if (
-            one.__name__ in seen
-            or folder not in Path(getattr(one, "__file__", None) or "/").resolve().parents
-        ):
+        beside = folder in Path(getattr(one, "__file__", None) or "/").resolve().parents
+        if one.__name__ in seen or not beside:
             continue
         seen.add(one.__name__)
         for value in vars(one).values():
@@ -110,27 +100,20 @@ def remarks(module: ModuleType, functions: list[str]) -> list[str]:
     """Return what the author of a module outside canon must know about its functions."""
     if module.__name__.startswith("canon."):
         return []
-    whole = {*ATTEND, *REPLICATED}
-    lines = []
-    if parts := [name for name in functions if name not in whole]:
+    lines, whole = [], WHOLE - {"prepare"}
+    if parts := ", ".join(name for name in functions if name not in whole):
         lines.append(
             "By their names, these are compared with the same functions of canon.reference: "
-            f"{', '.join(parts)}. "
-            "A function with another purpose needs another name."
+            f"{parts}. A function with another purpose needs another name."
         )
     for name in (name for name in functions if name in whole):
-        given = parameters_of(module, name)
-        if unused := [parameter for parameter in given if parameter in UNUSED]:
-            own = ", ".join(
-                f"{x}={given[x].default}"
-                for x in unused
-                if given[x].default is not inspect.Parameter.empty
-            )
+        unused = {x.name: x for x in parameters_of(module, name).values() if x.name in UNUSED}
+        own = ", ".join(f"{x}={y.default}" for x, y in unused.items() if y.default is not y.empty)
+        if unused:
             lines.append(
                 f"{name}: the check passes a mask as the argument after v, and never "
-                f"{', '.join(unused)} "
-                f"(default: {own or 'none'}). Wrap such a function: `def {name}(q, k, v): return "
-                "yours(q, k, v, causal=True)` "
-                "with --features no-mask, or make yours take a canon.Mask; dropout must be 0."
+                f"{', '.join(unused)} (default: {own or 'none'}). Wrap such a function: `def "
+                f"{name}(q, k, v): return yours(q, k, v, causal=True)` with --features no-mask, "
+                "or make yours take a canon.Mask; dropout must be 0."
             )
     return lines

@@ -52,7 +52,7 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
-    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h, dv)."""
+    """Write the value into q, k, v or dout, all (b, tokens, heads, width)."""
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
@@ -65,18 +65,16 @@ def _planted_token(name: str, mask: Mask) -> Tensor:
 
 
 def _nowhere(results: Results) -> Any:
-    return type(results)(
-        *(None if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
-    )
+    """Return False for each element."""
+    masks = (x if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
+    return type(results)(*masks)
 
 
-def spread(planted: str, exact: Results, share: int) -> Results:
-    """Return booleans: where the value may go. ``share``: query heads of a key head."""
-    places = _nowhere(exact)
-    name = planted.split(" in ")[1]
-    result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[
-        name
-    ]
+def spread(planted: str, exact: Results, share: int, mask: Masks) -> Results:
+    """Return booleans: where the value may go in canon. ``share``: query heads of a key head."""
+    places, name = _nowhere(exact), planted.split(" in ")[1]
+    moves = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}
+    result, heads = moves[name]
     of_result = getattr(places, result)
     of_result[..., -heads:, of_result.shape[-1] // 2] = True
     if name == "v":
@@ -90,16 +88,18 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
     """Return the same for a module outside canon."""
     places, name = _nowhere(exact), planted.split(" in ")[1]
     token = _planted_token(name, mask[-1] if isinstance(mask, tuple) else mask)
-    for result, place in zip(places._fields, places, strict=True):
+    of_query = {"q": ("out", "lse", "dq"), "dout": ("dq",)}.get(name, ())
+    for result, place in places._asdict().items():
         if place is None:
             continue
+        may = result in REACH[name]
         if result == "dsink":
-            place[-share:] = result in REACH[name]
+            place[-share:] = may
             continue
         place = place.transpose(-1, -2)[..., None] if result == "lse" else place
         of_last = place[-1] if place.dim() == 4 else place
-        of_last[:, -1 if result in ("dk", "dv") else slice(-share, None)] = result in REACH[name]
-        if result in {"q": ("out", "lse", "dq"), "dout": ("dq",)}.get(name, ()):
+        of_last[:, -1 if result in ("dk", "dv") else slice(-share, None)] = may
+        if result in of_query:
             of_last[token, -1] = True  # the query of the value
     return places
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, judging, planted_places, weight_of
+from canon.check.inputs import Expected, Inputs, judging, weight_of
 from canon.check.planted_values import hide, plant
 from canon.reference import Layout, Mask
 
@@ -42,8 +42,7 @@ class RandomSource:
                 _reduced(once, arguments, layout, reduce_dtype, one, order)
                 for order, one in enumerate(honest)
             ]
-        places = planted_places(case.planted, exact, x) if case.planted else ()
-        return Expected(exact, honest, distances(*arguments), *places)
+        return Expected(exact, honest, distances(*arguments))
 
 
 @lru_cache(maxsize=4)
@@ -84,7 +83,7 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return v of this size, and a dout with which dS reaches the part ``case.ds`` of float16's range.
+    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range.
 
     q and k become small, so that P is uniform. No result exceeds half of the range.
     """

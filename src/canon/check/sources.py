@@ -1,4 +1,4 @@
-"""Digest the code that a checked module runs, so that a record is only continued with the same code.
+"""Digest the code that a checked module runs: a record is only continued with the same code.
 
 It covers the source files of canon, and of a module outside canon also
 
@@ -22,21 +22,8 @@ from pathlib import Path
 
 import canon
 
-SOURCES = (
-    ".py",
-    ".pyx",
-    ".c",
-    ".cc",
-    ".cpp",
-    ".cu",
-    ".cuh",
-    ".h",
-    ".hpp",
-    ".ptx",
-    ".cubin",
-    ".so",
-    ".pyd",
-)
+SOURCES = (".py", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp",
+           ".ptx", ".cubin", ".so", ".pyd")  # fmt: skip
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of pip
 
 
@@ -62,25 +49,15 @@ def _contents(module: str) -> Iterator[tuple[str, bytes]]:
         roots = _roots(top)
         own = top == module.partition(".")[0]
         if not own and roots and all(_INSTALLED & set(root.parts) for root in roots):
-            of_distribution = (
-                metadata.packages_distributions() if of_distribution is None else of_distribution
-            )
-            records = [
-                metadata.distribution(name).read_text("RECORD")
-                for name in of_distribution.get(top, ())
-            ]
+            of_distribution = of_distribution or metadata.packages_distributions()
+            names = of_distribution.get(top, ())
+            records = [metadata.distribution(name).read_text("RECORD") for name in names]
             if records and all(records):
                 yield top, "".join(map(str, records)).encode()
                 continue
         for root in roots:
-            files = (
-                _files_below(root)
-                if root.is_dir()
-                else sorted(root.parent.iterdir())
-                if own
-                else [root]
-            )
-            for file in files:
+            files = sorted(root.parent.iterdir()) if own else [root]
+            for file in _files_below(root) if root.is_dir() else files:
                 if file.suffix in SOURCES and file.is_file():
                     text = file.read_bytes()
                     yield f"{top} {file.relative_to(root.parent)}", text
@@ -122,13 +99,8 @@ def _imported(text: bytes) -> set[str]:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module or "")
-            elif (
-                isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
-            ):
+            elif isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                names |= (
-                    {str(node.args[0].value)}
-                    if called in ("import_module", "__import__")
-                    else set()
-                )
+                for name in node.args[:1] if called in ("import_module", "__import__") else ():
+                    names |= {str(name.value)} if isinstance(name, ast.Constant) else set()
     return {name.partition(".")[0] for name in names} - {""}
