@@ -16,7 +16,7 @@ from rich.console import Console
 
 import canon
 from canon.__main__ import main
-from canon.check import cases, check_command, check_report, contract
+from canon.check import cases, check_report, contract, fixed_check
 from canon.check.cases import all_cases, covered
 from canon.check.places import place
 from canon.reference import Layout
@@ -347,11 +347,11 @@ def test_a_check_resumes(run, monkeypatch):
     words = ("canon.reference", "--tokens", 200, "--only", "merge")
     _, _, first = run(*words)
     ran = []
-    real = check_command.run_cases
+    real = fixed_check.run_cases
     noted = lambda kind, ranks, runner, *numbers: (
         ran.extend(runner.cases) or real(kind, ranks, runner, *numbers)
     )
-    monkeypatch.setattr(check_command, "run_cases", noted)
+    monkeypatch.setattr(fixed_check, "run_cases", noted)
     status, _, record = run(
         "canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume"
     )

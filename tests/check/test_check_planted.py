@@ -4,7 +4,7 @@ they say of the others.
 
 import pytest
 
-from canon.check import check_command
+from canon.check import fixed_check
 from canon.check.cases import Case, Shape
 
 ALL_NAN = """
@@ -37,7 +37,7 @@ def of_heads(run, write_module, monkeypatch):
     def check(*heads, fault="pass"):
         write_module("adding", ADDING.replace("return (", f"{fault}\n    return ("))
         case = Case("attention", "causal", "float32", Shape(heads, (16, 16)), planted="nan in k")
-        monkeypatch.setattr(check_command, "all_cases", lambda *_: [case])
+        monkeypatch.setattr(fixed_check, "all_cases", lambda *_: [case])
         status, printed, record = run("adding", "--tokens", 100)
         return status, printed.out, record["results"][0], sum(record["documents"].values())
 
