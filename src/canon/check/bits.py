@@ -2,9 +2,8 @@
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries
-again: in chunks, on ranks, beside other documents, branches, sequences or heads. A column is a
-dtype, a head width and a kernel backend. A cell names the first token and head with other bits.
+The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
+again. A column is a dtype, a head width and a kernel backend.
 """
 
 import argparse
@@ -48,7 +47,7 @@ Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype, a head width, and a kernel backend: None for modules without backends."""
+    """A dtype, a head width, and a kernel backend, if the module has some."""
 
     dtype: str
     width: int
@@ -57,7 +56,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to compute the queries of the sequence, by a function of the module."""
+    """A way to compute the queries of the sequence."""
 
     name: str
     function: str
@@ -68,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """The module, and q, k, v (1, pool, heads, width) of the whole pool."""
+    """The module, and q, k, v (1, pool, heads, width)."""
 
     module: Any
     tokens: int
@@ -79,16 +78,14 @@ class Trial:
 
     @property
     def place(self) -> slice:
-        """The tokens of the sequence in the pool."""
         return slice(BEFORE, BEFORE + self.tokens)
 
     @property
     def sequence(self) -> list[Tensor]:
-        """q, k and v of the sequence."""
         return [x[:, self.place] for x in (self.q, self.k, self.v)]
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return out (t, h, dv) and lse (h, t) of the last sequence of a call with the option."""
+        """Return out (t, h, dv) and lse (h, t) of the last sequence."""
         called = getattr(self.module, function)
         out, lse = called(*tensors, rank_invariant=True, return_lse=True, **arguments)
         return out[-1], lse[-1]
@@ -114,7 +111,6 @@ def whole(x: Trial) -> Iterator[Part]:
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of queries over the keys up to each chunk's end."""
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
@@ -122,7 +118,7 @@ def prefill(x: Trial, size: int) -> Iterator[Part]:
 
 
 def decode(x: Trial) -> Iterator[Part]:
-    """Compute single queries. The ranks divide the keys, contiguous in rank order."""
+    """Compute single queries. The ranks divide the keys."""
     q, k, v = x.sequence
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for some in x.chunks(1, x.sampled if ranks == 1 else max(2, x.sampled // 3)):
@@ -139,14 +135,13 @@ def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
 
 
 def among_documents(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the second of three packed documents."""
     mask = Mask.documents([0, BEFORE, BEFORE + x.tokens, x.q.shape[1]])
     out, lse = x.call("attention", x.q, x.k, x.v, mask=mask)
     yield x.whole(out[x.place], lse[:, x.place])
 
 
 def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree, which share its start."""
+    """Compute the sequence as the last of three branches of a tree."""
     others, tokens = list(range(BEFORE)), list(range(BEFORE, BEFORE + x.tokens))
     half, fork, late = BEFORE // 2, x.tokens // 2, x.tokens * 3 // 4
     branches = [tokens[:fork] + others[:half], tokens[:late] + others[half : BEFORE - 50], tokens]
@@ -164,7 +159,7 @@ def beside(x: Trial, dim: int) -> Iterator[Part]:
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return the rows, the base first. Rows on several ranks come for each number of ranks."""
+    """Return the rows, the base first, on each number of ranks."""
     rows = [Row("whole call", "attention", whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
         compute = partial(prefill, size=size)
@@ -209,7 +204,7 @@ def _base(x: Trial) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A picklable program for every rank. It returns a verdict for each row and column."""
+    """A program for every rank. It returns a verdict for each row and column."""
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -246,7 +241,6 @@ def _verdict(x: Trial, row: Row) -> dict[str, Any]:
 
 
 def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the verdict, with the first place of other bits than the base."""
     out, lse = _base(x)
     if row.compute is whole:
         return {"verdict": "equal", "digest": digest(out)[:12]}
@@ -311,7 +305,7 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
 
 
 def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]]:
-    """Return the verdicts of one number of ranks, an error for each cell if the world fails."""
+    """Return the verdicts of one number of ranks."""
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
     try:

@@ -73,7 +73,6 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def _check_returned(case: Case, results: Any) -> None:
-    """Raise RuntimeError unless a function returned out, or out and lse, as tensors."""
     both = case.returns_lse
     given = results if both and isinstance(results, (tuple, list)) else (results,)
     if not (len(given) == 1 + both and all(isinstance(one, Tensor) for one in given)):

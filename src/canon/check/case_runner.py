@@ -1,10 +1,9 @@
 """Run cases on all ranks of a process group.
 
     each rank   inputs -> shards -> module, twice or more; reference, once -> gather
-    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is
-                done
+    rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
-An exception of the module ends all ranks, because the others may be waiting inside the module.
+An exception of the module ends all ranks, because others may wait inside the module.
 """
 
 import json
@@ -82,7 +81,6 @@ class CaseRunner:
     def _program(
         self, case: Case
     ) -> tuple[Callable[[Any], Any], Exchange | None, Layout, Inputs | None]:
-        """Return the function of a half that computes the case on this rank, and its data."""
         rank, mask, x = dist.get_rank(), self.source.mask(case), None
         if case.dtype:
             with _inputs_lock:
@@ -120,7 +118,7 @@ class CaseRunner:
         return head | found | {"seconds": [cold, warm]}
 
     def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
-        """Return the results of a half, and the seconds until the last rank has them."""
+        """Return the results, and the seconds until the last rank has them."""
 
         def now() -> float:
             if self.device == "cuda":
@@ -142,7 +140,7 @@ class CaseRunner:
         of_reference: Results,
         unequal_runs: list[str],
     ) -> dict[str, Any]:
-        """Return faults, measures and same_bits on rank 0. A collective of distributed cases."""
+        """Return the findings on rank 0. A collective of distributed cases."""
         unequal_ranks, held_by = [], None
         if case.function in REPLICATED:
             by_rank = _gather_objects(type(first)(*(x if x is None else x.cpu() for x in first)))
@@ -207,7 +205,7 @@ def _as_rows(measures: Iterable[Measure]) -> list[dict[str, Any]]:
 def _judged_exchange(
     first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
 ) -> dict[str, Any]:
-    """Return faults, measures and same_bits of all ranks. Each judges its own results."""
+    """Return the findings of all ranks. Each judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
@@ -258,8 +256,8 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each wrong dtype, or result that was rounded to 16 bits on its way to
-    float32. With a dout of ones, and one query that sees a key, dv is the rounded P itself.
+    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before. With a
+    dout of ones, and one query that sees a key, dv is the rounded P itself.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -285,8 +283,8 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add those of dsink and dup_weight, without
-    `Layout.unshard`, which is under test.
+    """Join the shards of all ranks without `Layout.unshard`, which is under test. Add parts of
+    dsink and dup_weight.
     """
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:

@@ -2,12 +2,11 @@
 
 plain         no mask is passed, and no lse is returned
 part          a partial result of a schedule: delta is given, and the results are float32
-sequences     a tuple with a mask for each sequence
-last, few     a mask with the last queries only, or with 17 queries and 5,000 keys or more
+few           a mask with 17 queries and 5,000 keys or more
 cancelling    causal over two heavy keys with opposite values: merging in 16 bits shows
 nan in k      one element of a visible token of k is NaN
 
-Each mask has its own shape. Dtypes alternate over masks, layouts and methods.
+Dtypes alternate over masks, layouts and methods.
 """
 
 import inspect
@@ -172,22 +171,21 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-# the attention functions, and the layouts of those that make their own
 ATTEND = tuple(DECLARATIONS)
 FIXED_LAYOUTS = {name: one.layout.__name__ for name, one in DECLARATIONS.items() if one.layout}
 TAKE_A_LAYOUT = {name for name, one in DECLARATIONS.items() if not (one.is_local or one.layout)}
-REPLICATED = {"decode_attention"}  # all ranks hold the queries, and return the same bits
-WHOLE = {*ATTEND, "prepare"} | REPLICATED  # functions that compute attention from the start
-PLANS = {"dispatch", "cast_plan", "plan_report"}  # of masks alone: their cases have no dtype
+REPLICATED = {"decode_attention"}  # all ranks return the same bits
+WHOLE = {*ATTEND, "prepare"} | REPLICATED
+PLANS = {"dispatch", "cast_plan", "plan_report"}  # their cases have no dtype
 EXCHANGES = PLANS | {"group_cast", "group_reduce", "Layout"}  # `canon.check.exchanges`
 DISTRIBUTED = WHOLE - {"attention"} | EXCHANGES
 OPTIONAL = "sink", "softcap", "rank_invariant"  # parameters that a module may lack
-# names without a case: both halves share them, or they compute no result
+# names without a case
 VOCABULARY = {"Band", "Mask", "Layout", "backend", "warm_up"}
 
 
 def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
-    """Return arguments of `dispatch` with which chunks of few tokens interleave."""
+    """Return arguments of `dispatch` that let short chunks interleave."""
     tokens = (mask[0] if isinstance(mask, tuple) else mask).queries
     return dict(
         chunk=max(1, tokens // (8 * ranks)), imbalance=1.0, cells_per_us=1, tokens_per_us=1000
@@ -196,8 +194,6 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """Heads (h, g), widths (d, dv), batch and strides of the tensors."""
-
     heads: tuple[int, int]
     widths: tuple[int, int]
     batch: int = 0  # 0 means packed
@@ -208,7 +204,7 @@ class Shape:
 
 
 def _masks() -> Iterator[tuple[str, str, tuple[Shape, Shape]]]:
-    """Yield (name, expression, shapes on the CPU and on GPUs) of each mask of `MASK_TABLE`."""
+    """Yield (name, expression, shapes) of each mask."""
     for line in MASK_TABLE.splitlines()[1:]:
         name, expression, *shapes = (column.strip() for column in line.split("|"))
         on_cpu, on_gpu = (eval(f"Shape({shape})") for shape in shapes)
@@ -277,7 +273,7 @@ class Case:
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend does not support a case, "" if it does."""
+    """Return why a kernel backend does not support a case, or ""."""
     if backend not in ("gluon", "cuda") or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
     if max(case.shape.widths) > 256:
@@ -293,7 +289,7 @@ def declined_by(backend: str | None, case: Case) -> str:
 
 
 def rows() -> Iterator[tuple[str, str | None, str, dict[str, Any]]]:
-    """Yield (function, layout, mask, fields and options) of each case of `TABLE`."""
+    """Yield (function, layout, mask, fields and options) of each case."""
     for line in TABLE.splitlines()[1:]:
         function, layouts, masks, given = (column.strip() for column in line.split("|"))
         masks = masks.replace("*", ", ".join(MASKS))
@@ -346,7 +342,7 @@ def accepts(module: Any, case: Case) -> bool:
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function of the module, {} if there is none."""
+    """Return the parameters of a function, {} if there is none."""
     try:
         return inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
@@ -354,22 +350,20 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def has_option(module: Any, function: str) -> bool:
-    """Return whether the function has a parameter ``rank_invariant``."""
     return "rank_invariant" in parameters_of(module, function)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The functions of a module, sorted by whether cases test them."""
+    """The functions of a module, by whether cases test them."""
 
     tested: list[str]
     imported: list[str]  # from canon, so they are not tested
     absent: list[str]
-    untried: list[str]  # public functions of the module or of the reference without a case
+    untried: list[str]  # public functions without a case
 
 
 def covered(module: Any) -> Coverage:
-    """Return which functions of ``module`` have cases."""
     tried = {function for function, *_ in rows()}
 
     def public(half: Any) -> set[str]:

@@ -90,7 +90,7 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
 def _mistakes(
     exact: Any, x: Inputs, b: int, query: int, head: int
 ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yield a text, or one for each row, and rows of out and lse of the query under mistakes."""
+    """Yield a text, or one for each row, and rows of out and lse under mistakes."""
     device = exact.out.device
     q, k, v = (
         (t if t.dim() == 4 else t[None])[b].to(device).double()

@@ -38,7 +38,6 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """Return a row for each case, with the measure of the largest error / bound."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(
@@ -88,9 +87,7 @@ def _reason(result: dict[str, Any]) -> str:
 def _grouped(
     results: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return pairs (result, results like it). Cases of a function that are declined for the same
-    reason are one pair.
-    """
+    """Return pairs (result, results like it): cases that are declined for the same reason."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
         declined = result["verdict"] == "declined"
@@ -110,7 +107,6 @@ def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
 
 
 def _place(fault: str) -> int:
-    """Return the place of a fault in `TELLING`."""
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 

@@ -164,8 +164,7 @@ def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: An
             new and _with_scale(new, case.shape.scale, module)
             for new, case in zip(changed, cases, strict=True)
         ]
-    # Without a mask, zigzag and striped attention compute the number of tokens from their own
-    # shard.
+    # without a mask, these compute the number of tokens from their own shard
     if "no-mask" in words and not even:
         changed = [
             case
@@ -181,7 +180,7 @@ def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
 
 
 def adapted(case: Any, words: frozenset[str]) -> Any:
-    """Return the case, changed to fit the limits ``words``, or None if it cannot."""
+    """Return the case, changed to fit the limits, or None if it cannot."""
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.kind not in masks) or (

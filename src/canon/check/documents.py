@@ -111,7 +111,7 @@ def projected(
     widths: tuple[int, int],
     seed: int = 0,
 ):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32."""
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) in float32."""
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
 

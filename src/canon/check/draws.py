@@ -1,8 +1,8 @@
 """Draw the random cases of `canon check --random`.
 
 Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits
-of the module. A mask or layout is a Python expression. On GPUs a table has few shapes, because each
-is compiled."""
+of the module. On GPUs a table has few shapes, because each is compiled.
+"""
 
 import re
 from collections.abc import Callable, Collection
@@ -71,12 +71,12 @@ FOR_EACH_SEQUENCE = {
     "decode_attention",
     "dispatch",
 }
-TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
-SOFTCAPS = 1.0, 20.0  # few, because each compiles kernels of its own
-LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
-DS = (0.03, 0.3, 0.9)  # largest dS of some float16 cases, as a part of the largest float16
+TILED_TOKENS = 420  # with rank_invariant: four tiles of 128
+SOFTCAPS = 1.0, 20.0  # each compiles kernels of its own
+LARGE = (1e2, 1e4, 5e5)  # factors of scores: `canon.fast` allows 1e7
+DS = (0.03, 0.3, 0.9)  # largest dS, as a part of the largest float16
 TRIES = 2000  # draws of a case; 50 of each function
-WORK = 48  # largest `_work` of an interpreted case: about half a second
+WORK = 48  # of an interpreted case: about half a second
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Table:
 
 
 _HEADS = ((1, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-_ROWS = (  # kernels are compiled for each row: they specialise on widths, dtype and heads per group
+_ROWS = (  # kernels specialise on widths, dtype and heads per group
     ((4, 2), (64, 64), "bfloat16"),
     ((4, 1), (128, 128), "bfloat16"),
     ((2, 2), (128, 64), "float16"),
@@ -117,7 +117,7 @@ class Drawn(Case):
     seed: int = 0
     index: int = 0
     ranks: int = 1
-    ds: float = 0.0  # the largest dS as a part of the largest float16; 0: the inputs have size 1
+    ds: float = 0.0  # 0: the inputs have size 1
 
     @property
     def name(self) -> str:
@@ -145,14 +145,13 @@ class Drawn(Case):
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """Evaluate the expression of a mask or a layout."""
     names = {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
     return eval(text, names)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a module can do: its functions and the words of ``--features``."""
+    """What a module can do."""
 
     functions: Collection[str] = tuple(WEIGHTS)
     words: frozenset[str] = frozenset()
@@ -168,7 +167,7 @@ class Limits:
 def drawn(
     seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()
 ) -> Drawn:
-    """Return case ``index`` of ``seed``. Raises ValueError if no case fits the limits."""
+    """Return case ``index`` of ``seed``. Raises ValueError if none fits the limits."""
     draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
     for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
         if number % 50 == 0 and case is None:
@@ -238,7 +237,7 @@ def _drawn(
     elif variant == "plain" and replicated:
         mask, shape = f"Mask.full({evaluated(mask).queries}, {keys})", replace(shape, scale=None)
     elif variant == "plain":
-        # without a mask, a function that makes its layout assumes shards of equal length
+        # a function that makes its layout assumes shards of equal length
         n += -n % ranks
         mask, shape = f"Mask.causal({n})", replace(shape, contiguous=True, scale=None)
         layout = layout_of(draw, mask, n, ranks, fixed) if layout else None
@@ -248,8 +247,7 @@ def _drawn(
     if attends and not shape.latent:
         planted = _planted(draw, used, without_dout or used == "sum")
     unplanted = attends and variant != "plain" and not planted
-    # large scores leave all results finite, except gradients in float16, a sink's share that
-    # underflows, and projected keys, because rounding changes the largest score
+    # gradients in float16, a sink's share and projected keys would leave their ranges
     narrow = "float16" in (dtype, options.get("reduce_dtype"))
     large = unplanted and not (narrow or "sink" in options or shape.latent)
     if large and draw.random() < 1 / 10:
@@ -264,7 +262,7 @@ def _drawn(
 
 
 def _planted(draw: Random, used: str, without_dout: bool) -> str:
-    """Return a value and a tensor that the case uses, for one case in eight, else ""."""
+    """Return a value and a tensor for one case in eight, else ""."""
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 

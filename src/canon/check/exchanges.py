@@ -1,10 +1,8 @@
 """Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
     dispatch, plan_report    equal to the reference
-    cast_plan                equal to the reference; each rank receives once every token that the
-                             mask needs there
-    group_cast               rows equal to the plan's tokens of the full tensor, by source and by
-                             row there
+    cast_plan                the same; each rank receives once every token that its mask needs
+    group_cast               rows equal to the plan's tokens, by source and by row there
     group_reduce             as close to the float64 sum as float32 sums in any order
     Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 
@@ -32,9 +30,7 @@ Tables = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Answer:
-    """An expected table: equal to ``exact``, or as close to it as the sums ``honest`` in other
-    orders.
-    """
+    """An expected table, or with ``honest`` other sums that may differ as much."""
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
@@ -43,8 +39,8 @@ class Answer:
 
 
 class Exchange:
-    """A case on one rank. FUNCTION_tables returns the tables of a half. FUNCTION_answers returns
-    the expected ones, if they are not the tables of the reference.
+    """A case on one rank. The answers are the tables of the reference, unless FUNCTION_answers
+    returns them.
     """
 
     def __init__(self, case: Case, mask: Masks, layout: Layout, x: Inputs | None, rank: int):
@@ -55,11 +51,9 @@ class Exchange:
             self.mine = _tokens(layout.ranges_per_rank[rank]).to(self.full.device)
 
     def tables(self, half: Any) -> Tables:
-        """Return the tables of a half."""
         return getattr(self, f"{self.case.function}_tables")(half)
 
     def answers(self) -> dict[str, Answer]:
-        """Return the expected tables."""
         if own := getattr(self, f"{self.case.function}_answers", None):
             return own()
         return {name: Answer(table) for name, table in self.tables(reference).items()}
@@ -76,9 +70,7 @@ class Exchange:
         return {"report": by_rank, "largest": torch.tensor([[report.tokens, report.largest_chunk]])}
 
     def cast_plan_tables(self, half: Any) -> Tables:
-        """Return rows (cast, receiver, source, row at the source, token), in the plan's order, and
-        those that this rank receives in the order of tokens.
-        """
+        """Return rows (cast, receiver, source, row there, token), and those of this rank."""
         plan = half.cast_plan(self.mask, self.layout, **self.options)
         rows = [
             (cast, receiver, piece.source, piece.row + offset, token)
@@ -105,7 +97,7 @@ class Exchange:
         return reference.cast_plan(self.mask, self.layout, **self.options)
 
     def received(self, cast: int, rank: int) -> Tensor:
-        """Return the tokens that a rank receives in a cast, by source and by row there."""
+        """Return the tokens that a rank receives, by source and by row there."""
         pieces = sorted(self.plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
         return _tokens(piece.tokens for piece in pieces).to(self.full.device)
 
@@ -122,9 +114,7 @@ class Exchange:
         }
 
     def summands(self) -> tuple[Tensor, list[Tensor]]:
-        """Return random tensors of the whole sequence: the start of a sum, and a part of each
-        rank.
-        """
+        """Return the start of a sum of the whole sequence, and a part of each rank."""
         generator, like = torch.Generator().manual_seed(2), self.full
         start, *parts = (
             torch.randn(like.shape, generator=generator).to(like.device)
@@ -133,7 +123,7 @@ class Exchange:
         return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
 
     def summed(self, start: Tensor, parts: list[Tensor]) -> Answer:
-        """Return this rank's rows of the sum in float64, and of four sums in other orders."""
+        """Return this rank's rows of the sum in float64, and in four other orders."""
         generator = torch.Generator().manual_seed(3)
         start, *parts = (x[self.mine].to(start.dtype) for x in (start, *parts))
         honest = []
@@ -213,9 +203,7 @@ def _tokens(pieces: Iterable[range]) -> Tensor:
 
 
 def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
-    """Return all measures and faults. If a table must be equal, its error is the number of wrong
-    rows.
-    """
+    """Return measures and faults. The error of an exact table is its number of wrong rows."""
     measures, faults = [], []
     for name, answer in expected.items():
         mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
@@ -243,7 +231,7 @@ def _token(answer: Answer, row: int) -> str:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return booleans: the elements that are not equal. A NaN equals a NaN."""
+    """Return the elements that are not equal, as booleans. A NaN equals a NaN."""
     return (a != b) & ~((a != a) & (b != b))
 
 

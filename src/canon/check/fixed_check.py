@@ -37,7 +37,6 @@ class FixedCheck:
         self.given = arguments.module, FromDocuments(self.documents), placement.device
 
     def run(self) -> int:
-        """Run the check, and return the exit status."""
         digests, name = self.digest_runner(), self.arguments.module
         if self.arguments.digest:
             if not digests.calls:
@@ -78,7 +77,7 @@ class FixedCheck:
         return INTERRUPTED if interrupted else status
 
     def digest_runner(self) -> rank_digests.DigestRunner:
-        """Return the calls with rank_invariant=True, none if the module has limits."""
+        """Return the calls with rank_invariant=True."""
         chosen = self.dtypes, self.gpu, self.arguments.only
         calls = rank_digests.calls_of(self.module, self.placement.ranks, *chosen)
         own = any(call.case.function in self.functions.tested for call in calls)
@@ -89,7 +88,6 @@ class FixedCheck:
         return rank_digests.DigestRunner(name, (), *given, backend=backend, calls=tuple(calls))
 
     def chosen_cases(self) -> list[Case]:
-        """Return the cases of the module's functions, within its limits, that --only names."""
         cases = [
             case
             for case in all_cases(self.dtypes, self.gpu)
@@ -110,7 +108,7 @@ class FixedCheck:
         return [case for case in cases if matches(case.name, self.arguments.only)]
 
     def known_results(self, cases: list[Case]) -> dict[str, dict[str, Any]]:
-        """Return results that the record holds for the same code. Failed cases run again."""
+        """Return results of the record for the same code. Failed cases run again."""
         if not self.arguments.resume or not self.path.exists():
             return {}
         try:
@@ -132,7 +130,7 @@ class FixedCheck:
     def run_cases(
         self, cases: list[Case], known: dict[str, Any]
     ) -> tuple[list[dict[str, Any]], bool]:
-        """Run the cases without a known result. Return all results, and whether Ctrl-C came."""
+        """Return all results, and whether Ctrl-C came."""
         left, total = tuple(case for case in cases if case.name not in known), len(cases)
         kind, ranks, interrupted = self.placement.kind, self.placement.ranks, False
         name, *given = self.given
@@ -150,7 +148,6 @@ class FixedCheck:
     def report(
         self, results: list[dict[str, Any]], invariance: list[dict[str, Any]], taken: int
     ) -> int:
-        """Print the results, write the record, and return the exit status."""
         name, functions = self.arguments.module, self.functions
         self.print(check_report.table(results, name))
         check_report.faults(results, self.console)

@@ -47,7 +47,7 @@ def placed(x: Tensor, shape: Shape, heads_first: bool = False) -> Tensor:
 
 
 def with_random_strides(x: Tensor, draw: Random) -> Tensor:
-    """Return a copy of x with axes in random order, and gaps of NaN."""
+    """Return a copy with axes in random order, and gaps of NaN."""
     axes = list(range(x.dim()))
     draw.shuffle(axes)
     offset, gaps = draw.choice([0, 1, 8]), [draw.choice([0, 0, 1, 8]) for _ in axes]
@@ -75,12 +75,11 @@ class Inputs:
 
     @property
     def scaling(self) -> Scale:
-        """The scale and the soft-cap, with their defaults."""
         return default_scale(self.q, self.scale, self.softcap)
 
 
 def with_latents(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention`: a head of k is the latent, a part of v k_rope."""
+    """Return inputs of `latent_attention`: k holds the latent, v k_rope."""
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
     weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
@@ -88,12 +87,12 @@ def with_latents(x: Inputs) -> Inputs:
 
 
 def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return a projection from a latent of variance 1 to K and V of variance 1."""
+    """Return a projection from a latent to K and V, all of variance 1."""
     return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
 def with_projected_keys(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention` with K and V in float64, as the oracle has them."""
+    """Return the inputs with K and V in float64, as the oracle projects them."""
     k, v = keys_of(*(t.double() for t in (x.k, x.v, x.up_weight)), x.q.shape[-2], x.q.shape[-1])
     return replace(x, k=k, v=v)
 
@@ -154,7 +153,7 @@ def _sequence(mask: str, documents: Documents) -> Documents:
 
 
 def block_causal(lengths: Sequence[int]) -> Mask:
-    """Return the mask in which documents see themselves and earlier ones, except padding."""
+    """Return a mask in which documents see themselves and earlier ones, except padding."""
     blocks = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     position = torch.arange(len(blocks)) / max(1, len(blocks))
     q_valid = (position < 0.6) | (position > 0.7)
@@ -162,7 +161,7 @@ def block_causal(lengths: Sequence[int]) -> Mask:
 
 
 def tree(lengths: Sequence[int]) -> Mask:
-    """Return the mask of a tree with a node for each document, and a gap at its end."""
+    """Return a tree with a node for each document, and a gap at its end."""
     depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
     parents = [
         max((i for i in range(place) if depths[i] < depths[place]), default=-1)
@@ -173,7 +172,6 @@ def tree(lengths: Sequence[int]) -> Mask:
 
 
 def mask_of(name: str, documents: Documents) -> Masks:
-    """Return the mask with this name in `cases.MASK_TABLE`."""
     documents = _sequence(name, documents)
     n = documents.tokens
     names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
@@ -184,7 +182,7 @@ def mask_of(name: str, documents: Documents) -> Masks:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's results, honest results, and distances that widen the bounds, if any."""
+    """The oracle's results, honest results, and distances that widen the bounds."""
 
     exact: Any
     honest: list[Any]
@@ -192,7 +190,7 @@ class Expected:
 
 
 def judging(case: Case, x: Inputs) -> tuple[tuple[Callable[..., Any], ...], tuple]:
-    """Return oracle, orders, dense and roundings for the case, and their arguments."""
+    """Return oracle, orders, dense and roundings, and their arguments."""
     tensors = [t for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
     if case.function == "merge":
         tensors = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
@@ -217,7 +215,7 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
 
 @dataclass(frozen=True)
 class FromDocuments:
-    """Inputs and expected results of the fixed cases. Equal masks and dtypes share both."""
+    """Inputs and expected results of the fixed cases."""
 
     documents: Documents
 

@@ -38,7 +38,7 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. ValueError says why it cannot."""
+    """Return the module, which may be in the current folder. Raises ValueError."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
         module = path.stem.strip(".") or "my_attention"
@@ -63,7 +63,7 @@ def load(name: str) -> Any:
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """Return an error with one sentence, and the traceback from the module's first line."""
+    """Return an error with the traceback from the module's first line."""
     frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
     while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
         last, frames = last.tb_next, frames[1:]
@@ -78,7 +78,7 @@ def _of_import(file: str) -> bool:
 
 
 def uses_kernels(module: ModuleType) -> bool:
-    """Return whether the module, or one beside it that it imports, uses Triton or `canon.fast`."""
+    """Return whether the module, or one beside it, uses Triton or `canon.fast`."""
     folder = Path(module.__file__ or "").resolve().parent
     left, seen = [module], set()
     while left:

@@ -9,14 +9,13 @@ from canon.testing import process_groups
 
 @dataclass(frozen=True)
 class Placement:
-    """The world of a check: its kind, its device and its number of ranks."""
+    """The world of a check."""
 
     kind: str  # "threads", "processes" or "gpus": a function of `process_groups`
     device: str  # "cpu" or "cuda"
     ranks: int
 
     def describe(self, backend: str | None) -> str:
-        """Return a line for the user."""
         gpu = torch.cuda.get_device_name() if self.device == "cuda" else ""
         ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
         simulated = ", simulated" * (backend == "gluon" and self.device == "cpu")

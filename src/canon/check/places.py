@@ -23,9 +23,7 @@ def worst_places(
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of (b, t, h, width) or lse (b, h, t), head of dsink, row of
-    dup_weight.
-    """
+    """Describe the worst token or head of a tensor, or row of dup_weight."""
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dup_weight":
         row = int((got - exact).norm(dim=-1).nan_to_num(torch.inf).argmax())
@@ -55,7 +53,6 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
 
 
 def holder(layout: Layout, token: int) -> tuple[int, int]:
-    """Return the rank that holds a token, and its row there."""
     for rank in range(layout.ranks):
         rows = (layout.positions(rank) == token).nonzero()
         if len(rows):

@@ -42,7 +42,7 @@ def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
+    """Return the queries that see no key (axis 0), or the keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
         unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = (
@@ -52,26 +52,24 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
-    """Write the value into q, k, v or dout, all (b, tokens, heads, width)."""
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
 
 
 def _planted_token(name: str, mask: Mask) -> Tensor:
-    """Return the middle visible token, nothing if no token is visible."""
+    """Return the middle visible token, if any."""
     seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
     return seen[len(seen) // 2 :][:1]
 
 
 def _nowhere(results: Results) -> Any:
-    """Return False for each element."""
     masks = (x if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
     return type(results)(*masks)
 
 
 def spread(planted: str, exact: Results, share: int, mask: Masks) -> Results:
-    """Return booleans: where the value may go in canon. ``share``: query heads of a key head."""
+    """Return where the value may go. ``share``: query heads of a key head."""
     places, name = _nowhere(exact), planted.split(" in ")[1]
     moves = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}
     result, heads = moves[name]
@@ -107,9 +105,8 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
 def exempted(
     got: Results, exact: Results, places: Any
 ) -> tuple[Results, dict[str, tuple[int, int]]]:
-    """Replace values by the oracle's at ``places`` where only the oracle's are finite.
-
-    Return the results, and for each tensor the numbers of these and of all finite values.
+    """Replace values by the oracle's at ``places`` where only the oracle's are finite. Return the
+    results, and by tensor the numbers of these and of all finite values.
     """
     judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):

@@ -40,9 +40,7 @@ def record_of(module: str) -> Path:
 def run(
     arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any
 ) -> bool:
-    """Check the cases, print failures, write the record. Return whether some agree, and none is
-    wrong.
-    """
+    """Return whether some cases agree, and none is wrong. Raises ValueError and Interrupted."""
     path, ranks = arguments.record or record_of(arguments.module), arguments.ranks or RANKS
     limits = _limits(module, contract.features(arguments.features or ""))
     limited = arguments.backend if arguments.backend in ("gluon", "cuda") else ""
@@ -85,7 +83,6 @@ def run(
 
 
 def _limits(module: Any, words: frozenset[str]) -> Limits:
-    """Return what the module can do. Raises ValueError if it has no function with random cases."""
     functions = covered(module).tested
     if not WEIGHTS.keys() & set(functions):
         names = ", ".join(sorted(WEIGHTS))
@@ -118,7 +115,6 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> d
 
 
 def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
-    """Return the command that runs ``count`` cases, starting with case ``first``."""
     module = [arguments.module] if arguments.module != "canon.fast" else []
     defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": 2, "features": None}
     given = {name: getattr(arguments, name) for name in defaults}
@@ -195,7 +191,6 @@ def _read(path: Path, module: str) -> dict[str, Any]:
 
 
 def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of ``kept`` with the key of ``run``, which is added if there is none."""
     for known in kept["runs"]:
         if all(known.get(name) == run[name] for name in KEY):
             return known

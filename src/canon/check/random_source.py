@@ -22,7 +22,7 @@ from canon.reference import Layout, Mask
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Inputs and expected results of the cases of `canon.check.draws`."""
+    """Inputs and expected results of random cases."""
 
     def mask(self, case: Drawn) -> Masks:
         return evaluated(case.mask)
@@ -117,7 +117,7 @@ def _reduced(
     honest: Any,
     order: int,
 ) -> Any:
-    """Return ``honest`` with the gradients of keys as sums of the ranks' parts."""
+    """Return ``honest`` with the gradients of keys as sums of parts of the ranks."""
     *tensors, dout, mask, scale, dlse, sink = arguments
     names = ("dlatent", "dk_rope") if hasattr(honest, "dlatent") else ("dk", "dv")
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()

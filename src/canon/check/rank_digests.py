@@ -72,7 +72,7 @@ def calls_of(
 
 @dataclass(frozen=True)
 class DigestRunner(CaseRunner):
-    """A picklable program for every rank: it returns the digests of each call."""
+    """A program for every rank: it returns the digests of each call."""
 
     calls: tuple[RankedCall, ...] = ()
 
@@ -92,7 +92,7 @@ class DigestRunner(CaseRunner):
 
 
 def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
-    """Run the calls, and return a result for each input."""
+    """Return a result for each input."""
     found: dict[RankedCall, tuple[str, ...]] = {}
     failures: dict[RankedCall, str] = {}
     for ranks in sorted({call.ranks for call in runner.calls}):
@@ -120,7 +120,6 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print digests and faults. ``alone``: without the number of calls."""
     for result in results:
         if result["digest"]:
             line, calls = f"{result['inputs']} {result['digest']}", len(result["calls"])

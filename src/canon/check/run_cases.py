@@ -29,10 +29,10 @@ from canon.check.cases import WHOLE, Case, declined_by
 from canon.testing import process_groups
 
 Show = Callable[[Iterable[dict[str, Any]]], None]
-PART = 4  # cases that a fork takes at once: neighbours often have the same inputs
-_RESTARTS = 5  # new process groups after failures; there is no limit for threads
+PART = 4  # cases of a fork: neighbours share inputs
+_RESTARTS = 5  # new groups of processes after failures
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-LIMITS = {  # part of an error: the word of --features for a module that raises it
+LIMITS = {  # part of an error: the word of --features
     "unexpected keyword argument 'return_lse'": "no-lse",
     "unexpected keyword argument": "no-options",
     "positional arguments but": "no-mask",
@@ -74,7 +74,7 @@ def _in_order(runner: CaseRunner, results: dict[str, Any]) -> list[dict[str, Any
 
 @contextmanager
 def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
-    """Yield a function that shows results as they come."""
+    """Yield a function that shows results."""
     console, numbers = Console(stderr=True), count(before + 1)
     with Progress(
         *COLUMNS, console=console, transient=True, disable=not console.is_terminal
@@ -92,7 +92,7 @@ def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
 
 
 def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show) -> None:
-    """Run all cases on process groups, a new one after each failure."""
+    """Run all cases, on a new process group after each failure."""
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results |= {
         name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason
@@ -123,7 +123,6 @@ def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], sho
 
 @contextmanager
 def _following(sink: Path, results: dict[str, Any], show: Show) -> Iterator[None]:
-    """Add the results that a process group writes to the file."""
     ended = threading.Event()
 
     def follow() -> None:
@@ -145,7 +144,7 @@ def _following(sink: Path, results: dict[str, Any], show: Show) -> Iterator[None
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks, 1 if so few cases take less time than forks save."""
+    """Return the number of forks, 1 if so few cases would not gain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 

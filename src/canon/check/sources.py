@@ -1,11 +1,10 @@
 """Digest the code that a checked module runs: a record is only continued with the same code.
 
-It covers the source files of canon, and of a module outside canon also
+It covers canon, and of a module outside canon also
 
-    its own code         of its top-level package, or of its folder if it is a single file
-    what it imports      directly or through others, in functions too: the file of a module, or all
-                         of a package
-    what pip installed   of the packages that it imports: the hashes in RECORD
+    its own code         its top-level package, or its folder if it is a single file
+    what it imports      directly or through others, in functions too
+    what pip installed   the hashes in RECORD of these packages
 
 Python's library, and code that is loaded under a computed name, are left out.
 """
@@ -28,7 +27,7 @@ _INSTALLED = {"site-packages", "dist-packages"}  # folders of pip
 
 
 def digest(module: str) -> str:
-    """Return 16 hexadecimal digits that change with the code of canon or of the module."""
+    """Return 16 hexadecimal digits that change with the code."""
     total = hashlib.sha256()
     for name, text in _contents(module):
         total.update(f"{name} {len(text)} ".encode() + text)
@@ -36,7 +35,6 @@ def digest(module: str) -> str:
 
 
 def _contents(module: str) -> Iterator[tuple[str, bytes]]:
-    """Yield a name and the bytes of each file."""
     root = Path(canon.__file__).parent
     for file in _files_below(root):
         yield str(file.relative_to(root)), file.read_bytes()
@@ -66,7 +64,7 @@ def _contents(module: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _roots(top: str) -> list[Path]:
-    """Return the folders of a top-level package, or the file of a module; [] if there is none."""
+    """Return the folders of a package, or the file of a module."""
     found = None
     with suppress(ImportError, ValueError, AttributeError):
         found = find_spec(top)
@@ -78,7 +76,7 @@ def _roots(top: str) -> list[Path]:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return the source files of a folder, and of those that links in it lead to."""
+    """Return the source files of a folder, links followed."""
     found, seen = [], set()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
@@ -91,7 +89,7 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _imported(text: bytes) -> set[str]:
-    """Return the first names of all modules that a source file imports by name."""
+    """Return the first names of all modules that a file imports by name."""
     names: set[str] = set()
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):

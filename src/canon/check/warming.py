@@ -22,7 +22,7 @@ def worth_it(device: str) -> bool:
 
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
-    """Compile the kernels of ``groups``, pairs (ranks, runner). Return a line for the user."""
+    """Compile the kernels of pairs (ranks, runner). Return a line for the user."""
     from canon.fast.ahead.compilation import compile_ahead
 
     first = groups[0][1]
@@ -44,7 +44,6 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 def collect(
     groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None
 ) -> None:
-    """Run all cases, and call ``progress(cases)`` after each case."""
     done = 0
     for ranks, runner in groups:
         for case in runner.cases:
