@@ -1,7 +1,6 @@
 """Find the mistake that a wrong result looks as if a module had made.
 
-It must give out and lse of the worst query of out, up to `CLOSE` of their error, and rounding. A
-factor must hold for a whole tensor. Otherwise the worst place says where to look (`places`).
+It must give out and lse of the worst query of out. A factor must hold for a whole tensor.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
-A text such as "nan in k" gives the value and the tensor. The element is the middle one of the
-middle visible token in the last sequence and head. Beyond the results of the oracle, a kernel of
-canon, which multiplies hidden elements by 0, may reach these:
+The element is the middle one of the middle visible token, in the last sequence and head. Beyond
+the results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
