@@ -9,6 +9,7 @@ simulator, or have the mark interpreted.
 import importlib
 import json
 import os
+import shlex
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
@@ -206,16 +207,17 @@ def own_errors():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Return ``run(*words)``: run `canon check` in an empty folder, and return (status, output,
-    record).
+    """Return ``run(line, *words)``: run `canon check` in an empty folder, and return (status,
+    output, record).
     """
     from canon.__main__ import main
 
     monkeypatch.chdir(tmp_path)
 
-    def run(*words):
-        status = main(["check", *map(str, words)])
-        module = str(words[0]) if words and not str(words[0]).startswith("-") else "canon.fast"
+    def run(line, *more):
+        words = [*(shlex.split(line) or [line]), *map(str, more)]
+        status = main(["check", *words])
+        module = "canon.fast" if words[0].startswith("-") else words[0]
         name = f"random.{module}.json" if "--random" in words else "record.json"
         kept = tmp_path / "canon-check" / name
         return status, capsys.readouterr(), json.loads(kept.read_text()) if kept.exists() else None

@@ -10,7 +10,6 @@ SUFFIXES = {".py", ".c", ".cu", ".cuh", ".h"}
 LONGER = {  # files with their own limits, which may fall and not rise
     "fast/kernels/gluon/launch.py": 538,
     "paper/kernel_tables.py": 557,
-    "src/canon/check/check_command.py": 559,
     "tests/faces/test_arguments.py": 630,
     "tests/testing/test_judge.py": 466,
     "tests/masks/test_mask_arguments.py": 454,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import canon
-from canon.check import check_command, sources
+from canon.check import sources
+from canon.check.placement import placement
 
 pytestmark = pytest.mark.interpreted
 
@@ -112,7 +113,7 @@ def verdicts(record):
 
 
 def test_the_reference_agrees_with_itself(run):
-    status, printed, record = run("canon.reference", "--tokens", 60, "--ranks", 2)
+    status, printed, record = run("canon.reference --tokens 60 --ranks 2")
     assert status == 0
     assert "cases agree." in printed.out
     tried = {result["case"].split("/")[0] for result in record["results"]}
@@ -147,24 +148,15 @@ def test_the_reference_agrees_with_itself(run):
 
 
 def test_the_portable_kernels_agree(run, documents):
-    status, printed, record = run(
-        "canon.fast",
-        "--ranks",
-        3,
-        "--documents",
-        documents,
-        "--tokens",
-        230,
-        "--only",
-        "zigzag_attention/*/documents",
-    )
+    line = "--ranks 3 --tokens 230 --only 'zigzag_attention/*/documents' --documents"
+    status, printed, record = run(line, documents)
     assert status == 0, printed.out
     assert len(record["results"]) == 2
 
 
 def test_the_hopper_kernels_agree_where_they_are_simulated(run, documents):
-    words = ("--ranks", 2, "--documents", documents, "--tokens", 230, "--backend", "gluon")
-    status, printed, record = run("canon.fast", *words, "--only", "zigzag_attention/*/documents")
+    line = "--backend gluon --ranks 2 --tokens 230 --only 'zigzag_attention/*/documents'"
+    status, printed, record = run(line + " --documents", documents)
     assert status == 0, printed.out
     assert "simulated" in record["world"]
     assert "--backend gluon" in record["command"]
@@ -176,7 +168,7 @@ def test_the_hopper_kernels_agree_where_they_are_simulated(run, documents):
 
 def test_a_faulty_module_disagrees(run, write_module):
     write_module("faulty_attention", FAULTY.format(factor=1.01))
-    status, printed, record = run("faulty_attention", "--tokens", 200, "--only", "zigzag")
+    status, printed, record = run("faulty_attention --tokens 200 --only zigzag")
     assert status == 1
     assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
         "zigzag_attention": "disagrees"
@@ -211,9 +203,7 @@ def test_a_module_that_raises_on_one_rank_fails_that_case_alone(run, write_modul
         1,
     )
     write_module("raising_attention", text)
-    status, printed, record = run(
-        "raising_attention", "--tokens", 200, "--only", "zigzag/documents"
-    )
+    status, printed, record = run("raising_attention --tokens 200 --only zigzag/documents")
     assert status == 1
     assert {name: verdict for name, verdict in verdicts(record).items() if verdict != "agrees"} == {
         "zigzag_attention": "failed"
@@ -271,7 +261,7 @@ def test_more_runs_find_rare_faults(run, write_module):
 def test_wrong_moves_plans_and_sums_disagree(fault, run, write_module):
     message, function, change = WRONG_MOVES[fault]
     write_module("moving", MOVES.format_map(defaultdict(lambda: "pass", change)))
-    status, printed, record = run("moving", "--tokens", 200, "--dtype", "float32")
+    status, printed, record = run("moving --tokens 200 --dtype float32")
     assert status == 1
     assert {name for name, verdict in verdicts(record).items() if verdict != "agrees"} == {function}
     assert message in printed.out
@@ -280,15 +270,7 @@ def test_wrong_moves_plans_and_sums_disagree(fault, run, write_module):
 
 def test_processes_agree_too(run):
     status, printed, _ = run(
-        "canon.reference",
-        "--world",
-        "processes",
-        "--ranks",
-        2,
-        "--tokens",
-        200,
-        "--only",
-        "zigzag/causal",
+        "canon.reference --world processes --ranks 2 --tokens 200 --only zigzag/causal",
     )
     assert status == 0, printed
 
@@ -303,45 +285,42 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
         monkeypatch.delenv("TRITON_INTERPRET")
-        assert astuple(check_command._placement("auto", ranks)) == expected
-        assert astuple(check_command._placement("processes", ranks))[:2] == ("processes", "cpu")
+        assert astuple(placement("auto", ranks)) == expected
+        assert astuple(placement("processes", ranks))[:2] == ("processes", "cpu")
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert astuple(check_command._placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
+        assert astuple(placement("auto", ranks)) == ("threads", "cpu", ranks or 4)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("line", "message"),
     [
-        (["no.such.module"], "cannot import no.such.module"),
-        (["canon.reference", "--only", "nothing"], "no case matches 'nothing'"),
-        (["canon.reference", "--ranks", "0"], "--ranks must be at least 1"),
-        (["canon.reference", "--runs", "0"], "--runs must be at least 1"),
-        (["canon.reference", "--documents", "missing.txt"], "no such file or folder: missing.txt"),
-        (["canon.testing.record"], "has none of the functions"),
-        (["canon.reference", "--dtype", "int8"], "invalid choice: 'int8'"),
-        (["canon.reference", "--backend", "gluon"], "canon.reference has no backends"),
-        (["canon.reference", "--world", "gpus", "--ranks", "99"], "a GPU for each rank: 99 ranks"),
-        (["--backend", "cuda"], "--backend cuda needs a GPU"),
-        (["--backend", "cuda", "--random", "5"], "--backend cuda needs a GPU"),
+        ("no.such.module", "cannot import no.such.module"),
+        ("canon.reference --only nothing", "no case matches 'nothing'"),
+        ("canon.reference --ranks 0", "--ranks must be at least 1"),
+        ("canon.reference --runs 0", "--runs must be at least 1"),
+        ("canon.reference --documents missing.txt", "no such file or folder: missing.txt"),
+        ("canon.testing.record", "has none of the functions"),
+        ("canon.reference --dtype int8", "invalid choice: 'int8'"),
+        ("canon.reference --backend gluon", "canon.reference has no backends"),
+        ("canon.reference --world gpus --ranks 99", "a GPU for each rank: 99 ranks"),
+        ("--backend cuda", "--backend cuda needs a GPU"),
+        ("--backend cuda --random 5", "--backend cuda needs a GPU"),
+        ("canon.reference --features causal,fast", "--features fast: expected one or more of"),
+        ("canon.reference --features batched,packed", "expected one of them"),
+        ("canon.reference --features no-mask,full", "allows causal only"),
+        ("--random 0", "--random needs N >= 1"),
+        ("--random 1 --ranks 9", "--ranks from 1 to 8"),
         (
-            ["canon.reference", "--features", "causal,fast"],
-            "--features fast: expected one or more of",
+            "--random 2 --only 'no such mask'",
+            "no function or mask of these cases has 'no such mask",
         ),
-        (["canon.reference", "--features", "batched,packed"], "expected one of them"),
-        (["canon.reference", "--features", "no-mask,full"], "allows causal only"),
-        (["--random", "0"], "--random needs N >= 1"),
-        (["--random", "1", "--ranks", "9"], "--ranks from 1 to 8"),
-        (
-            ["--random", "2", "--only", "no such mask"],
-            "no function or mask of these cases has 'no such mask'",
-        ),
-        (["--random", "1", "--dtype", "float32", "--resume"], "leave --dtype, --resume out"),
-        (["canon.reference", "--seed", "3"], "--seed and --first need --random N"),
-        (["canon.reference", "--fresh"], "--fresh needs --random N"),
+        ("--random 1 --dtype float32 --resume", "leave --dtype, --resume out"),
+        ("canon.reference --seed 3", "--seed and --first need --random N"),
+        ("canon.reference --fresh", "--fresh needs --random N"),
     ],
 )
-def test_invalid_arguments_are_errors(run, words, message):
-    status, printed, _ = run(*words)
+def test_invalid_arguments_are_errors(run, line, message):
+    status, printed, _ = run(line)
     assert status == 2
     assert message in printed.err
 

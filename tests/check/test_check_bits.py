@@ -49,7 +49,7 @@ def magi_attention(q, k, v, mask, layout, *, rank_invariant=False, return_lse=Fa
 def decode_attention(q, k, v, mask=None, *, rank_invariant=False, return_lse=False):
     return rounded(reference.decode_attention, q, k, v)
 """
-WORDS = ("--bits", "--dtype", "float32", "--ranks", 3, "--tokens", 300)
+LINE = "--bits --dtype float32 --ranks 3 --tokens 300"
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def check(run, write_module, tmp_path):
 
     def check(*words, fault="pass", ranks=0):
         write_module("exact", EXACT.format(fault=fault, ranks=ranks))
-        status, printed, _ = run(*WORDS, *words, "exact")
+        status, printed, _ = run(LINE, *words, "exact")
         results = json.loads((tmp_path / "canon-check" / "bits.json").read_text())["results"]
         return status, printed.out, [x for x in results if x["verdict"] != "equal"]
 
@@ -124,7 +124,7 @@ def test_a_layout_without_whole_tiles_may_be_refused_and_an_error_may_not(
         "reference.strided_attention"
     )
     write_module("own", own.format(body))
-    status, printed, _ = run(*WORDS, "--only", "strided*", "own")
+    status, printed, _ = run(LINE, "--only", "strided*", "own")
     assert status == 0
     assert (
         "strided_attention, striped: ValueError: strided_attention: rank_invariant=True needs "
@@ -133,26 +133,24 @@ def test_a_layout_without_whole_tiles_may_be_refused_and_an_error_may_not(
     write_module(
         "raises", own.format(("if len(q) > 1: raise ValueError('one sequence only')\n    ") + body)
     )
-    status, printed, _ = run(*WORDS, "--only", "beside*", "raises")
+    status, printed, _ = run(LINE, "--only", "beside*", "raises")
     assert status == 1
     assert "beside another sequence of a batch: ValueError: one sequence only" in printed.out
 
 
 def test_arguments_that_do_not_fit_get_one_sentence(run, write_module):
     write_module("plain", "def attention(q, k, v, mask): return q")
-    status, printed, _ = run("--bits", "plain")
+    status, printed, _ = run("--bits plain")
     assert status == 2
     assert "plain has no function attention with this keyword" in printed.err
-    status, printed, _ = run("--bits", "--resume", "--seed", 3)
+    status, printed, _ = run("--bits --resume --seed 3")
     assert (status, "leave --seed, --resume out" in printed.err) == (2, True)
-    status, printed, _ = run("--bits", "--only", "nothing", "canon.reference")
+    status, printed, _ = run("--bits --only nothing canon.reference")
     assert (status, "no row matches 'nothing'" in printed.err) == (2, True)
 
 
 def test_canon_fast_keeps_its_bits_on_two_ranks(run):
-    status, printed, _ = run(
-        "--bits", "--ranks", 2, "--tokens", 140, "--dtype", "float32", "--only", "_attention,"
-    )
+    status, printed, _ = run("--bits --ranks 2 --tokens 140 --dtype float32 --only _attention,")
     assert status == 0, printed.out
     assert "4 of 4 cells have equal bits." in printed.out
 

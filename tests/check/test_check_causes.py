@@ -159,17 +159,8 @@ CAUSES = ("as if", "times the expected", "sees no key")
 def test_a_stated_cause_is_the_planted_one(fault, run, write_module):
     case, first, causes, lines = FAULTS[fault]
     write_module("dense", DENSE.format_map(RIGHT | lines))
-    words = (
-        "--tokens",
-        200,
-        "--only",
-        f"attention/{case}*",
-        "--features",
-        "forward,finite",
-        "--runs",
-        1,
-    )
-    status, _, record = run("dense", *words, "--dtype", "float32")
+    line = f"dense --tokens 200 --only 'attention/{case}*' --features forward,finite --runs 1"
+    status, _, record = run(line, "--dtype", "float32")
     assert status == 1
     for result in (r for r in record["results"] if r["verdict"] != "agrees"):
         stated = [text for text in result["faults"] if any(word in text for word in CAUSES)]
@@ -182,7 +173,7 @@ def test_a_stated_cause_is_the_planted_one(fault, run, write_module):
 def test_the_planted_module_is_right_without_a_fault(run, write_module):
     write_module("dense", DENSE.format_map(RIGHT))
     status, printed, _ = run(
-        "dense", "--tokens", 200, "--only", "attention", "--features", "forward,finite,one-mask"
+        "dense --tokens 200 --only attention --features forward,finite,one-mask"
     )
     assert status == 0, printed.out
 

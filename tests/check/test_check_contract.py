@@ -16,7 +16,7 @@ from rich.console import Console
 
 import canon
 from canon.__main__ import main
-from canon.check import cases, check_command, check_report, contract
+from canon.check import cases, check_report, contract, fixed_check
 from canon.check.cases import all_cases, covered
 from canon.check.places import place
 from canon.reference import Layout
@@ -57,7 +57,7 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     status, printed, _ = run("--template")
     assert status == 0
     write_module("my_attention", printed.out)
-    status, printed, record = run("my_attention", "--tokens", 200)
+    status, printed, record = run("my_attention --tokens 200")
     assert status == 0, printed.out
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
         "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
@@ -70,7 +70,7 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     assert len([line for line in lines if line.startswith("│")]) == 1, "one row of the table"
     # three with a visible NaN
     assert sum(name.startswith("attention/") for name in verdicts(record)) == 14
-    status, printed, _ = run("my_attention", "--random", 20, "--seed", 7)
+    status, printed, _ = run("my_attention --random 20 --seed 7")
     assert status == 0, "random cases pass no option that the functions lack"
 
 
@@ -83,20 +83,19 @@ def test_help_names_the_conventions_and_every_feature(run):
         *contract.WORDS,
     ):
         assert word in " ".join(printed.out.split()), word
-    for name in covered(canon.reference, canon.reference).tested:
+    for name in covered(canon.reference).tested:
         assert name in printed.out, "the help names every function with cases"
 
 
 def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     write_module("plain_attention", PLAIN)
-    words = ("plain_attention", "--tokens", 200)
-    status, printed, _ = run(*words)
+    status, printed, _ = run("plain_attention --tokens 200")
     assert status == 1
     assert (
         "if attention has no such argument, check the module with --features no-lse"
     ) in " ".join(printed.out.split())
     limits = "no-mask,equal-heads,equal-widths,batched"
-    status, printed, record = run(*words, "--features", limits)
+    status, printed, record = run("plain_attention --tokens 200 --features", limits)
     assert status == 0, printed.out
     assert list(verdicts(record)) == [
         "attention/causal/float32/plain",
@@ -122,10 +121,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
 def test_the_reference_agrees_under_every_limit(words, run):
     status, printed, record = (
         run(
-            "canon.reference",
-            "--tokens",
-            150,
-            "--features",
+            "canon.reference --tokens 150 --features",
             words,
             "--only",
             "attention/*causal*",
@@ -133,9 +129,7 @@ def test_the_reference_agrees_under_every_limit(words, run):
             3,
         )
         if "documents" not in words
-        else run(
-            "canon.reference", "--tokens", 150, "--features", words, "--only", "zigzag_attention"
-        )
+        else run("canon.reference --tokens 150 --features", words, "--only", "zigzag_attention")
     )
     assert status == 0, printed.out
     assert record["results"]
@@ -149,7 +143,7 @@ def test_the_reference_agrees_under_every_limit(words, run):
 def test_a_failure_names_token_rank_and_head(run, write_module):
     write_module("off_attention", OFF)
     status, printed, record = run(
-        "off_attention", "--tokens", 200, "--only", "zigzag_attention/zigzag/documents"
+        "off_attention --tokens 200 --only zigzag_attention/zigzag/documents"
     )
     assert status == 1
     result, _with_sink = record["results"]
@@ -191,18 +185,14 @@ MISTAKES = {  # message: (case, line of the module)
 def test_a_failing_case_names_the_mistake(message, run, write_module):
     case, line = MISTAKES[message]
     write_module("mistaken", MISTAKEN.format(line=line))
-    _, printed, record = run(
-        "mistaken", "--tokens", 200, "--only", f"attention/{case}*", "--runs", 1
-    )
+    _, printed, record = run("mistaken --tokens 200 --only", f"attention/{case}*", "--runs", 1)
     assert message in record["results"][0]["faults"][0]
     assert message in printed.out
 
 
 def test_large_ratios_have_a_short_form(run, write_module):
     write_module("mistaken", MISTAKEN.format(line="v = 1e9 * v"))
-    _, printed, _ = run(
-        "mistaken", "--tokens", 200, "--only", "attention/causal/float32", "--runs", 1
-    )
+    _, printed, _ = run("mistaken --tokens 200 --only attention/causal/float32 --runs 1")
     row = next(line for line in printed.out.splitlines() if line.startswith("│"))
     assert float(row.split("│")[5]) > 1e6
     assert len(row.split("│")[5].strip()) == 5
@@ -226,7 +216,7 @@ def group_reduce(y, plan, stage, into, *, group=None):
     return total
 """
     write_module("moved", text)
-    _, _, record = run("moved", "--tokens", 200, "--only", "group_*/striped/documents/*one_cast")
+    _, _, record = run("moved --tokens 200 --only 'group_*/striped/documents/*one_cast'")
     cast, reduced = (result["faults"] for result in record["results"])
     assert cast[0].startswith("rank 2: cast 0: 1 of ")
     tokens = sum(record["documents"].values())
@@ -257,7 +247,7 @@ def test_the_same_nan_in_two_runs_counts_as_the_same_bits(run, write_module):
     )
     text += "    return out * float('nan'), lse\n"
     write_module("not_a_number", text)
-    _, _, record = run("not_a_number", "--tokens", 150, "--only", "merge/documents")
+    _, _, record = run("not_a_number --tokens 150 --only merge/documents")
     (result,) = record["results"]
     assert result["faults"][0].startswith("out is worst at token 0"), (
         "the place stands before the norms"
@@ -344,25 +334,22 @@ def test_ctrl_c_keeps_the_finished_cases(tmp_path):
 
 
 def test_a_check_resumes(run, monkeypatch):
-    words = ("canon.reference", "--tokens", 200, "--only", "merge")
-    _, _, first = run(*words)
+    _, _, first = run("canon.reference --tokens 200 --only merge")
     ran = []
-    real = check_command.run_cases
+    real = fixed_check.run_cases
     noted = lambda kind, ranks, runner, *numbers: (
         ran.extend(runner.cases) or real(kind, ranks, runner, *numbers)
     )
-    monkeypatch.setattr(check_command, "run_cases", noted)
-    status, _, record = run(
-        "canon.reference", "--tokens", 200, "--only", "[am]*documents*", "--resume"
-    )
+    monkeypatch.setattr(fixed_check, "run_cases", noted)
+    status, _, record = run("canon.reference --tokens 200 --only '[am]*documents*' --resume")
     assert status == 0
     assert verdicts(first).keys() & verdicts(record).keys() == {"merge/documents/bfloat16"}
     assert {case.name for case in ran} == verdicts(record).keys() - verdicts(first).keys()
     ran.clear()
-    run("canon.reference", "--tokens", 400, "--only", "merge", "--resume")
+    run("canon.reference --tokens 400 --only merge --resume")
     assert len(ran) == 3, "other documents"
     ran.clear()
-    run("canon.reference", "--tokens", 400, "--only", "merge")
+    run("canon.reference --tokens 400 --only merge")
     assert len(ran) == 3, "without --resume"
 
 

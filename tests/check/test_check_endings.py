@@ -25,7 +25,7 @@ ENDS = [
     "raise SystemExit",
     "os.execv('/bin/true', ['true'])",
 ]
-ONLY = ("--tokens", 100, "--only", "attention/causal/float32", "--runs", 1)
+ONLY = " --tokens 100 --only attention/causal/float32 --runs 1"
 
 
 @pytest.mark.parametrize("ends", ENDS)
@@ -40,7 +40,7 @@ def test_a_module_that_ends_the_process_does_not_end_the_check_with_0(
         + BODY
         + ends * (place == "at import"),
     )
-    status, printed, _ = run("ending", *ONLY)
+    status, printed, _ = run("ending" + ONLY)
     if place == "at import":
         assert status == 2
         assert printed.err.startswith("canon check: cannot import ending: it raises SystemExit")
@@ -56,19 +56,8 @@ def test_a_rank_process_that_ends_with_0_fails(run, write_module):
         FUNCTION.replace("attention(", "ring_attention(").replace("mask", "mask=None, layout")
         + "os._exit(0)\n",
     )
-    words = (
-        "--world",
-        "processes",
-        "--ranks",
-        2,
-        "--tokens",
-        60,
-        "--only",
-        "ring_attention/zigzag/causal/*/plain",
-        "--runs",
-        1,
-    )
-    status, printed, _ = run("ending", *words)
+    line = "ending --world processes --ranks 2 --tokens 60 --runs 1 --only"
+    status, printed, _ = run(line, "ring_attention/zigzag/causal/*/plain")
     assert status == 1
     assert "ended with exit code 0" in printed.out
 
@@ -101,7 +90,7 @@ def test_a_rank_process_that_ends_with_0_does_not_keep_the_others_until_the_time
 )
 def test_results_of_another_type_are_named(returned, sentence, run, write_module):
     write_module("other", FUNCTION + f"q = q.detach()\n    return {returned}\n")
-    status, printed, _ = run("other", *ONLY)
+    status, printed, _ = run("other" + ONLY)
     assert status == 1
     assert sentence in " ".join(printed.out.split())
 
@@ -117,13 +106,13 @@ def test_a_path_instead_of_a_name_is_refused_with_a_remedy(name, run):
 
 
 def test_tokens_below_1_are_refused(run):
-    status, printed, _ = run("canon.reference", "--tokens", 0)
+    status, printed, _ = run("canon.reference --tokens 0")
     assert (status, printed.err) == (2, "canon check: --tokens must be at least 1, got 0\n")
 
 
 def test_a_part_with_other_arguments_gets_no_remedy_of_attention(run, write_module):
     write_module("own", "def merge(outs, lses):\n    return outs\n")
-    _, printed, _ = run("own", "--tokens", 60, "--only", "merge/documents", "--runs", 1)
+    _, printed, _ = run("own --tokens 60 --only merge/documents --runs 1")
     assert "--features" not in printed.out
     assert "merge must take the arguments of canon.reference" in " ".join(printed.out.split())
 
@@ -147,12 +136,12 @@ def test_a_module_without_a_judged_case_does_not_end_with_0(options, run, write_
         "NotImplementedError('later')\n"
     )
     write_module("later", text)
-    assert run("later", "--tokens", 40, *options)[0] == 1
+    assert run("later --tokens 40", *options)[0] == 1
 
 
 def test_bits_without_a_compared_row_do_not_end_with_0(run):
     status, printed, _ = run(
-        "canon.reference", "--bits", "--tokens", 300, "--only", "whole call", "--dtype", "float32"
+        "canon.reference --bits --tokens 300 --only 'whole call' --dtype float32"
     )
     assert status == 1
     assert "0 of 0 cells have equal bits." in printed.out
@@ -197,14 +186,14 @@ def test_parts_and_foreign_parameters_are_named_with_their_remedy(run, write_mod
         "causal=False):\n    return q * dropout_p\n"
     )
     write_module("foreign", text)
-    status, printed, _ = run("foreign", *ONLY[:2], "--only", "attention/causal/float32")
+    status, printed, _ = run("foreign" + ONLY)
     words = " ".join(printed.out.split())
     assert status == 1
     assert "these are compared with the same functions of canon.reference: merge." in words
     assert "never dropout_p, causal (default: dropout_p=0.0, causal=False)" in words
     assert "return yours(q, k, v, causal=True)` with --features no-mask" in words
     write_module("own", FUNCTION + "pass" + BODY)
-    assert "By their names" not in run("own", *ONLY)[1].out
+    assert "By their names" not in run("own" + ONLY)[1].out
 
 
 def test_only_modules_with_kernels_mention_the_interpreter(run, write_module):
@@ -218,7 +207,7 @@ def test_only_modules_with_kernels_mention_the_interpreter(run, write_module):
         ("through_a_helper", "from launching import attend\n" + FUNCTION + "pass" + BODY, True),
     ):
         write_module(name, text)
-        status, printed, _ = run(name, *ONLY)
+        status, printed, _ = run(name + ONLY)
         assert status == 0
         assert ("Triton's interpreter runs the kernels" in printed.out) == expected
 

@@ -55,7 +55,7 @@ def narrow(write_module, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_merging_in_16_bits_disagrees_in_every_function_that_merges(ranks, run, narrow):
-    status, printed, record = run("narrow", "--ranks", ranks, "--runs", 1, "--only", "*cancelling*")
+    status, printed, record = run("narrow --ranks", ranks, "--runs", 1, "--only", "*cancelling*")
     wrong = {
         result["case"].split("/")[0]
         for result in record["results"]
@@ -71,14 +71,7 @@ def test_merging_in_16_bits_disagrees_in_every_function_that_merges(ranks, run, 
 @pytest.mark.parametrize("words", ["no-mask", "causal,no-options", "packed,forward"])
 def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
     status, _, record = run(
-        "narrow",
-        "--tokens",
-        560,
-        "--runs",
-        1,
-        "--only",
-        "ring_attention/*/*ca*",
-        "--features",
+        "narrow --tokens 560 --runs 1 --only 'ring_attention/*/*ca*' --features",
         words,
     )
     assert status == 1
@@ -86,20 +79,11 @@ def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
 
 
 def test_a_module_without_options_but_with_a_scale_is_tested_with_one(run, write_module):
-    words = (
-        "--tokens",
-        150,
-        "--runs",
-        1,
-        "--only",
-        "attention/block_causal/*",
-        "--features",
-        "no-options,finite",
-    )
+    line = " --tokens 150 --runs 1 --only attention/block_causal/* --features no-options,finite"
     for name, parameter, line, passed, expected in (
         ("ignoring", "scale=None, ", "pass", "", 1),
         ("scaling", "scale=None, ", "pass", ", scale=scale", 0),
         ("without", "", "pass", "", 0),
     ):
         write_module(name, SCALED.format(parameter=parameter, line=line, passed=passed))
-        assert run(name, *words)[0] == expected, name
+        assert run(name + line)[0] == expected, name

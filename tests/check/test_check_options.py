@@ -47,7 +47,7 @@ WRONG_SINKS = {  # fault: (case, message, wrong line)
 def test_wrong_sinks_disagree(fault, run, write_module):
     function, message, change = WRONG_SINKS[fault]
     write_module("sinking", SINKS.format_map(defaultdict(lambda: "pass", change)))
-    status, printed, record = run("sinking", "--tokens", 200, "--only", "attention*documents*sink")
+    status, printed, record = run("sinking --tokens 200 --only 'attention*documents*sink'")
     assert status == 1
     found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
     assert found == {

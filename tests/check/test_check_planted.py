@@ -4,7 +4,7 @@ they say of the others.
 
 import pytest
 
-from canon.check import check_command
+from canon.check import fixed_check
 from canon.check.cases import Case, Shape
 
 ALL_NAN = """
@@ -37,8 +37,8 @@ def of_heads(run, write_module, monkeypatch):
     def check(*heads, fault="pass"):
         write_module("adding", ADDING.replace("return (", f"{fault}\n    return ("))
         case = Case("attention", "causal", "float32", Shape(heads, (16, 16)), planted="nan in k")
-        monkeypatch.setattr(check_command, "all_cases", lambda *_: [case])
-        status, printed, record = run("adding", "--tokens", 100)
+        monkeypatch.setattr(fixed_check, "all_cases", lambda *_: [case])
+        status, printed, record = run("adding --tokens 100")
         return status, printed.out, record["results"][0], sum(record["documents"].values())
 
     return check
@@ -46,7 +46,7 @@ def of_heads(run, write_module, monkeypatch):
 
 def test_a_module_that_returns_nan_alone_disagrees_in_every_row(run, write_module):
     write_module("all_nan", ALL_NAN)
-    status, _, record = run("all_nan", "--tokens", 150, "--only", "* in [qkvd]*", "--runs", 1)
+    status, _, record = run("all_nan --tokens 150 --only '* in [qkvd]*' --runs 1")
     assert status == 1
     assert {result["case"].split("/")[0] for result in record["results"]} == {"attention", "merge"}
     assert {result["verdict"] for result in record["results"]} == {"disagrees"}
@@ -85,5 +85,5 @@ def test_a_nan_that_reaches_another_key_head_disagrees(run, write_module):
             f"{added}, lse\n"
         )
         write_module(name, text)
-        words = ("--tokens", 150, "--only", "attention/documents/*/nan in k", "--runs", 1)
-        assert run(name, *words)[0] == expected
+        line = f"{name} --tokens 150 --runs 1 --only"
+        assert run(line, "attention/documents/*/nan in k")[0] == expected

@@ -41,7 +41,7 @@ def kept_cases(record):
 
 
 def test_fifty_random_cases_agree(run):
-    status, printed, record = run("--random", 50, "--seed", 20)
+    status, printed, record = run("--random 50 --seed 20")
     assert status == 0, printed.out
     assert len(kept_cases(record)) == 50
     verdicts = {index: verdict for index, (_, verdict, _) in kept_cases(record).items()}
@@ -192,7 +192,7 @@ def test_a_failure_names_its_draws_and_the_command_that_repeats_it(
     write_module("off_ring", FAULTY.format(line="v = v * 1.02"))
     monkeypatch.setattr(draws, "WEIGHTS", {"attention": 1, "ring_attention": 1, "prepare": 1})
     monkeypatch.setattr(draws, "PREPARED", {"ring_attention": "zigzag"})
-    status, printed, record = run("off_ring", "--random", 12, "--seed", 2)
+    status, printed, record = run("off_ring --random 12 --seed 2")
     assert status == 1
     wrong = {
         number for number, (_, verdict, _) in kept_cases(record).items() if verdict == "disagrees"
@@ -242,7 +242,7 @@ def test_a_module_that_ignores_rank_invariant_has_other_bits_than_one_rank(
     """The judge alone accepts these results. The command that repeats a failure finds it again."""
     write_module("forgetful", IGNORES_RANKS)
     monkeypatch.setattr(draws, "WEIGHTS", {"strided_attention": 1})
-    status, _, record = run("forgetful", "--random", 14, "--seed", 3)
+    status, _, record = run("forgetful --random 14 --seed 3")
     assert status == 1
     failures = [failure for one_run in record["runs"] for failure in one_run["failures"]]
     assert failures
@@ -263,7 +263,7 @@ def test_a_module_that_ignores_rank_invariant_has_other_bits_than_one_rank(
 def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
     line = "assert q.dtype == torch.bfloat16, 'bfloat16 alone'"
     write_module("raising_ring", FAULTY.format(line=line))
-    status, printed, record = run("raising_ring", "--random", 30, "--seed", 2)
+    status, printed, record = run("raising_ring --random 30 --seed 2")
     assert status == 1
     drawn = [draws.drawn(2, number) for number in range(30)]
     assert sorted(kept_cases(record)) == list(range(30)), (
@@ -284,7 +284,7 @@ def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
 
 
 def test_records_resume(run, monkeypatch):
-    status, printed, record = run("canon.reference", "--random", 6, "--seed", 5)
+    status, printed, record = run("canon.reference --random 6 --seed 5")
     assert status == 0
     assert sorted(kept_cases(record)) == list(range(6))
     ran = []
@@ -296,7 +296,7 @@ def test_records_resume(run, monkeypatch):
             ran.extend(case.index for case in cases) or add(check, cases, results)
         ),
     )
-    status, printed, record = run("canon.reference", "--random", 9, "--seed", 5)
+    status, printed, record = run("canon.reference --random 9 --seed 5")
     assert sorted(ran) == [6, 7, 8]
     assert "6 of 9 cases are taken from" in " ".join(printed.out.split())
     assert "9 of 9 cases agree, 6 taken from the record" in printed.out
@@ -305,7 +305,7 @@ def test_records_resume(run, monkeypatch):
 
 
 def test_only_selects_functions_and_masks_of_random_cases(run):
-    status, _, record = run("canon.reference", "--random", 40, "--seed", 5, "--only", "tree")
+    status, _, record = run("canon.reference --random 40 --seed 5 --only tree")
     assert status == 0
     assert (
         sorted(kept_cases(record))

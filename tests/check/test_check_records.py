@@ -101,12 +101,12 @@ HELPED += (
 def test_a_fault_in_what_a_module_imports_is_found_when_the_check_resumes(
     random, run, write_module
 ):
-    words = ("--random", 6) if random else ("--tokens", 100, "--only", "attention_forward/")
+    line = "helped " + ("--random 6" if random else "--tokens 100 --only attention_forward/")
     for factor, expected in ((1, 0), (2, 1)):
         write_module("factors", f"FACTOR = {factor}")
         write_module("helped", HELPED.format(name="attention_forward"))
         sys.path_importer_cache.clear()
-        status, printed, _ = run("helped", *words, *([] if random or factor == 1 else ["--resume"]))
+        status, printed, _ = run(line + " --resume" * (factor == 2 and not random))
         assert status == expected, printed.out
         assert "taken from the record" not in printed.out
     assert random or ("0 of 6 cases are taken from canon-check/record.json, because") in " ".join(
@@ -115,23 +115,22 @@ def test_a_fault_in_what_a_module_imports_is_found_when_the_check_resumes(
 
 
 def test_the_output_says_how_many_cases_come_from_the_record(run):
-    words = ("canon.reference", "--tokens", 60, "--only", "merge")
-    run(*words)
-    status, printed, _ = run(*words, "--resume")
+    line = "canon.reference --tokens 60 --only merge"
+    run(line)
+    status, printed, _ = run(line + " --resume")
     assert status == 0
     assert "3 of 3 cases are taken from canon-check/record.json" in printed.out
     assert "3 of 3 cases agree, 3 taken from the record." in printed.out
 
 
 def test_a_random_check_starts_afresh_with_a_flag_and_with_other_options(run):
-    words = ("canon.reference", "--random", 4, "--seed", 5)
     for more, taken in (
-        ((), False),
-        ((), True),
-        (("--fresh",), False),
-        (("--world", "processes"), False),
+        ("", False),
+        ("", True),
+        (" --fresh", False),
+        (" --world processes", False),
     ):
-        status, printed, record = run(*words, *more)
+        status, printed, record = run("canon.reference --random 4 --seed 5" + more)
         assert status == 0
         assert ("taken from the record" in printed.out) == taken, more
     assert [len(one["cases"]) for one in record["runs"]] == [4, 4]
@@ -154,7 +153,7 @@ def test_random_cases_are_those_of_functions_and_options_that_a_module_has(run, 
     arguments = "q, k, v, mask=None, *, scale=None, backward='auto', return_lse=False"
     given = "q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse"
     write_module("one", ONE.format(arguments=arguments, given=given, line="pass"))
-    status, printed, record = run("one", "--random", 12)
+    status, printed, record = run("one --random 12")
     assert status == 0, printed.out
     assert [row[1:3] for row in record["runs"][0]["cases"]] == [["attention", "agrees"]] * 12
     own = [draws.drawn(0, index) for index in range(12)]
@@ -170,11 +169,11 @@ def test_features_limit_random_cases(run, write_module):
             arguments="q, k, v", given="q, k, v", line="assert q.ndim == 4 and q.is_contiguous()"
         ),
     )
-    status, printed, _ = run("plain", "--random", 8)
+    status, printed, _ = run("plain --random 8")
     assert status == 1
     assert "--features no-" in printed.out
     words = "no-mask,batched,contiguous"
-    status, printed, record = run("plain", "--random", 8, "--features", words)
+    status, printed, record = run("plain --random 8 --features", words)
     assert status == 0, printed.out
     assert [row[1:3] for row in record["runs"][-1]["cases"]] == [["attention", "agrees"]] * 8
     assert record["runs"][-1]["command"] == (
@@ -223,7 +222,7 @@ def test_the_reference_agrees_with_random_cases_under_every_limit(words, run):
             assert not attends or fits.get(word, True), (word, case)
         if kinds := set(words.split(",")) & set(contract.MASKS):
             assert case.mask.split("(")[0].removeprefix("Mask.") in kinds
-    status, printed, _ = run("canon.reference", "--random", 12, "--seed", 1, "--features", words)
+    status, printed, _ = run("canon.reference --random 12 --seed 1 --features", words)
     assert status == 0, printed.out
 
 
@@ -232,11 +231,11 @@ def test_a_random_check_that_judges_nothing_is_no_success(run, write_module):
         "declining",
         ONE.format(arguments="*given, **options", given="*given", line="raise NotImplementedError"),
     )
-    status, printed, _ = run("declining", "--random", 3)
+    status, printed, _ = run("declining --random 3")
     assert status == 1
     assert "0 of 3 cases agree, 3 declined" in printed.out
     write_module("foreign", "def own(q):\n    return q\n")
-    status, printed, _ = run("foreign", "--random", 3)
+    status, printed, _ = run("foreign --random 3")
     assert status == 2
     assert "foreign has none of the functions Layout, attention, " in printed.err
 
@@ -250,7 +249,7 @@ def test_each_module_has_its_own_record_of_random_cases(run, write_module, tmp_p
         assert status == 0, printed.out + printed.err
         assert record["module"] == module
     status, printed, _ = run(
-        "one", "--random", 2, "--record", tmp_path / "canon-check" / "random.canon.reference.json"
+        "one --random 2 --record", tmp_path / "canon-check" / "random.canon.reference.json"
     )
     assert status == 2
     assert (
@@ -259,10 +258,8 @@ def test_each_module_has_its_own_record_of_random_cases(run, write_module, tmp_p
     ) in printed.err
 
 
-@pytest.mark.parametrize(
-    "words", [("--tokens", 60, "--only", "attention/"), ("--random", 8, "--ranks", 1)]
-)
-def test_ctrl_c_ends_a_check_of_functions_on_one_rank(words, run, write_module):
+@pytest.mark.parametrize("options", [" --tokens 60 --only attention/", " --random 8 --ranks 1"])
+def test_ctrl_c_ends_a_check_of_functions_on_one_rank(options, run, write_module):
     """Such cases have no collective. The module presses Ctrl-C in its third call,
     the second case.
     """
@@ -275,7 +272,7 @@ def test_ctrl_c_ends_a_check_of_functions_on_one_rank(words, run, write_module):
     write_module("pressing", text + "    return reference.attention(q, k, v, mask, **options)\n")
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        status, _, record = run("pressing", *words)
+        status, _, record = run("pressing" + options)
     finally:
         signal.signal(signal.SIGINT, before)
     assert status == 130

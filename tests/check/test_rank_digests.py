@@ -21,7 +21,7 @@ def strided_attention(q, k, v, mask, layout, *, rank_invariant=False, **options)
 def test_digests_do_not_depend_on_ranks_or_runs(run):
     lines = []
     for ranks in (1, 2, 5):
-        status, printed, _ = run("canon.reference", "--tokens", 400, "--ranks", ranks, "--digest")
+        status, printed, _ = run("canon.reference --tokens 400 --ranks", ranks, "--digest")
         assert status == 0
         lines.append(printed.out)
     assert lines[0] == lines[1] == lines[2]
@@ -33,9 +33,7 @@ def test_digests_do_not_depend_on_ranks_or_runs(run):
 
 
 def test_a_check_reports_the_digests(run):
-    status, printed, record = run(
-        "canon.reference", "--tokens", 300, "--only", "rank_invariant/causal"
-    )
+    status, printed, record = run("canon.reference --tokens 300 --only rank_invariant/causal")
     assert status == 0, printed.out
     (result,) = record["rank_invariance"]
     assert result["faults"] == []
@@ -48,9 +46,7 @@ def test_a_check_reports_the_digests(run):
 @pytest.mark.parametrize("words", [["--digest"], ["--only", "rank_invariant"]])
 def test_a_module_that_ignores_the_option_disagrees(run, write_module, words):
     write_module("forgetful", IGNORES_RANKS.format(option="False"))
-    status, printed, _ = run(
-        "forgetful", "--tokens", 900, "--dtype", "float32", "--ranks", 3, *words
-    )
+    status, printed, _ = run("forgetful --tokens 900 --dtype float32 --ranks 3", *words)
     assert status == 1
     assert (
         "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in"
@@ -69,8 +65,8 @@ def test_functions_without_the_option_are_left_out(run, write_module):
         )
     own = "def zigzag_attention(*x, **y):\n    return reference.zigzag_attention(*x, **y)\n"
     write_module("old", f"from canon import reference\n\n{own}")
-    status, printed, _ = run("old", "--digest")
+    status, printed, _ = run("old --digest")
     assert status == 2
     assert "--digest: old has no function with the option rank_invariant" in printed.err
-    status, _, record = run("old", "--tokens", 200, "--only", "zigzag_attention/zigzag/causal")
+    status, _, record = run("old --tokens 200 --only zigzag_attention/zigzag/causal")
     assert (status, record["rank_invariance"]) == (0, [])

@@ -2,19 +2,16 @@
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The sequence alone, causal, in one call of `attention` is the base. Each row computes its queries
-again: in chunks, on ranks, beside other documents, branches, sequences or heads. A column is a
-dtype, a head width and a kernel backend. A cell names the first token and head with other bits.
+The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
+again. A column is a dtype, a head width and a kernel backend.
 """
 
 import argparse
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatch
 from functools import lru_cache, partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +22,7 @@ from torch import Tensor
 from canon import trees
 from canon.check import bits_report
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import DTYPES, TILED_LAYOUTS, has_option
+from canon.check.cases import DTYPES, TILED_LAYOUTS, has_option, matches
 from canon.check.documents import Documents, projected
 from canon.check.inputs import FromDocuments
 from canon.masks.layout import TILE, Layout
@@ -45,14 +42,12 @@ ON_RANKS = {
     "magi_attention": ("zigzag", "dispatch"),
     "ring_attention": ("contiguous", "zigzag"),
 }
-Part = tuple[slice, Tensor, Tensor]  # tokens of the sequence, out (t, h, dv), lse (h, t)
+Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h, dv), lse (h, t))
 
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype and a head width, and the kernels that compute them. ``backend`` is None for modules
-    without backends.
-    """
+    """A dtype, a head width, and a kernel backend, if the module has some."""
 
     dtype: str
     width: int
@@ -61,9 +56,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A way to compute the queries of the sequence, by a function of the module, on ``ranks``
-    ranks.
-    """
+    """A way to compute the queries of the sequence."""
 
     name: str
     function: str
@@ -74,7 +67,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """The module, and q, k, v (1, pool, heads, width) of the whole pool."""
+    """The module, and q, k, v (1, pool, heads, width)."""
 
     module: Any
     tokens: int
@@ -84,28 +77,29 @@ class Trial:
     v: Tensor
 
     @property
-    def sequence(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the sequence."""
-        q, k, v = (x[:, BEFORE : BEFORE + self.tokens] for x in (self.q, self.k, self.v))
-        return q, k, v
+    def place(self) -> slice:
+        return slice(BEFORE, BEFORE + self.tokens)
+
+    @property
+    def sequence(self) -> list[Tensor]:
+        return [x[:, self.place] for x in (self.q, self.k, self.v)]
 
     def call(self, function: str, *tensors: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-        """Return out and lse of a function of the module, with the option."""
-        return getattr(self.module, function)(
-            *tensors, rank_invariant=True, return_lse=True, **arguments
-        )
+        """Return out (t, h, dv) and lse (h, t) of the last sequence."""
+        called = getattr(self.module, function)
+        out, lse = called(*tensors, rank_invariant=True, return_lse=True, **arguments)
+        return out[-1], lse[-1]
 
-    def chunks(self, size: int, sampled: int | None = None) -> Iterator[slice]:
+    def whole(self, out: Tensor, lse: Tensor) -> Part:
+        """Return the results of all queries."""
+        return slice(0, self.tokens), (out, lse)
+
+    def chunks(self, size: int, sampled: int) -> Iterator[slice]:
         """Yield chunks of ``size`` tokens, evenly spread, the first and the last among them."""
         count = -(-self.tokens // size)
-        picked = (
-            torch.linspace(0, count - 1, min(count, sampled or self.sampled))
-            .round()
-            .long()
-            .unique()
-            .tolist()
-        )
-        yield from (slice(size * i, min(size * (i + 1), self.tokens)) for i in picked)
+        picked = torch.linspace(0, count - 1, min(count, sampled)).round().long().unique()
+        for i in picked.tolist():
+            yield slice(size * i, min(size * (i + 1), self.tokens))
 
 
 # --- the rows
@@ -113,93 +107,76 @@ class Trial:
 
 def whole(x: Trial) -> Iterator[Part]:
     """Compute all queries in one call: the base."""
-    out, lse = x.call("attention", *x.sequence, mask=Mask.causal(x.tokens))
-    yield slice(0, x.tokens), out[0], lse[0]
+    yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of queries over the keys up to each chunk's end."""
     q, k, v = x.sequence
-    for some in x.chunks(size):
+    for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
-        out, lse = x.call("attention", q[:, some], k[:, seen], v[:, seen], mask=mask)
-        yield some, out[0], lse[0]
+        yield some, x.call("attention", q[:, some], k[:, seen], v[:, seen], mask=mask)
 
 
 def decode(x: Trial) -> Iterator[Part]:
-    """Compute single queries over keys that the ranks divide among them,
-    contiguous in rank order.
-    """
+    """Compute single queries. The ranks divide the keys."""
     q, k, v = x.sequence
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for some in x.chunks(1, x.sampled if ranks == 1 else max(2, x.sampled // 3)):
         own = Layout.contiguous(some.stop, ranks, TILE).positions(rank).to(q.device)
-        out, lse = x.call("decode_attention", q[:, some], k[:, own], v[:, own])
-        yield some, out[0], lse[0]
+        yield some, x.call("decode_attention", q[:, some], k[:, own], v[:, own])
 
 
 def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
-    """Compute the queries on all ranks of the process group."""
-    held = TILED_LAYOUTS[layout](Mask.causal(x.tokens), dist.get_world_size())
-    q, k, v = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
-    out, lse = x.call(function, q, k, v, mask=Mask.causal(x.tokens), layout=held)
-    yield slice(0, x.tokens), held.unshard(out, dim=1)[0], held.unshard(lse, dim=2)[0]
+    mask = Mask.causal(x.tokens)
+    held = TILED_LAYOUTS[layout](mask, dist.get_world_size())
+    shards = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
+    out, lse = x.call(function, *shards, mask=mask, layout=held)
+    yield x.whole(held.unshard(out, dim=0), held.unshard(lse, dim=1))
 
 
 def among_documents(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the second of three packed documents."""
     mask = Mask.documents([0, BEFORE, BEFORE + x.tokens, x.q.shape[1]])
     out, lse = x.call("attention", x.q, x.k, x.v, mask=mask)
-    place = slice(BEFORE, BEFORE + x.tokens)
-    yield slice(0, x.tokens), out[0, place], lse[0, :, place]
+    yield x.whole(out[x.place], lse[:, x.place])
 
 
 def branch(x: Trial) -> Iterator[Part]:
-    """Compute the sequence as the last of three branches of a tree. Other tokens of the pool are
-    the other branches.
-    """
-    tokens, half = list(range(BEFORE, BEFORE + x.tokens)), BEFORE // 2
-    forks = [(x.tokens // 2, slice(0, half)), (x.tokens * 3 // 4, slice(half, BEFORE - 50))]
-    others = [tokens[:fork] + list(range(BEFORE))[rest] for fork, rest in forks]
-    tree = trees.pack([*others, tokens], multiple_of=TILE)
+    """Compute the sequence as the last of three branches of a tree."""
+    others, tokens = list(range(BEFORE)), list(range(BEFORE, BEFORE + x.tokens))
+    half, fork, late = BEFORE // 2, x.tokens // 2, x.tokens * 3 // 4
+    branches = [tokens[:fork] + others[:half], tokens[:late] + others[half : BEFORE - 50], tokens]
+    tree = trees.pack(branches, multiple_of=TILE)
     rows = tree.token_ids.to(x.q.device)
-    out, lse = x.call("attention", x.q[:, rows], x.k[:, rows], x.v[:, rows], mask=tree.mask)
-    yield slice(0, x.tokens), tree.unpack(out[0])[-1], tree.unpack(lse[0], dim=1)[-1]
+    out, lse = x.call("attention", *(y[:, rows] for y in (x.q, x.k, x.v)), mask=tree.mask)
+    yield x.whole(tree.unpack(out)[-1], tree.unpack(lse, dim=1)[-1])
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or its heads as the last half of
-    the heads (dim 2).
-    """
-    q, k, v = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
-    out, lse = x.call("attention", q, k, v, mask=Mask.causal(x.tokens))
-    yield slice(0, x.tokens), out[-1, :, -x.q.shape[2] :], lse[-1, -x.q.shape[2] :]
+    """Compute the sequence as the last of two in a batch (dim 0), or beside other heads (dim 2)."""
+    tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
+    out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
+    yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return all rows, the base first. Rows on several ranks come once for each number of ranks."""
+    """Return the rows, the base first, on each number of ranks."""
     rows = [Row("whole call", "attention", whole)]
-    chunks = (size for size in CHUNKS[device] if size < tokens)
-    rows += [
-        Row(f"prefill in chunks of {size:,}", "attention", partial(prefill, size=size))
-        for size in chunks
-    ]
+    for size in (size for size in CHUNKS[device] if size < tokens):
+        compute = partial(prefill, size=size)
+        rows.append(Row(f"prefill in chunks of {size:,}", "attention", compute))
     rows.append(Row("decoding token by token", "decode_attention", decode))
     rows.append(Row(f"among documents, moved by {BEFORE}", "attention", among_documents))
     rows.append(Row(f"branch of a tree, multiple_of={TILE}", "attention", branch))
     for dim, name in ((0, "sequence of a batch"), (2, "group of heads")):
         rows.append(Row(f"beside another {name}", "attention", partial(beside, dim=dim)))
+    several = range(2, ranks + 1)
     for function, layouts in ON_RANKS.items():
         for layout in layouts:
             compute = partial(on_ranks, function=function, layout=layout)
-            # it has no runs of 128 tokens
-            name, promised = f"{function}, {layout}", layout != "striped"
-            rows += [Row(name, function, compute, count, promised) for count in range(2, ranks + 1)]
-    rows += [
-        Row("decoding, keys on ranks", "decode_attention", decode, count)
-        for count in range(2, ranks + 1)
-    ]
-    return rows
+            name, promised = f"{function}, {layout}", layout != "striped"  # no runs of 128 tokens
+            rows += [Row(name, function, compute, count, promised) for count in several]
+    name = "decoding, keys on ranks"
+    return rows + [Row(name, "decode_attention", decode, count) for count in several]
 
 
 # --- the runs
@@ -209,33 +186,25 @@ _lock = threading.Lock()  # ranks that are threads share inputs and the base
 
 
 @lru_cache(maxsize=4)
-def _trial(
-    module: str,
-    documents: Documents,
-    tokens: int,
-    heads: tuple[int, int],
-    column: Column,
-    device: str,
-) -> Trial:
+def _trial(runner: "BitsRunner", column: Column) -> Trial:
+    documents = runner.source.documents
     layout = Layout.contiguous(documents.tokens, 1)
-    q, k, v = projected(documents, layout, heads, (column.width, column.width))
+    q, k, v = projected(documents, layout, runner.heads, (column.width, column.width))
     # so that the rounding of partial sums shows
     drift = torch.linspace(-3, 3, documents.tokens)[:, None, None]
-    inputs = (x[None].to(device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
-    return Trial(import_module(module), tokens, SAMPLED[device], *inputs)
+    inputs = (x[None].to(runner.device, DTYPES[column.dtype]) for x in (2 * q, k, v + drift))
+    return Trial(import_module(runner.module), runner.tokens, SAMPLED[runner.device], *inputs)
 
 
 @lru_cache(maxsize=4)
 def _base(x: Trial) -> tuple[Tensor, Tensor]:
-    ((_, out, lse),) = whole(x)
-    return out, lse
+    ((_, results),) = whole(x)
+    return results
 
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A picklable program for every rank of a world: it returns a verdict for each row and column
-    on rank 0.
-    """
+    """A program for every rank. It returns a verdict for each row and column."""
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()
@@ -248,20 +217,18 @@ class BitsRunner(CaseRunner):
         results = []
         for column in self.columns:
             with _lock:
-                x = _trial(
-                    self.module, self.source.documents, self.tokens, self.heads, column, self.device
-                )
+                x = _trial(replace(self, rows=()), column)
             with torch.no_grad(), replace(self, backend=column.backend)._kernels():
-                for row in self.rows:
-                    head = {"row": row.name, "ranks": row.ranks, **asdict(column)}
-                    results.append(head | _verdict(x, row))
+                results += [_head(row, column) | _verdict(x, row) for row in self.rows]
         return results
 
 
+def _head(row: Row, column: Column) -> dict[str, Any]:
+    return {"row": row.name, "ranks": row.ranks, **asdict(column)}
+
+
 def _verdict(x: Trial, row: Row) -> dict[str, Any]:
-    """Return the verdict on a row. ValueError, TypeError and NotImplementedError are raised on
-    every rank.
-    """
+    """Return the verdict on a row. Every rank raises errors of arguments."""
     if not has_option(x.module, row.function):
         return {"verdict": "no option"}
     try:
@@ -269,38 +236,24 @@ def _verdict(x: Trial, row: Row) -> dict[str, Any]:
         return {} if dist.get_rank() else _compared(x, row, parts)
     except (ValueError, TypeError, NotImplementedError) as error:
         declined = isinstance(error, NotImplementedError) or not row.promised
-        return {
-            "verdict": "declined" if declined else "failed",
-            "why": f"{type(error).__name__}: {error}",
-        }
+        why = f"{type(error).__name__}: {error}"
+        return {"verdict": "declined" if declined else "failed", "why": why}
 
 
 def _compared(x: Trial, row: Row, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the verdict on the results of a row: the first place with other bits than the base,
-    and calls with such places.
-    """
     out, lse = _base(x)
     if row.compute is whole:
         return {"verdict": "equal", "digest": digest(out)[:12]}
-    places = []
-    for some, part, part_lse in parts:
-        place = first_difference(part, part_lse, out[some], lse[:, some])
-        if place is not None:
-            places.append(place._replace(token=some.start + place.token))
-    calls = {"calls": len(parts), "other_calls": len(places)}
-    return (
-        {"verdict": "differs", **calls, **places[0]._asdict()}
-        if places
-        else {"verdict": "equal", **calls}
-    )
+    found = [(some, first_difference(*part, out[some], lse[:, some])) for some, part in parts]
+    places = [x._replace(token=some.start + x.token) for some, x in found if x is not None]
+    first = {"verdict": "differs", **places[0]._asdict()} if places else {"verdict": "equal"}
+    return first | {"calls": len(parts), "other_calls": len(places)}
 
 
 def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
-    """Return the columns: the dtypes, widths and backends that the device allows."""
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    backends = (
-        [arguments.backend] if arguments.backend else ["triton", "gluon"] if hopper else ["triton"]
-    )
+    backends = ["triton", "gluon"] if hopper else ["triton"]
+    backends = [arguments.backend] if arguments.backend else backends
     half = ["bfloat16", "float16"] if device == "cuda" else ["bfloat16"]
     columns = []
     for dtype in arguments.dtype or [*half, "float32"]:
@@ -312,9 +265,7 @@ def _columns(arguments: argparse.Namespace, device: str) -> list[Column]:
 
 
 def run(arguments: argparse.Namespace, console: Console, device: str, module: Any) -> int:
-    """Print the matrix, write the record, and return the number of wrong cells. Raises ValueError
-    for bad arguments.
-    """
+    """Print the matrix, write the record, and return the number of wrong cells."""
     if not has_option(module, "attention"):
         raise ValueError(
             "--bits compares with the whole call of attention(..., rank_invariant=True), and "
@@ -323,28 +274,22 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
         )
     tokens, heads = SIZES[device]
     tokens = arguments.tokens or tokens
-    ranks = arguments.ranks or (
-        min(RANKS, process_groups.kernel_gpus()) if arguments.world == "gpus" else RANKS
-    )
+    most = process_groups.kernel_gpus() if arguments.world == "gpus" else RANKS
+    ranks = arguments.ranks or min(RANKS, most)
     text = b"".join(Documents.of(arguments.documents).texts)
     pool = BEFORE + tokens + BEHIND
     documents = Documents(("pool",), ((text * -(-pool // len(text)))[:pool],))
-    rows = [
-        row
-        for row in rows_of(tokens, device, ranks)
-        if fnmatch(row.name, f"*{arguments.only or ''}*")
-    ]
+    rows = [row for row in rows_of(tokens, device, ranks) if matches(row.name, arguments.only)]
     if not (rows and (columns := _columns(arguments, device))):
         raise ValueError(
             f"--bits: no row matches {arguments.only!r}, or --backend supports none of the dtypes"
         )
     console.print(
-        f"{arguments.module}: {tokens:,} tokens, {heads[0]}/{heads[1]} heads, up to "
-        f"{ranks} ranks. Each row computes "
-        "out and lse again, with rank_invariant=True.",
+        f"{arguments.module}: {tokens:,} tokens, {heads[0]}/{heads[1]} heads, up to {ranks} ranks. "
+        "Each row computes out and lse again, with rank_invariant=True.",
         highlight=False,
     )
-    given = arguments.module, (), FromDocuments(documents), device, Path(), None
+    given = arguments.module, (), FromDocuments(documents), device
     runner = BitsRunner(*given, columns=tuple(columns), tokens=tokens, heads=heads)
     results: list[dict[str, Any]] = []
     try:
@@ -360,17 +305,11 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
 
 
 def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]]:
-    """Return the verdicts of one number of ranks. A world that fails gives the error to each of its
-    cells.
-    """
+    """Return the verdicts of one number of ranks."""
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
     try:
         return process_groups.run(kind, runner, ranks, timeout=1800)[0]
     except (RuntimeError, TimeoutError) as error:
-        heads = [
-            {"row": row.name, "ranks": ranks, **asdict(column)}
-            for column in runner.columns
-            for row in runner.rows
-        ]
+        heads = [_head(row, column) for column in runner.columns for row in runner.rows]
         return [head | {"verdict": "failed", "why": str(error)} for head in heads]

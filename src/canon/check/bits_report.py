@@ -1,6 +1,4 @@
-"""Show the results of `canon check --bits`: a table for each dtype and kernel backend, and the
-record.
-"""
+"""Show the results of `canon check --bits`, and write the record."""
 
 import argparse
 from collections.abc import Sequence
@@ -38,10 +36,7 @@ def report(
     console: Console,
     **sizes: int,
 ) -> int:
-    """Print the tables, the reasons and a summary, and write the record with ``sizes``.
-
-    Return the number of wrong cells, 1 if none was compared.
-    """
+    """Return the number of wrong cells, 1 if none was compared."""
     names = list(dict.fromkeys(rows))
     for dtype, backend in dict.fromkeys((x["dtype"], x["backend"]) for x in results):
         some = [x for x in results if (x["dtype"], x["backend"]) == (dtype, backend)]
@@ -80,9 +75,7 @@ def _column(result: dict[str, Any]) -> tuple[str, int, str | None]:
 
 
 def _cell(results: Sequence[dict[str, Any]], row: str, *column: Any) -> dict[str, Any]:
-    """Return the worst verdict on a row of a column; among equally bad ones that on the fewest
-    ranks.
-    """
+    """Return the worst verdict on a row of a column."""
     cells = [x for x in results if x["row"] == row and _column(x) == column]
     return min(cells, key=lambda x: WORST.index(x["verdict"]))
 
@@ -104,7 +97,7 @@ def _table(results: Sequence[dict[str, Any]], names: Sequence[str], title: str) 
 
 
 def _text(cell: dict[str, Any], several: bool) -> str:
-    """Return a cell as text. The distances are in units of the last place (ulp)."""
+    """Return a cell as text. Distances are in units of the last place (ulp)."""
     if cell["verdict"] != "differs":
         return cell["digest"] if "digest" in cell else cell["verdict"]
     ranks = f"{cell['ranks']} rank{'s' * (cell['ranks'] > 1)}, " if several else ""

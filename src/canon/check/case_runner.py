@@ -1,16 +1,15 @@
 """Run cases on all ranks of a process group.
 
     each rank   inputs -> shards -> module, twice or more; reference, once -> gather
-    rank 0      gathered results -> judge -> one line of JSON into ``sink``, as soon as the case is
-                done
+    rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
-An exception of the module ends all ranks, because the others may be waiting inside the module.
+An exception of the module ends all ranks, because others may wait inside the module.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -25,13 +24,13 @@ from canon import reference
 from canon.check.case_calls import call, on_one_rank
 from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.causes import explained
-from canon.check.exchanges import answers, compared, rows_that_differ, tables
+from canon.check.exchanges import Exchange, compared, differs
 from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import worst_places
-from canon.check.planted_values import exempted
+from canon.check.planted_values import exempted, reach, spread
 from canon.check.random_source import RandomSource
 from canon.reference import Layout
-from canon.testing.judge import Attended, Measure, Results, agreement, relative
+from canon.testing.judge import Attended, Measure, Results, agreement
 
 Source = FromDocuments | RandomSource  # inputs and expected results of the cases
 _inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
@@ -52,7 +51,7 @@ class CaseRunner:
     cases: tuple[Case, ...]
     source: Source
     device: str
-    sink: Path
+    sink: Path = Path()  # gets a line of JSON for each case
     backend: str | None = None  # kernel backend of canon.fast
     runs: int = 2  # runs of the module for each case
 
@@ -72,73 +71,64 @@ class CaseRunner:
                         lines.write(json.dumps(result) + "\n")
 
     def rehearse(self) -> None:
-        """Run the module once on every case, without the reference and the judge."""
+        """Run the module once on every case, without the judge."""
         module, rank = import_module(self.module), dist.get_rank()
         with self._kernels():
             for case in self.cases:
                 if not (rank and not case.distributed) and not declined_by(self.backend, case):
                     self._program(case)[0](module)
 
-    def _program(self, case: Case) -> tuple[Callable[[Any], Any], tuple]:
-        """Return the function of a half that computes the case on this rank, and (mask, layout,
-        inputs).
-        """
+    def _program(
+        self, case: Case
+    ) -> tuple[Callable[[Any], Any], Exchange | None, Layout, Inputs | None]:
         rank, mask, x = dist.get_rank(), self.source.mask(case), None
         if case.dtype:
             with _inputs_lock:
                 x = self.source.inputs(case, self.device)
         layout = case.layout_of(mask, dist.get_world_size())
         if case.function in EXCHANGES:
-            return lambda half: tables(half, case, mask, layout, x, rank), (mask, layout, x)
-        return lambda half: call(half, case, x, layout, rank), (mask, layout, x)
+            exchange = Exchange(case, mask, layout, x, rank)
+            return exchange.tables, exchange, layout, x
+        return lambda half: call(half, case, x, layout, rank), None, layout, x
 
     def _result(self, module: Any, case: Case) -> dict[str, Any] | None:
         """Run and judge a case. Return its result on rank 0."""
         if dist.get_rank() and not case.distributed:
             return None
-        program, (mask, layout, x) = self._program(case)
-        exchange = case.function in EXCHANGES
-        first, unequal_runs, seconds = self._repeated(program, module, case, exchange)
-        of_reference, reference_seconds = _timed(program, reference, case, self.device)
+        program, exchange, layout, x = self._program(case)
+        first, cold = self._timed(program, module, case)
+        unequal_runs, warm = [], cold
+        for number in range(2, self.runs + 1):
+            other, warm = self._timed(program, module, case)
+            if where := _different(first, other):
+                unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
+        of_reference = program(reference)
         if exchange:
-            found = _judged_exchange(
-                first, of_reference, answers(case, mask, layout, x, dist.get_rank()), unequal_runs
-            )
+            found = _judged_exchange(first, of_reference, exchange.answers(), unequal_runs)
         else:
             found = self._judged(module, case, layout, x, first, of_reference, unequal_runs)
         if dist.get_rank():
             return None
-        verdict = (
-            "disagrees"
-            if found["faults"]
-            else "not judged"
-            if found.get("not_judged")
-            else "agrees"
-        )
-        found["faults"] += found.pop("not_judged", [])
+        not_judged = found.pop("not_judged", [])
+        verdict = "not judged" if not_judged else "agrees"
+        verdict = "disagrees" if found["faults"] else verdict
+        found["faults"] += not_judged
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
-        found |= {"seconds": seconds, "reference_seconds": [reference_seconds]}
-        return {
-            "case": case.name,
-            **shape,
-            "options": dict(case.options),
-            "verdict": verdict,
-            **found,
-        }
+        head = {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict}
+        return head | found | {"seconds": [cold, warm]}
 
-    def _repeated(
-        self, program: Callable[[Any], Any], module: Any, case: Case, exchange: bool
-    ) -> tuple[Any, list[str], list[float]]:
-        """Return the first result, the runs with other bits, and the seconds of the first and last
-        run.
-        """
-        first, cold = _timed(program, module, case, self.device)
-        unequal_runs, warm = [], cold
-        for number in range(2, self.runs + 1):
-            other, warm = _timed(program, module, case, self.device)
-            if where := (_different_tables if exchange else _different_rows)(first, other):
-                unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
-        return first, unequal_runs, [cold, warm]
+    def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
+        """Return the results, and the seconds until the last rank has them."""
+
+        def now() -> float:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            if case.distributed:
+                dist.barrier()
+            return time.perf_counter()
+
+        start = now()
+        return program(half), now() - start
 
     def _judged(
         self,
@@ -148,47 +138,44 @@ class CaseRunner:
         x: Inputs,
         first: Results,
         of_reference: Results,
-        unequal_runs: list,
+        unequal_runs: list[str],
     ) -> dict[str, Any]:
-        """Return faults, measures and same_bits on rank 0, {} on the other ranks. A collective of
-        distributed cases.
-        """
-        unequal_ranks = _unequal_ranks(first) if case.function in REPLICATED else []
+        """Return the findings on rank 0. A collective of distributed cases."""
+        unequal_ranks, held_by = [], None
+        if case.function in REPLICATED:
+            by_rank = _gather_objects(type(first)(*(x if x is None else x.cpu() for x in first)))
+            others = {rank: _different(by_rank[0], other) for rank, other in enumerate(by_rank)}
+            text = "rank {} has other bits than rank 0, in {}"
+            unequal_ranks = [text.format(rank, where) for rank, where in others.items() if where]
+        elif case.distributed:
+            held_by = layout
+            first, of_reference = (assembled(part, layout) for part in (first, of_reference))
         if case.distributed:
             by_rank = enumerate(_gather_objects(unequal_runs))
             unequal_runs = [f"rank {number}: {text}" for number, texts in by_rank for text in texts]
-        if case.distributed and case.function not in REPLICATED:
-            first, of_reference = (_assembled(part, layout) for part in (first, of_reference))
         if dist.get_rank():
             return {}
         expected = self.source.expected(case, layout, self.device)
         exact, judged_by = expected.exact, (expected.exact, expected.honest, expected.roundings)
-        spread = expected.spread if module.__name__.startswith("canon.") else expected.reach
-        spread = None if case.function == "merge" else spread  # it has no sum over tokens
-        verdict = agreement(first, *judged_by, spread)
-        judged, exempt = (first, {}) if spread is None else exempted(first, exact, spread)
-        reference_verdict = agreement(of_reference, *judged_by)
+        places, judged, exempt = None, first, {}
+        if case.planted and case.function != "merge":  # merge has no sum over tokens
+            share = x.q.shape[-2] // x.k.shape[-2]
+            in_canon = module.__name__.startswith("canon.")
+            places = (spread if in_canon else reach)(case.planted, exact, share, x.mask)
+            judged, exempt = exempted(first, exact, places)
+        verdict = agreement(first, *judged_by, places)
         x = with_projected_keys(x) if case.has_latents else x
-        layout = layout if case.distributed and case.function not in REPLICATED else None
-        causes = explained(verdict.faults, judged, exact, expected.honest, x)
-        faults = _wrong_dtypes(case, first, exact) + causes
-        faults += [*worst_places(verdict.faults, judged, exact, layout), *verdict.faults]
-        faults += [f"the reference itself: {fault}" for fault in reference_verdict.faults]
+        faults = _wrong_dtypes(case, first, exact)
+        faults += explained(verdict.faults, judged, exact, expected.honest, x)
+        faults += [*worst_places(verdict.faults, judged, exact, held_by), *verdict.faults]
+        of_reference = agreement(of_reference, *judged_by)
+        faults += [f"the reference itself: {fault}" for fault in of_reference.faults]
         faults += unequal_ranks + _unlike_one_rank(module, case, x, first)
         # its atomics add dq in no fixed order
         if not (case.method == "fused" and self.device == "cuda"):
             faults += unequal_runs
-        errors = {(m.tensor, m.norm): m.error for m in reference_verdict.measures}
-        measures = [
-            {
-                **asdict(m),
-                "ratio": m.ratio,
-                "difference": _difference(m, first, of_reference, exact),
-                "reference_error": errors.get((m.tensor, m.norm)),
-            }
-            for m in verdict.measures
-        ]
-        found = {"faults": faults, "measures": measures, "same_bits": not unequal_runs}
+        found = {"faults": faults, "measures": _as_rows(verdict.measures)}
+        found["same_bits"] = not unequal_runs
         if exempt:
             found["exempt"] = {name: count for name, (count, _) in exempt.items()}
             if all_of := ", ".join(name for name, (count, of) in exempt.items() if count == of):
@@ -211,89 +198,66 @@ class CaseRunner:
             yield
 
 
+def _as_rows(measures: Iterable[Measure]) -> list[dict[str, Any]]:
+    return [asdict(m) | {"ratio": m.ratio} for m in measures]
+
+
 def _judged_exchange(
     first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
 ) -> dict[str, Any]:
-    """Return faults, measures and same_bits of all ranks. Every rank judges its own results."""
+    """Return the findings of all ranks. Each judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
-    worst, ranks_of = {}, {}
-    for m in sorted((m for measures, _, _ in by_rank for m in measures), key=lambda m: m.ratio):
-        worst[m.tensor, m.norm] = asdict(m) | {"ratio": m.ratio}
+    ranks_of: dict[str, list[str]] = {}
     for number, (_, faults, _) in enumerate(by_rank):
         for fault in faults:
             ranks_of.setdefault(fault, []).append(str(number))
-    faults = [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()]
+    every = sorted((m for measures, _, _ in by_rank for m in measures), key=lambda m: m.ratio)
     return {
-        "faults": faults,
-        "measures": list(worst.values()),
+        "faults": [f"rank {', '.join(ranks)}: {fault}" for fault, ranks in ranks_of.items()],
+        "measures": _as_rows({(m.tensor, m.norm): m for m in every}.values()),  # the largest ratios
         "same_bits": all(same for _, _, same in by_rank),
     }
 
 
-def _different_rows(a: Results, b: Results) -> str:
-    texts = []
-    for name, x, y in zip(a._fields, a, b, strict=True):
-        if x is not None and y is not None:
-            differ = (x != y) & ~((x != x) & (y != y))  # a NaN equals a NaN
-            rows = differ if name in {"lse", "dsink"} else differ.any(-1)
-            if not rows.any():
-                continue
+def _rows(results: Any) -> dict[str, Tensor | None]:
+    """Return the tensors of a case, with rows on the last axis."""
+    if isinstance(results, dict):  # tables
+        return {name: table.flatten(1) for name, table in results.items()}
+    vectors = {"lse", "dsink"}
+    return {
+        name: x[..., None] if name in vectors and x is not None else x
+        for name, x in results._asdict().items()
+    }
+
+
+def _different(a: Any, b: Any) -> str:
+    """Return the rows that have other bits, "" if there are none."""
+    texts, others = [], _rows(b)
+    for name, x in _rows(a).items():
+        y = others[name]
+        if x is None or y is None:
+            texts += [f"{name}, which only one run returned"] * ((x is None) != (y is None))
+        elif (rows := differs(x, y).any(-1)).any():
             texts.append(f"{int(rows.sum())} of {rows.numel()} rows of {name}")
-        elif (x is None) != (y is None):
-            texts.append(f"{name}, which only one run returned")
     return ", ".join(texts)
 
 
-def _unequal_ranks(mine: Results) -> list[str]:
-    by_rank = _gather_objects(type(mine)(*(None if x is None else x.cpu() for x in mine)))
-    differ = {number: _different_rows(by_rank[0], other) for number, other in enumerate(by_rank)}
-    return [
-        (f"rank {number} has other bits than rank 0, in {where}")
-        for number, where in differ.items()
-        if where
-    ]
-
-
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
-    if not (
-        case.distributed
-        and dict(case.options).get("rank_invariant")
-        and hasattr(module, "attention")
-    ):
+    invariant = case.distributed and dict(case.options).get("rank_invariant")
+    if not (invariant and hasattr(module, "attention")):
         return []
     one = call(module, on_one_rank(case), x, Layout.contiguous(x.q.shape[-3], 1), 0)
     # the check adds dsink over the ranks
-    where = _different_rows(*(Attended(*part[:5]) for part in (one, first)))
-    return (
-        [f"other bits than attention(..., rank_invariant=True) on one rank, in {where}"]
-        if where
-        else []
-    )
-
-
-def _different_tables(a: dict[str, Tensor], b: dict[str, Tensor]) -> str:
-    differ = {name: len(rows_that_differ(a[name], b[name])) for name in a}
-    return ", ".join(
-        (f"{rows} of {len(a[name])} rows of {name}") for name, rows in differ.items() if rows
-    )
-
-
-def _timed(program: Callable[[Any], Any], half: Any, case: Case, device: str) -> tuple[Any, float]:
-    _wait_for_all(case, device)
-    start = time.perf_counter()
-    result = program(half)
-    _wait_for_all(case, device)
-    return result, time.perf_counter() - start
+    where = _different(*(Attended(*part[:5]) for part in (one, first)))
+    text = "other bits than attention(..., rank_invariant=True) on one rank, in"
+    return [f"{text} {where}"] if where else []
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each result of the wrong dtype, or that was rounded to 16 bits on its way
-    to float32.
-
-    With a dout of ones, and one query that sees a key, dv is the rounded operand P itself: this is
-    correct.
+    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before. With a
+    dout of ones, and one query that sees a key, dv is the rounded P itself.
     """
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
@@ -312,29 +276,15 @@ def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
     return faults
 
 
-def _difference(m: Measure, first: Results, of_reference: Results, exact: Results) -> float:
-    a, b, true = (getattr(x, m.tensor).double() for x in (first, of_reference, exact))
-    error = a - b
-    missing = ~error.isfinite()
-    return relative(m.tensor, m.norm, error.masked_fill(missing, 0), true.masked_fill(missing, 0))
-
-
-def _wait_for_all(case: Case, device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    if case.distributed:
-        dist.barrier()
-
-
 def _gather_objects(mine: Any) -> list[Any]:
     objects: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(objects, mine)
     return objects
 
 
-def _assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks, and add those of dsink and dup_weight. `Layout.unshard` is
-    under test: it is not used.
+def assembled(part: Results, layout: Layout) -> Results:
+    """Join the shards of all ranks without `Layout.unshard`, which is under test. Add parts of
+    dsink and dup_weight.
     """
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:

@@ -1,8 +1,6 @@
 """Find the mistake that a wrong result looks as if a module had made.
 
-A mistake is only named if it gives the results of the worst query of out: out and lse both, up to
-`CLOSE` of their error, and rounding. Without lse, none is named. A factor is only named if it holds
-for a whole tensor. Otherwise the worst place says where to look (`places`).
+It must give out and lse of the worst query of out. A factor must hold for a whole tensor.
 """
 
 import math
@@ -24,42 +22,30 @@ CLEAR = 0.25  # rounding is at most this part of an error that has a cause
 def explained(
     faults: Sequence[str], got: Any, exact: Any, honest: Sequence[Any], x: Inputs
 ) -> list[str]:
-    """Return the mistakes that explain faults: a factor of a tensor, keys that a query sees, scale,
-    soft-cap, sink or heads.
-
-    ``honest``: results with the rounding errors of the dtype.
-    """
-    wrong = {fault.partition(" ")[0] for fault in faults}
-    named = [
-        name for name, t in zip(got._fields, got, strict=True) if name in wrong and t is not None
-    ]
-    factors = {}
-    for name in named:
-        rounding = max(
-            (_distance(getattr(one, name), getattr(exact, name)) for one in honest), default=0.0
-        )
-        factors[name] = _factor(getattr(got, name), getattr(exact, name), rounding)
+    """Return the mistakes that explain faults. ``honest``: results with rounding errors."""
+    wrong, factors = {fault.partition(" ")[0] for fault in faults}, {}
+    for name in (name for name in got._fields if name in wrong):
+        if getattr(got, name) is not None:
+            mine, true, *theirs = (getattr(one, name) for one in (got, exact, *honest))
+            factors[name] = _factor(mine, true, theirs)
     lines = [
-        (f"{name} is {factor:#.3g} times the expected")
+        f"{name} is {factor:#.3g} times the expected"
         for name, factor in factors.items()
         if factor is not None
     ]
     if abs((factors.get("lse") or 0.0) * math.log(2) - 1) < 1e-3:
         lines.append("lse is as if its logarithm had base 2: it must be the natural one")
-    if "out" in named and got.lse is not None and factors["out"] is None:
+    if factors.get("out", 0) is None and got.lse is not None:
         lines = [*_of_worst_query(got, exact, honest, x), *lines]
     return lines
 
 
-def _distance(a: Tensor, exact: Tensor) -> float:
-    a, exact = (t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (a, exact))
-    return float((a - exact).norm())
-
-
-def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
-    got, exact = (
-        t.to(exact.device).double().masked_fill(~exact.isfinite(), 0) for t in (got, exact)
-    )
+def _factor(got: Tensor, exact: Tensor, honest: Sequence[Tensor]) -> float | None:
+    """Return the factor that explains ``got``, None if there is none."""
+    hidden = ~exact.isfinite()
+    got, *honest = (t.to(exact.device).double().masked_fill(hidden, 0) for t in (got, *honest))
+    exact = exact.double().masked_fill(hidden, 0)
+    rounding = max((float((one - exact).norm()) for one in honest), default=0.0)
     factor, error = float((got * exact).sum() / exact.square().sum()), float((got - exact).norm())
     small = CLOSE * min(error, abs(factor) * float(exact.norm())) + rounding
     explains = float((got - factor * exact).norm()) <= small and rounding <= CLEAR * error
@@ -67,36 +53,31 @@ def _factor(got: Tensor, exact: Tensor, rounding: float) -> float | None:
 
 
 def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> list[str]:
-    """Return the mistake that gives out and lse of the query with the largest error in out, [] if
-    there is none.
-    """
+    """Return the mistake that gives out and lse of the query with the largest error in out."""
     batched = lambda t: t if t.dim() == 4 else t[None]
     wide = lambda t: t.to(exact.out.device).double()
     out, true = (batched(wide(t)) for t in (got.out, exact.out))
     lse, true_lse = (wide(t).reshape(len(out), out.shape[2], -1) for t in (got.lse, exact.lse))
     error = (out - true).norm(dim=-1).nan_to_num(0.0)
     b, query, head = (int(i) for i in torch.unravel_index(error.argmax(), error.shape))
-    off, off_lse = float(error.max()), float((lse - true_lse)[b, head, query].abs())
-    rounding = max(
-        float((batched(wide(one.out)) - true)[b, query, head].norm().nan_to_num(torch.inf))
-        for one in honest
-    )
+    several = f" of sequence {b}" if len(out) > 1 else ""
+    honest_outs = (batched(wide(one.out)) for one in honest)
+    out, true, *others = (t[b, query, head] for t in (out, true, *honest_outs))
+    lse, true_lse = (t[b, head, query] for t in (lse, true_lse))
+    off, off_lse = float(error.max()), float((lse - true_lse).abs())
+    rounding = max(float((one - true).norm().nan_to_num(torch.inf)) for one in others)
     if not rounding <= CLEAR * off:
         return []
-    exactly = 64 * UNIT * (1 + float(lse[b, head, query].abs().nan_to_num(0.0, 0.0)))  # rounding
-    near, near_lse = (
-        CLOSE * off + rounding,
-        (CLOSE * off_lse if math.isfinite(off_lse) else 0.0) + exactly,
-    )
-    of_query = f"query {query}" + (f" of sequence {b}" if len(out) > 1 else "")
-    sees = (
-        []
-        if true_lse[b, head, query] > -torch.inf
-        else [f"{of_query} sees no key, so its out must be 0"]
-    )
+    exactly = 64 * UNIT * (1 + float(lse.abs().nan_to_num(0.0, 0.0)))  # rounding
+    near, near_lse = CLOSE * off + rounding, exactly
+    near_lse += CLOSE * off_lse if math.isfinite(off_lse) else 0.0
+    of_query = f"query {query}" + several
+    sees = []
+    if true_lse == -torch.inf:
+        sees = [f"{of_query} sees no key, so its out must be 0"]
     for text, outs, lses in _mistakes(exact, x, b, query, head):
-        far = (outs - out[b, query, head]).norm(dim=-1).nan_to_num(torch.inf)
-        far_lse = torch.where(lses == lse[b, head, query], 0.0, (lses - lse[b, head, query]).abs())
+        far = (outs - out).norm(dim=-1).nan_to_num(torch.inf)
+        far_lse = torch.where(lses == lse, 0.0, (lses - lse).abs())
         fits = (far <= near) & (far_lse.nan_to_num(torch.inf) <= near_lse)
         if fits.any():
             fits &= far <= 1.001 * far[fits].min() + rounding / 8
@@ -108,7 +89,7 @@ def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> l
 def _mistakes(
     exact: Any, x: Inputs, b: int, query: int, head: int
 ) -> Iterator[tuple[Any, Tensor, Tensor]]:
-    """Yield a text, or one for each row, and rows of out and lse of the query under mistakes."""
+    """Yield a text, or one for each row, and rows of out and lse under mistakes."""
     device = exact.out.device
     q, k, v = (
         (t if t.dim() == 4 else t[None])[b].to(device).double()
@@ -127,10 +108,8 @@ def _mistakes(
     if visible.any():
         plain = default_scale(x.q, None, x.softcap)
         if plain != x.scaling:
-            yield (
-                (f"had the default scale 1 / sqrt(d), not {x.scale:.3g}"),
-                *attended(plain, own, sink),
-            )
+            text = f"had the default scale 1 / sqrt(d), not {x.scale:.3g}"
+            yield text, *attended(plain, own, sink)
         if x.softcap is not None:
             yield "had no soft-cap", *attended(default_scale(x.q, x.scale, None), own, sink)
         if has_sink:
@@ -138,9 +117,8 @@ def _mistakes(
         for other in (i for i in range(k.shape[1]) if i != own):
             text = f"in head {head} read head {other} of k and v, not {own}"
             yield text, *attended(x.scaling, other, sink)
-    weighted, top = _weighted(
-        q[query, head], k[:, own], v[:, own], x.scaling, torch.ones_like(visible)
-    )
+    every = torch.ones_like(visible)
+    weighted, top = _weighted(q[query, head], k[:, own], v[:, own], x.scaling, every)
     sign = torch.where(visible, -1.0, 1.0).double()[:, None]
     changed = visible.double() @ weighted + sign * weighted
     names = [
@@ -161,9 +139,7 @@ def _mistakes(
 def _weighted(
     q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return exp(score - top) times (v, 1) of each key, and top, the largest score of the keys that
-    are ``seen``.
-    """
+    """Return exp(score - top) times (v, 1) of each key, and top, the largest ``seen`` score."""
     scores = scores_of(q[None], k.nan_to_num(), scaling)[0]
     top = scores[seen].max()
     weights = torch.exp(scores - top)[:, None]

@@ -1,6 +1,7 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from textwrap import shorten
 from typing import Any
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from canon.testing.judge import short
 
+AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130  # exit statuses
 MARKS = {  # verdicts
     "agrees": "green",
     "disagrees": "bold red",
@@ -36,7 +38,6 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
-    """Return a row for each case, with the measure that has the largest error / bound."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(
@@ -45,14 +46,10 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
             no_wrap=name != "case",
             overflow="fold",
         )
-    for result in results:
-        if (same := _declined_alike(result, results)) and len(same) > 1:
-            if result is same[0]:
-                shown.add_row(
-                    f"{_function(result)}: {len(same)} cases",
-                    *[""] * 5,
-                    Text("declined", MARKS["declined"]),
-                )
+    for result, same in _grouped(results):
+        if len(same) > 1:
+            declined = Text("declined", MARKS["declined"])
+            shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, declined)
             continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
@@ -66,16 +63,13 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the case with the most specific one, and the most specific one of each
-    other case.
-    """
+    """Print all faults of the most specific case, and one fault of each other case."""
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
-    for result in results:
-        if (same := _declined_alike(result, results)) and len(same) > 1:
-            if result is same[0]:
-                reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
-                console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
+    for result, same in _grouped(results):
+        if len(same) > 1:
+            reason = f"{_function(result)}: {len(same)} cases declined: {_reason(result)}"
+            console.print(Text(reason, MARKS["declined"]), soft_wrap=True)
         elif result["faults"]:
             fault(result, console, in_full=result is in_full)
 
@@ -86,25 +80,24 @@ def _function(result: dict[str, Any]) -> str:
 
 def _reason(result: dict[str, Any]) -> str:
     """Return the first line of a reason, without the rank that raised first."""
-    return (
-        re.sub(r"^rank \d+: ", "", result["faults"][0]).partition("\n")[0]
-        if result["faults"]
-        else ""
-    )
+    first = "".join(result["faults"][:1])
+    return re.sub(r"^rank \d+: ", "", first).partition("\n")[0]
 
 
-def _declined_alike(
-    result: dict[str, Any], results: Sequence[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the declined results of the same function and reason; they are shown in one line."""
-    if result["verdict"] != "declined":
-        return []
-    key = _function(result), _reason(result)
-    return [x for x in results if x["verdict"] == "declined" and (_function(x), _reason(x)) == key]
+def _grouped(
+    results: Sequence[dict[str, Any]],
+) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Return pairs (result, results like it): cases that are declined for the same reason."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for number, result in enumerate(results):
+        declined = result["verdict"] == "declined"
+        key = (_function(result), _reason(result)) if declined else number
+        groups.setdefault(key, []).append(result)
+    return [(group[0], group) for group in groups.values()]
 
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
-    """Print the faults of a case, or a line with the beginning of the most specific one."""
+    """Print the faults of a case, or the beginning of the most specific one."""
     texts, style = result["faults"], MARKS[result["verdict"]]
     if not in_full:
         more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
@@ -114,24 +107,16 @@ def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
 
 
 def _place(fault: str) -> int:
-    """Return the place of a fault in `TELLING`."""
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
 def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
-    """Print how many cases agree, and return how many are wrong. ``taken``: results that the record
-    held before.
-    """
-    agree, neither = verdicts.count("agrees"), {name: verdicts.count(name) for name in NEITHER}
-    wrong = len(verdicts) - agree - sum(neither.values())
-    line = (f"{agree} of {len(verdicts)} cases agree") + "".join(
-        f", {n} {name}" for name, n in neither.items() if n
-    )
-    line += f", {taken} taken from the record" * bool(taken)
-    end = (
-        (f"[bold red]{line}, {wrong} do not.")
-        if wrong
-        else f"[bold {'green' if agree else 'red'}]{line}."
-    )
-    console.print(end)
+    """Print how many cases agree, and return how many are wrong."""
+    counts = Counter(verdicts)
+    wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
+    line = f"{counts['agrees']} of {len(verdicts)} cases agree"
+    line += "".join(f", {counts[name]} {name}" for name in NEITHER if counts[name])
+    line += f", {taken} taken from the record" * bool(taken) + f", {wrong} do not" * bool(wrong)
+    style = "green" if counts["agrees"] and not wrong else "red"
+    console.print(f"[bold {style}]{line}.")
     return wrong

@@ -1,6 +1,4 @@
-"""State the calling conventions of `canon check MODULE`, and limit the cases to the features of a
-module.
-"""
+"""The calling conventions of `canon check MODULE`, and the limits of a module."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,17 +157,14 @@ def features(text: str) -> frozenset[str]:
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
-    """Return the cases that fit the limits ``words``, changed where necessary. ``even``: all shards
-    have equal length.
-    """
+    """Return the cases, changed to fit the limits ``words``. ``even``: shards have equal length."""
     changed = [adapted(case, words) for case in cases]
     if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
         changed = [
             new and _with_scale(new, case.shape.scale, module)
             for new, case in zip(changed, cases, strict=True)
         ]
-    # Without a mask, zigzag and striped attention compute the number of tokens from their own
-    # shard.
+    # without a mask, these compute the number of tokens from their own shard
     if "no-mask" in words and not even:
         changed = [
             case
@@ -185,9 +180,7 @@ def _with_scale(case: Case, scale: float | None, module: Any) -> Case:
 
 
 def adapted(case: Any, words: frozenset[str]) -> Any:
-    """Return the case, fixed or random, changed so that it fits the limits ``words``, or None if it
-    cannot.
-    """
+    """Return the case, changed to fit the limits, or None if it cannot."""
     masks = {"causal"} if "no-mask" in words else words & set(MASKS)
     attends = case.function in {*ATTEND, "prepare"} | REPLICATED
     if (masks and case.kind not in masks) or (

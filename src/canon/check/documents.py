@@ -1,8 +1,8 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-A token is a byte. A rotary embedding rotates q and k by the position that the layout gives, so a
-wrong layout gives wrong inputs. Weights and embeddings are small integers: every sum is exact, and
-the inputs have the same bits on every machine."""
+Rotary embeddings have the positions of the layout, so a wrong layout gives wrong inputs. Weights
+are small integers: sums are exact, and inputs have the same bits on every machine.
+"""
 
 import re
 import subprocess
@@ -30,16 +30,16 @@ class Documents:
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """Read files, and the text files of folders; those of this repository if ``paths`` is
-        empty.
+        """Read files, and the text files of folders, or of this repository if there are no paths.
 
-        A ``budget`` limits the tokens: lengths that grow by a quarter come first, then other files
-        while they fit. Raises ValueError if there is no text.
+        A ``budget`` limits the tokens, and prefers varied lengths. Raises ValueError without text.
         """
-        root = _home() if not paths else None
-        files = _text_files([root]) if root else _text_files(paths)
-        texts = {_name(file, root): file.read_bytes() for file in files}
-        texts = {name: text for name, text in texts.items() if text or not root}
+        if paths:
+            texts = {str(file): file.read_bytes() for file in _text_files(paths)}
+        else:
+            root = _home()
+            files = {x.relative_to(root).as_posix(): x for x in _text_files([root])}
+            texts = {name: text for name, x in files.items() if (text := x.read_bytes())}
         if not any(texts.values()):
             raise ValueError(f"no text in {', '.join(map(str, paths)) or 'the repository'}")
         chosen = sorted(texts) if budget is None else sorted(_within(texts, budget))
@@ -89,20 +89,18 @@ def _tracked(folder: Path) -> list[Path]:
     return [folder / name for name in listed.split("\0") if name]
 
 
-def _name(file: Path, root: Path | None) -> str:
-    return file.relative_to(root).as_posix() if root else str(file)
-
-
 def _within(texts: dict[str, bytes], budget: int) -> list[str]:
-    by_length = sorted(texts, key=lambda name: (len(texts[name]), name))
-    varied: list[str] = []
-    for name in by_length:
-        if not varied or len(texts[name]) >= 1.25 * len(texts[varied[-1]]):
+    length = {name: len(text) for name, text in texts.items()}
+    by_length = sorted(texts, key=lambda name: (length[name], name))
+    varied, chosen = by_length[:1], by_length[:1]
+    for name in by_length:  # lengths that grow by a quarter come first
+        if length[name] >= 1.25 * length[varied[-1]] and name not in varied:
             varied.append(name)
-    chosen: list[str] = []
-    for name in [*varied, *(name for name in by_length if name not in varied)]:
-        if not chosen or sum(len(texts[n]) for n in chosen) + len(texts[name]) <= budget:
+    left = budget - length[chosen[0]]
+    for name in [*varied[1:], *(name for name in by_length if name not in varied)]:
+        if length[name] <= left:
             chosen.append(name)
+            left -= length[name]
     return chosen
 
 
@@ -113,9 +111,7 @@ def projected(
     widths: tuple[int, int],
     seed: int = 0,
 ):
-    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) of the whole sequence in float32, another
-    one for each ``seed``.
-    """
+    """Return q (s, h, d), k (s, g, d) and v (s, g, dv) in float32."""
     (h, g), (d, dv) = heads, widths
     generator = torch.Generator().manual_seed(seed)
 
@@ -143,9 +139,7 @@ def _positions(layout: Layout, cu_seqlens: list[int]) -> Tensor:
 
 
 def _rotated(x: Tensor, positions: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) by the angle position / 10000^(2 i / d). Source: Su et al.,
-    RoFormer (2021).
-    """
+    """Rotate pairs (i, i + d/2) by position / 10000^(2 i / d), as RoFormer (Su et al., 2021)."""
     half = x.shape[-1] // 2
     angle = positions.double()[:, None] / 10000 ** (torch.arange(half, dtype=torch.float64) / half)
     cos, sin = (f(angle).float()[:, None] for f in (torch.cos, torch.sin))

@@ -1,8 +1,8 @@
 """Draw the random cases of `canon check --random`.
 
 Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits
-of the module. A mask or layout is a Python expression. On GPUs a table has few shapes, because each
-is compiled."""
+of the module. On GPUs a table has few shapes, because each is compiled.
+"""
 
 import re
 from collections.abc import Callable, Collection
@@ -18,8 +18,8 @@ from canon.check.cases import (
     FIXED_LAYOUTS,
     MASKS,
     PLANS,
-    PREPARED,
     REPLICATED,
+    WHOLE,
     Case,
     Shape,
 )
@@ -48,13 +48,19 @@ WEIGHTS = {
     "prepare": 1,
     "latent_attention": 3,
 }
+PREPARED = (
+    "ring_attention",
+    "striped_attention",
+    "latent_attention",
+    "strided_attention",
+    "magi_attention",
+)
+FIXED = FIXED_LAYOUTS | {"dispatch": "contiguous"}
+ONE_CAST = {"own_keys_first": False}
 CASTS: list[dict] = [
-    {"own_keys_first": False},
-    {"own_keys_first": True},
-    {"own_keys_first": True},
-    {"casts": 2},
-    {"casts": 3},
-    {"casts": 5},
+    ONE_CAST,
+    *[{"own_keys_first": True}] * 2,
+    *({"casts": casts} for casts in (2, 3, 5)),
 ]
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
@@ -65,12 +71,12 @@ FOR_EACH_SEQUENCE = {
     "decode_attention",
     "dispatch",
 }
-TILED_TOKENS = 420  # tokens of a draw with rank_invariant, or more on a GPU: four tiles of 128
-SOFTCAPS = 1.0, 20.0  # few, because each compiles kernels of its own
-LARGE = (1e2, 1e4, 5e5)  # factors of scores: the largest come near 1e7, the limit of `canon.fast`
-DS = (0.03, 0.3, 0.9)  # largest dS of some float16 cases, as a part of the largest float16
+TILED_TOKENS = 420  # with rank_invariant: four tiles of 128
+SOFTCAPS = 1.0, 20.0  # each compiles kernels of its own
+LARGE = (1e2, 1e4, 5e5)  # factors of scores: `canon.fast` allows 1e7
+DS = (0.03, 0.3, 0.9)  # largest dS, as a part of the largest float16
 TRIES = 2000  # draws of a case; 50 of each function
-WORK = 48  # largest `_work` of an interpreted case: about half a second
+WORK = 48  # of an interpreted case: about half a second
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Table:
 
 
 _HEADS = ((1, 1), (1, 1), (2, 1), (2, 2), (3, 1), (4, 2))
-_ROWS = (  # kernels are compiled for each row: they specialise on widths, dtype and heads per group
+_ROWS = (  # kernels specialise on widths, dtype and heads per group
     ((4, 2), (64, 64), "bfloat16"),
     ((4, 1), (128, 128), "bfloat16"),
     ((2, 2), (128, 64), "float16"),
@@ -111,7 +117,7 @@ class Drawn(Case):
     seed: int = 0
     index: int = 0
     ranks: int = 1
-    ds: float = 0.0  # the largest dS as a part of the largest float16; 0: the inputs have size 1
+    ds: float = 0.0  # 0: the inputs have size 1
 
     @property
     def name(self) -> str:
@@ -119,50 +125,33 @@ class Drawn(Case):
 
     @property
     def kind(self) -> str:
-        return (
-            "sequences" if self.mask.startswith("(") else re.findall(r"Mask\.(\w+)", self.mask)[0]
-        )
+        several = self.mask.startswith("(")
+        return "sequences" if several else re.findall(r"Mask\.(\w+)", self.mask)[0]
 
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         return evaluated(self.layout) if self.layout else super().layout_of(mask, 1)
 
     @property
     def draws(self) -> dict[str, str]:
-        shape, draws = self.shape, {"ranks": str(self.ranks), "mask": self.mask}
-        draws |= {"layout": self.layout} if self.layout else {}
-        if self.dtype:
-            draws |= {"dtype": self.dtype, "heads": f"{shape.heads}", "widths": f"{shape.widths}"}
-            draws |= {
-                "batch": str(shape.batch) if shape.batch else "packed",
-                "scale": str(shape.scale),
-            }
-            draws |= {
-                "strides": "contiguous"
-                if shape.strides is None
-                else f"random, seed {shape.strides}"
-            }
-            draws |= {"latent, k_rope": f"{shape.latent} wide"} if shape.latent else {}
-            draws |= {
-                "method": self.method,
-                "variant": self.variant or "-",
-                "differentiated": self.used,
-            }
-            draws |= {"planted": self.planted} if self.planted else {}
-            draws |= {"dS": f"up to {self.ds * 65504:.0f}"} if self.ds else {}
-        return draws | {name: str(value) for name, value in self.options}
+        """The fields that differ from their defaults, and the options, as text."""
+        shape, hidden = vars(self.shape), {"function", "shape", "options", "seed", "index"}
+        fields = {x: y for x, y in vars(self).items() if y and x not in hidden}
+        of_tensors = {"scale": None, "strides": None} | shape if self.dtype else {}
+        of_tensors = {x: y for x, y in of_tensors.items() if x != "latent" or y}
+        fields |= of_tensors | dict(self.options)
+        fields["differentiated"] = fields.pop("used")
+        return {name: str(value) for name, value in fields.items()}
 
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """Evaluate the expression of a mask or a layout."""
-    return eval(
-        text, {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
-    )
+    names = {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
+    return eval(text, names)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a module can do: its functions and the words of ``--features``."""
+    """What a module can do."""
 
     functions: Collection[str] = tuple(WEIGHTS)
     words: frozenset[str] = frozenset()
@@ -178,11 +167,11 @@ class Limits:
 def drawn(
     seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()
 ) -> Drawn:
-    """Return case ``index`` of ``seed``. Raises ValueError if no case fits the limits."""
+    """Return case ``index`` of ``seed``. Raises ValueError if none fits the limits."""
     draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
     for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
         if number % 50 == 0 and case is None:
-            function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+            function = ""
             while function not in limits.functions:
                 function = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         case = limits.fit(_drawn(draw, function, seed, index, TABLES[table], most_ranks, limits))
@@ -212,125 +201,70 @@ def _drawn(
     most_ranks: int,
     limits: Limits,
 ) -> Drawn:
-    no_options = (
-        bool(limits.words & {"no-options", "no-mask"})
-        and function in {*ATTEND, "prepare"} | REPLICATED
-    )
-    ranks = (
-        draw.choices(range(1, most_ranks + 1), RANKS[:most_ranks])[0]
-        if function in DISTRIBUTED
-        else 1
-    )
+    no_options = bool(limits.words & {"no-options", "no-mask"}) and function in WHOLE
+    distributed, replicated = function in DISTRIBUTED, function in REPLICATED
+    several = range(1, most_ranks + 1)
+    ranks = draw.choices(several, RANKS[:most_ranks])[0] if distributed else 1
     invariant = function in RANK_INVARIANT and draw.random() < 0.3 and not no_options
-    tokens = table.shared_tokens if function in DISTRIBUTED else table.tokens
+    tokens = table.shared_tokens if distributed else table.tokens
     n = size(draw, tokens)
     if invariant and draw.random() < 0.8:
         n = draw.randint(100, max(tokens, TILED_TOKENS))
-    layout, fixed = None, None
-    if function in DISTRIBUTED - REPLICATED:
-        mask = square(draw, n, only=limits.kinds)
+    layout, fixed, prepared = None, None, ""
+    is_square = (distributed and not replicated) or limits.kinds
+    mask = square(draw, n, only=limits.kinds) if is_square else any_mask(draw, n)
+    keys = evaluated(mask).keys
+    if replicated:
+        fixed = draw.choice(["contiguous", "zigzag", "uneven", "empty"])
+        layout = layout_of(draw, mask, keys, ranks, fixed)
+    elif distributed:
         prepared = draw.choice(list(PREPARED)) if function == "prepare" else ""
-        fixed = FIXED_LAYOUTS.get(prepared or function) or (
-            "contiguous" if function == "dispatch" else None
-        )
-        layout = (tiled_layout if invariant else layout_of)(
-            draw, mask, evaluated(mask).queries, ranks, fixed
-        )
-    else:
-        mask, prepared = (
-            square(draw, n, only=limits.kinds) if limits.kinds else any_mask(draw, n),
-            "",
-        )
-    if function in REPLICATED:
-        layout = layout_of(
-            draw,
-            mask,
-            evaluated(mask).keys,
-            ranks,
-            draw.choice(["contiguous", "zigzag", "uneven", "empty"]),
-        )
-    has_latents = "latent_attention" in (function, prepared)
-    dtype, shape = (
-        ("", Shape((1, 1), (1, 1)))
-        if function in PLANS
-        else _shape(draw, table, ranks, has_latents)
-    )
+        fixed = FIXED.get(prepared or function)
+        layout = (tiled_layout if invariant else layout_of)(draw, mask, keys, ranks, fixed)
+    dtype, shape = "", Shape((1, 1), (1, 1))
+    if function not in PLANS:
+        dtype, shape = _shape(draw, table, ranks, "latent_attention" in (function, prepared))
     method, variant, used, options = _options(draw, function, shape, dtype, invariant)
     if no_options:
         method, options = "auto", {}
         variant = "plain" if "no-mask" in limits.words and function in ATTEND else variant
+    alone = function in FOR_EACH_SEQUENCE and not (invariant and layout) and variant != "plain"
     if prepared:
         method, variant, options = "auto", prepared, {}
-    elif (
-        function in FOR_EACH_SEQUENCE
-        and not (invariant and layout)
-        and variant != "plain"
-        and draw.random() < 0.15
-    ):
-        sizes = evaluated(mask).queries, evaluated(mask).keys
-        mask, shape = f"({mask}, {ranges(draw, *sizes)})", replace(shape, batch=2)
-    elif variant == "plain" and function in REPLICATED:
-        mask, shape = (
-            (f"Mask.full({evaluated(mask).queries}, {evaluated(mask).keys})"),
-            replace(shape, scale=None),
-        )
+    elif alone and draw.random() < 0.15:
+        mask = f"({mask}, {ranges(draw, evaluated(mask).queries, keys)})"
+        shape = replace(shape, batch=2)
+    elif variant == "plain" and replicated:
+        mask, shape = f"Mask.full({evaluated(mask).queries}, {keys})", replace(shape, scale=None)
     elif variant == "plain":
-        # without a mask, a function that makes its layout assumes shards of equal length
+        # a function that makes its layout assumes shards of equal length
         n += -n % ranks
         mask, shape = f"Mask.causal({n})", replace(shape, contiguous=True, scale=None)
         layout = layout_of(draw, mask, n, ranks, fixed) if layout else None
     attends = dtype and function not in EXCHANGES
-    planted = _planted(draw, function, used) if attends and not shape.latent else ""
+    without_dout = function in {"attention_forward", "merge"} or used.startswith("forward")
+    planted = ""
+    if attends and not shape.latent:
+        planted = _planted(draw, used, without_dout or used == "sum")
     unplanted = attends and variant != "plain" and not planted
-    if unplanted and _may_be_large(dtype, shape, options) and draw.random() < 1 / 10:
+    # gradients in float16, a sink's share and projected keys would leave their ranges
+    narrow = "float16" in (dtype, options.get("reduce_dtype"))
+    large = unplanted and not (narrow or "sink" in options or shape.latent)
+    if large and draw.random() < 1 / 10:
         shape = replace(shape, scale=draw.choice(LARGE) * shape.widths[0] ** -0.5)
     elif unplanted and function not in ("merge", "prepare") and draw.random() < 0.2:
         options["softcap"] = draw.choice(SOFTCAPS)
-    of_dout = used in {"both", "out", "no lse"} and function not in {"attention_forward", "merge"}
-    narrow = dtype == "float16" and options.get("reduce_dtype") != "float16"
-    ds = (
-        draw.choice(DS)
-        if narrow and unplanted and of_dout and not shape.latent and draw.random() < 0.4
-        else 0.0
-    )
-    numbers = seed, index, ranks, ds
-    return Drawn(
-        function,
-        mask,
-        dtype,
-        shape,
-        layout,
-        method,
-        variant,
-        tuple(options.items()),
-        used,
-        planted,
-        *numbers,
-    )
+    near = unplanted and dtype == "float16" and options.get("reduce_dtype") != "float16"
+    near = near and not (without_dout or used in {"lse", "sum"} or shape.latent)
+    ds = draw.choice(DS) if near and draw.random() < 0.4 else 0.0
+    given = function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used
+    return Drawn(*given, planted, seed, index, ranks, ds)
 
 
-def _planted(draw: Random, function: str, used: str) -> str:
-    """Return a value and a tensor for one case in eight, else "". A tensor that the case does not
-    use gets none.
-    """
-    without_dout = (
-        used == "sum" or used.startswith("forward") or function in {"attention_forward", "merge"}
-    )
+def _planted(draw: Random, used: str, without_dout: bool) -> str:
+    """Return a value and a tensor for one case in eight, else ""."""
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
-
-
-def _may_be_large(dtype: str, shape: Shape, options: dict) -> bool:
-    """Return whether large scores leave all results finite: gradients exceed float16, and a sink's
-    share underflows.
-
-    Rounding of projected keys changes the largest score.
-    """
-    return (
-        "float16" not in (dtype, options.get("reduce_dtype"))
-        and "sink" not in options
-        and not shape.latent
-    )
 
 
 def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[str, Shape]:
@@ -338,11 +272,8 @@ def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[s
         heads, widths, dtype = draw.choice(table.rows)
     else:
         heads = draw.choice([heads for heads in table.heads if ranks <= 4 or heads[0] <= 2])
-        widths, dtype = (
-            (draw.choice(table.widths), draw.choice(table.widths)),
-            draw.choice(table.dtypes),
-        )
-        widths = widths if draw.random() < 0.6 else (widths[0], widths[0])
+        widths, dtype = [draw.choice(table.widths) for _ in range(2)], draw.choice(table.dtypes)
+        widths = (widths[0], widths[draw.random() < 0.6])
     batch = draw.choice([0, 1, 1, 2] if ranks <= 4 and heads[0] <= 2 else [0, 1])
     scale = draw.choice([None, None, None, 0.5, 2.0] + [-1.0, -0.3, 0.0, 4.0] * table.unusual)
     scale = None if scale is None else scale * widths[0] ** -0.5
@@ -350,11 +281,9 @@ def _shape(draw: Random, table: Table, ranks: int, has_latents: bool) -> tuple[s
     shape = Shape(heads, widths, batch, draw.random() < 0.6, scale, strides)
     if has_latents:  # a head of K for each query head, wider than k_rope
         d = max(2, widths[0])
-        latent = (
-            (draw.choice(table.widths), draw.randint(1, d - 1))
-            if table.unusual
-            else (64, max(8, d // 32 * 8))
-        )
+        latent = 64, max(8, d // 32 * 8)
+        if table.unusual:
+            latent = draw.choice(table.widths), draw.randint(1, d - 1)
         shape = replace(shape, heads=(heads[0], heads[0]), widths=(d, widths[1]), latent=latent)
     return dtype, shape
 
@@ -364,9 +293,8 @@ def _options(
 ) -> tuple[str, str, str, dict]:
     options: dict = {}
     if function in EXCHANGES:
-        if function in {"cast_plan", "group_cast", "group_reduce"}:
-            options |= draw.choice(CASTS[:5])
-        return "auto", "", "both", options
+        casting = function in {"cast_plan", "group_cast", "group_reduce"}
+        return "auto", "", "both", draw.choice(CASTS[:5]) if casting else {}
     if function in REPLICATED:
         used = draw.choice(["forward", "forward", "forward, no lse"])
         if used == "forward, no lse" and draw.random() < 0.5:
@@ -385,17 +313,15 @@ def _options(
         wide = ["float64"] if dtype == "float64" else ["float32", "float64", "bfloat16", "float16"]
         options["reduce_dtype"] = draw.choice(wide)
     if function == "magi_attention":
-        options |= draw.choice([CASTS[0], {}] if invariant else CASTS)
+        options |= draw.choice([ONE_CAST, {}] if invariant else CASTS)
         options["keep_kv"] = draw.random() < 0.3
     if function == "strided_attention":
         options |= _strides(draw, shape.heads[1], invariant)
-    if invariant:
-        return draw.choice(["auto", "split", "head_parallel"]), variant, used, options
     methods = (
-        ["split", "fused", "head_parallel"]
-        if function == "attention_backward"
-        else ["auto", "auto", "split", "fused", "head_parallel"]
+        ["auto", "split", "head_parallel"] if invariant else ["split", "fused", "head_parallel"]
     )
+    if not invariant and function != "attention_backward":
+        methods = ["auto", "auto", *methods]
     return draw.choice(methods), variant, used, options
 
 

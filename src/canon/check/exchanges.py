@@ -1,18 +1,17 @@
 """Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
     dispatch, plan_report    equal to the reference
-    cast_plan                equal to the reference; each rank receives once every token that the
-                             mask needs there
-    group_cast               rows equal to the plan's tokens of the full tensor, by source and by
-                             row there
+    cast_plan                the same; each rank receives once every token that its mask needs
+    group_cast               rows equal to the plan's tokens, by source and by row there
     group_reduce             as close to the float64 sum as float32 sums in any order
     Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 
 A case returns tables on every rank: named tensors, tokens outermost.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,18 +21,16 @@ from canon import reference
 from canon.check.cases import Case, interleaving
 from canon.check.inputs import Inputs, placed
 from canon.masks.cast_plan import CastPlan
-from canon.reference import Layout, Mask
+from canon.reference import Layout
 from canon.route.checks import accumulate_dtype
-from canon.testing.judge import EXACT, UNIT, Measure, judged, visible_blocks
+from canon.testing.judge import EXACT, UNIT, Masks, Measure, judged, visible_blocks
 
 Tables = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An expected table: equal to ``exact``, or as close to it as the sums ``honest`` in other
-    orders.
-    """
+    """An expected table, or with ``honest`` other sums that may differ as much."""
 
     exact: Tensor
     honest: list[Tensor] = field(default_factory=list)
@@ -41,31 +38,172 @@ class Answer:
     tokens: Tensor | None = None  # the token of each row, if the rows are tokens
 
 
-def tables(
-    module: Any, case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int
-) -> Tables:
-    """Return the tables of ``module`` on this rank."""
-    return _RUNNERS[case.function](module, case, mask, layout, x, rank)
-
-
-def answers(
-    case: Case, mask: Mask, layout: Layout, x: Inputs | None, rank: int
-) -> dict[str, Answer]:
-    """Return the expected tables on this rank: those of the reference, unless another way computes
-    them.
+class Exchange:
+    """A case on one rank. The answers are the tables of the reference, unless FUNCTION_answers
+    returns them.
     """
-    if case.function in _ANSWERS:
-        return _ANSWERS[case.function](case, mask, layout, x, rank)
-    return {
-        name: Answer(table)
-        for name, table in tables(reference, case, mask, layout, x, rank).items()
-    }
+
+    def __init__(self, case: Case, mask: Masks, layout: Layout, x: Inputs | None, rank: int):
+        self.case, self.mask, self.layout, self.rank = case, mask, layout, rank
+        self.options = dict(case.options)
+        if x is not None:
+            self.k, self.full = x.k, x.k.movedim(-3, 0)
+            self.mine = _tokens(layout.ranges_per_rank[rank]).to(self.full.device)
+
+    def tables(self, half: Any) -> Tables:
+        return getattr(self, f"{self.case.function}_tables")(half)
+
+    def answers(self) -> dict[str, Answer]:
+        if own := getattr(self, f"{self.case.function}_answers", None):
+            return own()
+        return {name: Answer(table) for name, table in self.tables(reference).items()}
+
+    def dispatch_tables(self, half: Any) -> Tables:
+        ranks = self.layout.ranks
+        plan = half.dispatch(self.mask, ranks, **interleaving(self.mask, ranks))
+        return {"plan": _places(plan.ranges_per_rank)}
+
+    def plan_report_tables(self, half: Any) -> Tables:
+        chunk = interleaving(self.mask, self.layout.ranks)["chunk"]
+        report = half.plan_report(self.mask, self.layout, chunk=chunk)
+        by_rank = torch.tensor([report.areas, report.received, report.sent], dtype=torch.int64).T
+        return {"report": by_rank, "largest": torch.tensor([[report.tokens, report.largest_chunk]])}
+
+    def cast_plan_tables(self, half: Any) -> Tables:
+        """Return rows (cast, receiver, source, row there, token), and those of this rank."""
+        plan = half.cast_plan(self.mask, self.layout, **self.options)
+        rows = [
+            (cast, receiver, piece.source, piece.row + offset, token)
+            for cast in range(plan.casts)
+            for receiver in range(plan.layout.ranks)
+            for piece in plan.received(cast, receiver)
+            for offset, token in enumerate(piece.tokens)
+        ]
+        moves = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+        mine = moves[moves[:, 1] == self.rank]
+        return {"plan": moves, "need": mine[mine[:, 4].argsort()][:, 2:]}
+
+    def cast_plan_answers(self) -> dict[str, Answer]:
+        places = _places(self.layout.ranges_per_rank)
+        mine = places[:, 1] == self.rank
+        needed = torch.zeros(self.mask.keys, dtype=torch.bool)
+        for rows, visible in visible_blocks(self.mask):
+            needed |= visible[mine[rows]].any(0)
+        need = places[needed & ~mine][:, [1, 2, 0]]
+        return {"plan": Answer(self.cast_plan_tables(reference)["plan"]), "need": Answer(need)}
+
+    @cached_property
+    def plan(self) -> CastPlan:
+        return reference.cast_plan(self.mask, self.layout, **self.options)
+
+    def received(self, cast: int, rank: int) -> Tensor:
+        """Return the tokens that a rank receives, by source and by row there."""
+        pieces = sorted(self.plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
+        return _tokens(piece.tokens for piece in pieces).to(self.full.device)
+
+    def group_cast_tables(self, half: Any) -> Tables:
+        mine = placed(self.full[self.mine], self.case.shape)
+        casts = range(self.plan.casts)
+        return {f"cast {cast}": half.group_cast(mine, self.plan, cast) for cast in casts}
+
+    def group_cast_answers(self) -> dict[str, Answer]:
+        received = [self.received(cast, self.rank) for cast in range(self.plan.casts)]
+        return {
+            f"cast {cast}": Answer(self.full[tokens], tokens=tokens)
+            for cast, tokens in enumerate(received)
+        }
+
+    def summands(self) -> tuple[Tensor, list[Tensor]]:
+        """Return the start of a sum of the whole sequence, and a part of each rank."""
+        generator, like = torch.Generator().manual_seed(2), self.full
+        start, *parts = (
+            torch.randn(like.shape, generator=generator).to(like.device)
+            for _ in range(1 + self.layout.ranks)
+        )
+        return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
+
+    def summed(self, start: Tensor, parts: list[Tensor]) -> Answer:
+        """Return this rank's rows of the sum in float64, and in four other orders."""
+        generator = torch.Generator().manual_seed(3)
+        start, *parts = (x[self.mine].to(start.dtype) for x in (start, *parts))
+        honest = []
+        for _ in range(4):
+            total = start.clone()
+            for index in torch.randperm(len(parts), generator=generator).tolist():
+                total += parts[index]
+            honest.append(total)
+        unit = EXACT if start.dtype == torch.float64 else UNIT
+        roundings = unit * sum((part.double().abs() for part in parts), start.double().abs())
+        exact = sum((part.double() for part in parts), start.double())
+        return Answer(exact, honest, roundings, self.mine)
+
+    def group_reduce_tables(self, half: Any) -> Tables:
+        start, parts = self.summands()
+        into = total = placed(start[self.mine], self.case.shape)
+        for cast in range(self.plan.casts):
+            y = placed(parts[self.rank][self.received(cast, self.rank)], self.case.shape)
+            total = half.group_reduce(y, self.plan, cast, into)
+        return {"sum": total, "into": into}
+
+    def group_reduce_answers(self) -> dict[str, Answer]:
+        start, parts = self.summands()
+        for source, part in enumerate(parts):
+            sent = torch.zeros(len(part), dtype=torch.bool, device=part.device)
+            for cast in range(self.plan.casts):
+                sent[self.received(cast, source)] = True
+            part[~sent] = 0
+        answer = self.summed(start, parts)
+        return {"sum": answer, "into": answer}
+
+    def Layout_tables(self, half: Any) -> Tables:
+        made = half.Layout(self.layout.ranges_per_rank, self.layout.tokens)
+        full, parts = self.k.detach().requires_grad_(), self.summands()[1]
+        grads = [part.movedim(0, -3) for part in parts]
+        shard = made.shard(full, self.rank, -3)
+        mine = shard.detach().requires_grad_()
+        replicated, partial = (
+            made.unshard(mine, dim=-3, partial_grad=partial) for partial in (False, True)
+        )
+        found = {
+            "shard": shard.detach(),
+            "unshard": replicated.detach(),
+            "gradient of shard": torch.autograd.grad(shard, full, shard.detach())[0],
+            "gradient of unshard": torch.autograd.grad(replicated, mine, grads[0])[0],
+            "sum": torch.autograd.grad(partial, mine, grads[self.rank])[0],
+        }
+        found = {name: table.movedim(-3, 0) for name, table in found.items()}
+        return {"positions": made.positions(self.rank)[:, None]} | found
+
+    def Layout_answers(self) -> dict[str, Answer]:
+        full, mine, (_, grads) = self.full, self.mine, self.summands()
+        positions, scattered = mine.cpu(), torch.zeros_like(full)
+        scattered[mine] = full[mine]
+        return {
+            "positions": Answer(positions[:, None], tokens=positions),
+            "shard": Answer(full[mine], tokens=positions),
+            "unshard": Answer(full),
+            "gradient of shard": Answer(scattered),
+            "gradient of unshard": Answer(grads[0][mine], tokens=positions),
+            "sum": self.summed(torch.zeros_like(full), grads),
+        }
+
+
+def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
+    """Return rows (token, its rank, its row there)."""
+    rows = [
+        (int(token), rank, row)
+        for rank, ranges in enumerate(ranges_per_rank)
+        for row, token in enumerate(_tokens(ranges))
+    ]
+    return torch.tensor(sorted(rows), dtype=torch.int64).reshape(-1, 3)
+
+
+def _tokens(pieces: Iterable[range]) -> Tensor:
+    return torch.tensor([token for piece in pieces for token in piece], dtype=torch.int64)
 
 
 def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], list[str]]:
-    """Return all measures and faults. If a table must be equal, its error is the number of wrong
-    rows.
-    """
+    """Return measures and faults. The error of an exact table is its number of wrong rows."""
     measures, faults = [], []
     for name, answer in expected.items():
         mine, exact, like = got[name], answer.exact, (answer.honest or [answer.exact])[0]
@@ -74,217 +212,28 @@ def compared(got: Tables, expected: dict[str, Answer]) -> tuple[list[Measure], l
         elif answer.honest:
             more_measures, more_faults = judged(name, mine, exact, answer.honest, answer.roundings)
             measures, faults = measures + more_measures, faults + more_faults
-            faults += [_worst(name, mine, answer)] if more_faults else []
+            if more_faults:
+                error = (mine.double() - exact.double()).norm(dim=-1).nan_to_num(torch.inf)
+                error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
+                row, head = divmod(int(error.argmax()), error.shape[-1])
+                faults.append(f"{name} is worst in row {row}{_token(answer, row)}, head {head}")
         else:
-            rows = rows_that_differ(mine, exact)
+            rows = differs(mine, exact).flatten(1).any(1).nonzero().flatten().tolist()
             measures.append(Measure(name, "rows", float(len(rows)), 0.0))
-            if len(rows):
-                token = "" if answer.tokens is None else f", token {int(answer.tokens[rows[0]])}"
-                faults.append(
-                    f"{name}: {len(rows)} of {len(exact)} rows are wrong, the first is "
-                    f"row {rows[0]}{token}"
-                )
+            if rows:
+                first = f"the first is row {rows[0]}{_token(answer, rows[0])}"
+                faults.append(f"{name}: {len(rows)} of {len(exact)} rows are wrong, {first}")
     return measures, faults
 
 
-def _worst(name: str, got: Tensor, answer: Answer) -> str:
-    error = (got.double() - answer.exact.double()).norm(dim=-1).nan_to_num(torch.inf)
-    error = error.flatten(1, -2).amax(1) if error.dim() > 2 else error
-    row, head = divmod(int(error.argmax()), error.shape[-1])
-    token = "" if answer.tokens is None else f", token {int(answer.tokens[row])}"
-    return f"{name} is worst in row {row}{token}, head {head}"
+def _token(answer: Answer, row: int) -> str:
+    return "" if answer.tokens is None else f", token {int(answer.tokens[row])}"
 
 
-def rows_that_differ(a: Tensor, b: Tensor) -> list[int]:
-    """Return the indices of rows that are not equal. A NaN equals a NaN."""
-    differ = (a != b) & ~((a != a) & (b != b))
-    return differ.flatten(1).any(1).nonzero().flatten().tolist()
+def differs(a: Tensor, b: Tensor) -> Tensor:
+    """Return the elements that are not equal, as booleans. A NaN equals a NaN."""
+    return (a != b) & ~((a != a) & (b != b))
 
 
 def _form(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}"
-
-
-def _dispatch(module, case, mask, layout, x, rank) -> Tables:
-    plan = module.dispatch(mask, layout.ranks, **interleaving(mask, layout.ranks))
-    return {"plan": _places(plan.ranges_per_rank)}
-
-
-def _places(ranges_per_rank: Sequence[Sequence[range]]) -> Tensor:
-    """Return rows (token, its rank, its row there)."""
-    rows = [
-        (token, rank, row)
-        for rank, ranges in enumerate(ranges_per_rank)
-        for row, token in enumerate(token for piece in ranges for token in piece)
-    ]
-    return torch.tensor(sorted(rows), dtype=torch.int64).reshape(-1, 3)
-
-
-def _cast_plan(module, case, mask, layout, x, rank) -> Tables:
-    plan = module.cast_plan(mask, layout, **dict(case.options))
-    moves = _moves(plan)
-    mine = moves[moves[:, 1] == rank]
-    return {"plan": moves, "need": mine[mine[:, 4].argsort()][:, 2:]}
-
-
-def _cast_plan_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
-    places = _places(layout.ranges_per_rank)
-    mine, needed = places[:, 1] == rank, torch.zeros(mask.keys, dtype=torch.bool)
-    for rows, visible in visible_blocks(mask):
-        needed |= visible[mine[rows]].any(0)
-    need = places[needed & ~mine][:, [1, 2, 0]]
-    return {
-        "plan": Answer(_cast_plan(reference, case, mask, layout, x, rank)["plan"]),
-        "need": Answer(need),
-    }
-
-
-def _moves(plan: CastPlan) -> Tensor:
-    """Return rows (cast, receiver, source, row at the source, token), in the plan's order."""
-    rows = [
-        (cast, receiver, piece.source, piece.row + offset, token)
-        for cast in range(plan.casts)
-        for receiver in range(plan.layout.ranks)
-        for piece in plan.received(cast, receiver)
-        for offset, token in enumerate(piece.tokens)
-    ]
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
-
-
-def _plan_report(module, case, mask, layout, x, rank) -> Tables:
-    report = module.plan_report(mask, layout, chunk=interleaving(mask, layout.ranks)["chunk"])
-    by_rank = torch.tensor([report.areas, report.received, report.sent], dtype=torch.int64).T
-    return {"report": by_rank, "largest": torch.tensor([[report.tokens, report.largest_chunk]])}
-
-
-def _rows(layout: Layout, x: Tensor, rank: int, case: Case) -> Tensor:
-    return placed(x[_positions(layout, rank).to(x.device)], case.shape)
-
-
-def _positions(layout: Layout, rank: int) -> Tensor:
-    return _tokens(layout.ranges_per_rank[rank])
-
-
-def _tokens(pieces: Iterable[range]) -> Tensor:
-    return torch.tensor([token for piece in pieces for token in piece], dtype=torch.int64)
-
-
-def _tokens_received(plan: CastPlan, cast: int, rank: int) -> Tensor:
-    pieces = sorted(plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
-    return _tokens(piece.tokens for piece in pieces)
-
-
-def _group_cast(module, case, mask, layout, x, rank) -> Tables:
-    plan = reference.cast_plan(mask, layout, **dict(case.options))
-    mine = _rows(layout, x.k.movedim(-3, 0), rank, case)
-    return {f"cast {cast}": module.group_cast(mine, plan, cast) for cast in range(plan.casts)}
-
-
-def _group_cast_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
-    plan = reference.cast_plan(mask, layout, **dict(case.options))
-    full = x.k.movedim(-3, 0)
-    received = [_tokens_received(plan, cast, rank).to(full.device) for cast in range(plan.casts)]
-    return {
-        f"cast {cast}": Answer(full[tokens], tokens=tokens) for cast, tokens in enumerate(received)
-    }
-
-
-def _summands(like: Tensor, ranks: int) -> tuple[Tensor, list[Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    start, *parts = (
-        torch.randn(like.shape, generator=generator).to(like.device) for _ in range(1 + ranks)
-    )
-    return start.to(accumulate_dtype(like.dtype)), [part.to(like.dtype) for part in parts]
-
-
-def _summed(start: Tensor, parts: list[Tensor]) -> Answer:
-    """Return the sum in float64, and four sums in other orders."""
-    generator, parts = torch.Generator().manual_seed(3), [part.to(start.dtype) for part in parts]
-    honest = []
-    for _ in range(4):
-        total = start.clone()
-        for index in torch.randperm(len(parts), generator=generator).tolist():
-            total += parts[index]
-        honest.append(total)
-    unit = EXACT if start.dtype == torch.float64 else UNIT
-    roundings = unit * sum((part.double().abs() for part in parts), start.double().abs())
-    return Answer(sum((part.double() for part in parts), start.double()), honest, roundings)
-
-
-def _group_reduce(module, case, mask, layout, x, rank) -> Tables:
-    plan = reference.cast_plan(mask, layout, **dict(case.options))
-    start, parts = _summands(x.k.movedim(-3, 0), layout.ranks)
-    into = total = _rows(layout, start, rank, case)
-    for cast in range(plan.casts):
-        y = parts[rank][_tokens_received(plan, cast, rank).to(start.device)]
-        total = module.group_reduce(placed(y, case.shape), plan, cast, into)
-    return {"sum": total, "into": into}
-
-
-def _group_reduce_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
-    plan = reference.cast_plan(mask, layout, **dict(case.options))
-    start, parts = _summands(x.k.movedim(-3, 0), layout.ranks)
-    mine = _positions(layout, rank).to(start.device)
-    for source, part in enumerate(parts):
-        sent = torch.zeros(len(part), dtype=torch.bool)
-        for cast in range(plan.casts):
-            sent[_tokens_received(plan, cast, source)] = True
-        part[~sent.to(part.device)] = 0
-    answer = replace(_summed(start[mine], [part[mine] for part in parts]), tokens=mine)
-    return {"sum": answer, "into": answer}
-
-
-def _layout(module, case, mask, layout, x, rank) -> Tables:
-    made, full = module.Layout(layout.ranges_per_rank, layout.tokens), x.k.detach().requires_grad_()
-    grads = [part.movedim(0, -3) for part in _summands(x.k.movedim(-3, 0), layout.ranks)[1]]
-    shard = made.shard(full, rank, -3)
-    mine = shard.detach().requires_grad_()
-    replicated, partial = made.unshard(mine, dim=-3), made.unshard(mine, dim=-3, partial_grad=True)
-    found = {
-        "shard": shard.detach(),
-        "unshard": replicated.detach(),
-        "gradient of shard": torch.autograd.grad(shard, full, shard.detach())[0],
-        "gradient of unshard": torch.autograd.grad(replicated, mine, grads[0])[0],
-        "sum": torch.autograd.grad(partial, mine, grads[rank])[0],
-    }
-    return {"positions": made.positions(rank)[:, None]} | {
-        name: table.movedim(-3, 0) for name, table in found.items()
-    }
-
-
-def _layout_answer(case, mask, layout, x, rank) -> dict[str, Answer]:
-    full, positions = x.k.movedim(-3, 0), _positions(layout, rank)
-    mine = positions.to(full.device)
-    _, grads = _summands(full, layout.ranks)
-    scattered = torch.zeros_like(full)
-    scattered[mine] = full[mine]
-    equal = {
-        "positions": positions[:, None],
-        "shard": full[mine],
-        "unshard": full,
-        "gradient of shard": scattered,
-        "gradient of unshard": grads[0][mine],
-    }
-    summed = replace(
-        _summed(torch.zeros_like(full[mine]), [grad[mine] for grad in grads]), tokens=mine
-    )
-    tokens = {"positions": positions, "shard": positions, "gradient of unshard": positions}
-    return {name: Answer(table, tokens=tokens.get(name)) for name, table in equal.items()} | {
-        "sum": summed
-    }
-
-
-_RUNNERS: dict[str, Callable[..., Tables]] = {
-    "dispatch": _dispatch,
-    "cast_plan": _cast_plan,
-    "plan_report": _plan_report,
-    "group_cast": _group_cast,
-    "group_reduce": _group_reduce,
-    "Layout": _layout,
-}
-_ANSWERS: dict[str, Callable[..., dict[str, Answer]]] = {
-    "cast_plan": _cast_plan_answer,
-    "group_cast": _group_cast_answer,
-    "group_reduce": _group_reduce_answer,
-    "Layout": _layout_answer,
-}

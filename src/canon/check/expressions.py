@@ -1,19 +1,19 @@
 """Draw masks and layouts of random cases, as Python expressions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from random import Random
 
 
 def size(draw: Random, most: int) -> int:
-    """Return a number of tokens, of any order of magnitude up to ``most``."""
+    """Return a number of tokens, of any order of magnitude."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
 
 
 def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = frozenset()) -> str:
-    """Return a mask of n queries and n keys, of one of the kinds ``only``, or of any kind."""
+    """Return a mask of n queries and n keys, of one of the kinds ``only``, if any."""
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
         "full": lambda: f"Mask.full({n})",
@@ -31,7 +31,6 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
-    """Return a mask of n queries and any number of keys."""
     kind = draw.choice(
         ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
     )
@@ -61,15 +60,14 @@ def _documents(draw: Random, n: int, plain: bool) -> str:
         ends = [*range(0, n, draw.randint(1, 7) if n < 60 else draw.randint(3, 16)), n]
     if plain:
         return f"Mask.documents({ends})"
-    window = ", ".join(str(draw.choice([None, draw.randint(0, max(1, n // 3))])) for _ in range(2))
-    options = ("" if draw.random() < 0.7 else ", causal=False") + (
-        f", window=({window})" if draw.random() < 0.4 else ""
-    )
+    window = tuple(draw.choice([None, draw.randint(0, max(1, n // 3))]) for _ in range(2))
+    options = "" if draw.random() < 0.7 else ", causal=False"
+    options += f", window={window}" if draw.random() < 0.4 else ""
     return f"Mask.documents({ends}{options})"
 
 
 def _tree(draw: Random, n: int) -> str:
-    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask at n tokens."""
+    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask."""
     starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
     lengths = [
         draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)])
@@ -83,9 +81,13 @@ def _tree(draw: Random, n: int) -> str:
     return f"Mask.tree({[*parents, -1]}, {[*lengths, 0]}, {[*starts, n]})"
 
 
+def _parts(draw: Random, n: int, count: int) -> Iterable[tuple[int, int]]:
+    """Return the edges of ``count`` + 1 parts of n tokens."""
+    return pairwise([0, *sorted(draw.randint(0, n) for _ in range(count)), n])
+
+
 def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
-    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(0, most))), n]
-    runs = [(values(), b - a) for a, b in zip(cuts, cuts[1:], strict=False) if b > a]
+    runs = [(values(), b - a) for a, b in _parts(draw, n, draw.randint(0, most)) if b > a]
     return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
 
 
@@ -101,14 +103,13 @@ def _validity(draw: Random, n: int, sides: str) -> str:
 
 
 def ranges(draw: Random, queries: int, keys: int) -> str:
-    """Return `Mask.ranges` with all four types. Slices come from the rows of a grid:
-    none overlap.
-    """
+    """Return `Mask.ranges` with all four types, as disjoint cells of a grid."""
     rows, columns, kinds = [], [], []
-    cuts = sorted({0, queries, *(draw.randint(0, queries) for _ in range(draw.randint(0, 3)))})
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in _parts(draw, queries, draw.randint(0, 3)):
+        if start == stop:
+            continue
         edges = sorted({draw.randint(0, keys) for _ in range(draw.randint(1, 4))})
-        for left, right in zip(edges, edges[1:], strict=False):
+        for left, right in pairwise(edges):
             if draw.random() < 0.8:
                 rows.append([start, stop])
                 columns.append([left, right])
@@ -117,36 +118,28 @@ def ranges(draw: Random, queries: int, keys: int) -> str:
 
 
 def _concat(draw: Random, n: int, part: Callable[[int], str]) -> str:
-    cuts = [0, *sorted(draw.randint(0, n) for _ in range(draw.randint(1, 2))), n]
-    return f"Mask.concat([{', '.join(part(b - a) for a, b in zip(cuts, cuts[1:], strict=False))}])"
+    parts = [part(b - a) for a, b in _parts(draw, n, draw.randint(1, 2))]
+    return f"Mask.concat([{', '.join(parts)}])"
 
 
 def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> str:
-    """Return a layout whose pieces begin at multiples of 128 tokens, in the sequence and on their
-    rank.
-    """
+    """Return a layout of whole tiles of 128 tokens."""
     kind = draw.choice(["contiguous", "zigzag", "planned", "tiles"])
     if kind == "planned":
         return f"dispatch({mask}, {ranks}, rank_invariant=True)"
     if kind != "tiles":
         return f"Layout.{kind}({n}, {ranks}, 128)"
-    held: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    held: list[list[range]] = [[] for _ in range(ranks)]
     for start in range(0, n, 128):
-        draw.choice(held).append((start, min(n, start + 128)))
+        draw.choice(held).append(range(start, min(n, start + 128)))
     for pieces in held:
         draw.shuffle(pieces)
-        pieces.sort(key=lambda piece: piece[1] - piece[0] < 128)  # a short piece is the last one
-    texts = [
-        "[" + ", ".join(f"range({start}, {stop})" for start, stop in pieces) + "]"
-        for pieces in held
-    ]
-    return f"Layout([{', '.join(texts)}], {n})"
+        pieces.sort(key=lambda piece: len(piece) < 128)  # a short piece is the last one
+    return f"Layout({held}, {n})"
 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
-    """Return a layout of n tokens, of the kind ``fixed`` or of any kind: uneven shards and empty
-    ones too.
-    """
+    """Return a layout of n tokens, of the kind ``fixed`` or any, with uneven and empty shards."""
     kind = fixed or draw.choice(
         ["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"]
     )
@@ -157,24 +150,19 @@ def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) ->
         rates = "" if draw.random() < 0.3 else ", imbalance=1.0, cells_per_us=1, tokens_per_us=1000"
         return f"dispatch({mask}, {ranks}, chunk={chunk}{rates})"
     step = draw.randint(2, 5) if kind == "steps" else 1
-    pieces: list[tuple[int, int]] = []
+    pieces: list[range] = []
     for residue in range(min(step, n)):
         length = len(range(residue, n, step))
         count = ranks - 1 if kind == "uneven" else draw.randint(0, ranks)
-        cuts = sorted({0, length, *(draw.randint(0, length) for _ in range(count))})
-        edges = [residue + step * cut for cut in cuts]
-        pieces += zip(edges, edges[1:], strict=False)
-    held: list[list[str]] = [[] for _ in range(ranks)]
-    if kind == "uneven":
-        owners = list(range(ranks))
-    else:
-        holders = (
-            draw.sample(range(ranks), draw.randint(1, ranks))
-            if kind == "empty"
-            else list(range(ranks))
-        )
+        parts = ((residue + step * a, residue + step * b) for a, b in _parts(draw, length, count))
+        pieces += [range(start, stop, step) for start, stop in parts if start < stop]
+    held: list[list[range]] = [[] for _ in range(ranks)]
+    holders = owners = range(ranks)
+    if kind == "empty":
+        holders = draw.sample(holders, draw.randint(1, ranks))
+    if kind != "uneven":
         draw.shuffle(pieces)
         owners = [draw.choice(holders) for _ in pieces]
-    for owner, (start, stop) in zip(owners, pieces, strict=False):
-        held[owner].append(f"range({start}, {stop}" + (f", {step})" if step > 1 else ")"))
-    return f"Layout([{', '.join('[' + ', '.join(ranges) + ']' for ranges in held)}], {n})"
+    for owner, piece in zip(owners, pieces, strict=False):
+        held[owner].append(piece)
+    return f"Layout({held}, {n})"

@@ -1,9 +1,6 @@
-"""Import the module of `canon check`, keep it from ending the process, and tell what its names and
-parameters mean here.
-"""
+"""Import the module of `canon check`, and keep it from ending the process."""
 
 import importlib
-import inspect
 import os
 import sys
 import traceback
@@ -14,23 +11,16 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-from canon.check.cases import ATTEND, REPLICATED, parameters_of
+from canon.check.cases import WHOLE, parameters_of
 
 ENDS = ("_exit", "execv", "execve")  # functions of os that end a program without an exception
-UNUSED = (
-    "causal",
-    "is_causal",
-    "dropout_p",
-    "dropout",
-    "attn_mask",
-)  # of other libraries: the check does not pass them
+# parameters of other libraries: the check does not pass them
+UNUSED = {"causal", "is_causal", "dropout_p", "dropout", "attn_mask"}
 
 
 @contextmanager
 def without_ends() -> Iterator[None]:
-    """Let functions of os that end this process raise SystemExit. Otherwise a module could end a
-    check with status 0.
-    """
+    """Let functions of os that end this process raise SystemExit."""
     process = os.getpid()
 
     def raising(name: str, real: Any) -> Any:
@@ -48,15 +38,11 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. Raises ValueError that says why it
-    cannot be imported.
-    """
+    """Return the module, which may be in the current folder. Raises ValueError."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
-        remedy = (
-            "in the folder of the file, write `canon check "
-            f"{path.stem.strip('.') or 'my_attention'}`"
-        )
+        module = path.stem.strip(".") or "my_attention"
+        remedy = f"in the folder of the file, write `canon check {module}`"
         remedy = "export the notebook as a .py file first" if path.suffix == ".ipynb" else remedy
         raise ValueError(
             f"cannot import {name!r}: expected the name of a module, not a path; {remedy}"
@@ -69,15 +55,15 @@ def load(name: str) -> Any:
         place = f"{Path(error.filename or name).name}, line {error.lineno}"
         raise ValueError(f"cannot import {name}: syntax error in {place}: {error.msg}") from error
     except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(f"cannot import {name}: {error}") from error
-        raise _failed(name, error) from error
+        absent = error.name and f"{name}.".startswith(f"{error.name}.")
+        told = ValueError(f"cannot import {name}: {error}") if absent else _failed(name, error)
+        raise told from error
     except (Exception, SystemExit) as error:
         raise _failed(name, error) from error
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """Return an error with one sentence and the traceback, from the first line of the module."""
+    """Return an error with the traceback from the module's first line."""
     frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
     while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
         last, frames = last.tb_next, frames[1:]
@@ -92,19 +78,15 @@ def _of_import(file: str) -> bool:
 
 
 def uses_kernels(module: ModuleType) -> bool:
-    """Return whether the module, or one of its folder that it imports,
-    uses Triton or `canon.fast`.
-    """
+    """Return whether the module, or one beside it, uses Triton or `canon.fast`."""
     folder = Path(module.__file__ or "").resolve().parent
     left, seen = [module], set()
     while left:
         one = left.pop()
         if f"{one.__name__}.".startswith(("triton.", "canon.fast.")):
             return True
-        if (
-            one.__name__ in seen
-            or folder not in Path(getattr(one, "__file__", None) or "/").resolve().parents
-        ):
+        beside = folder in Path(getattr(one, "__file__", None) or "/").resolve().parents
+        if one.__name__ in seen or not beside:
             continue
         seen.add(one.__name__)
         for value in vars(one).values():
@@ -115,32 +97,23 @@ def uses_kernels(module: ModuleType) -> bool:
 
 
 def remarks(module: ModuleType, functions: list[str]) -> list[str]:
-    """Return what the author of a module outside canon must know about the ``functions`` that the
-    check runs.
-    """
+    """Return what the author of a module outside canon must know about its functions."""
     if module.__name__.startswith("canon."):
         return []
-    whole = {*ATTEND, *REPLICATED}
-    lines = []
-    if parts := [name for name in functions if name not in whole]:
+    lines, whole = [], WHOLE - {"prepare"}
+    if parts := ", ".join(name for name in functions if name not in whole):
         lines.append(
             "By their names, these are compared with the same functions of canon.reference: "
-            f"{', '.join(parts)}. "
-            "A function with another purpose needs another name."
+            f"{parts}. A function with another purpose needs another name."
         )
     for name in (name for name in functions if name in whole):
-        given = parameters_of(module, name)
-        if unused := [parameter for parameter in given if parameter in UNUSED]:
-            own = ", ".join(
-                f"{x}={given[x].default}"
-                for x in unused
-                if given[x].default is not inspect.Parameter.empty
-            )
+        unused = {x.name: x for x in parameters_of(module, name).values() if x.name in UNUSED}
+        own = ", ".join(f"{x}={y.default}" for x, y in unused.items() if y.default is not y.empty)
+        if unused:
             lines.append(
                 f"{name}: the check passes a mask as the argument after v, and never "
-                f"{', '.join(unused)} "
-                f"(default: {own or 'none'}). Wrap such a function: `def {name}(q, k, v): return "
-                "yours(q, k, v, causal=True)` "
-                "with --features no-mask, or make yours take a canon.Mask; dropout must be 0."
+                f"{', '.join(unused)} (default: {own or 'none'}). Wrap such a function: `def "
+                f"{name}(q, k, v): return yours(q, k, v, causal=True)` with --features no-mask, "
+                "or make yours take a canon.Mask; dropout must be 0."
             )
     return lines

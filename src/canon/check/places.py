@@ -12,9 +12,7 @@ from canon.testing.judge import Results
 def worst_places(
     faults: Sequence[str], got: Results, exact: Results, layout: Layout | None
 ) -> list[str]:
-    """Return a line for each tensor that a fault names. ``layout``: None if all ranks have the same
-    queries.
-    """
+    """Return a line for each tensor that a fault names. ``layout``: None if all ranks are equal."""
     wrong = {fault.partition(" ")[0] for fault in faults}
     named = [
         name
@@ -25,9 +23,7 @@ def worst_places(
 
 
 def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
-    """Describe the worst token of a tensor (b, t, h, width) or lse (b, h, t), the worst head of
-    dsink, or row of dup_weight.
-    """
+    """Describe the worst token or head of a tensor, or row of dup_weight."""
     got, exact = got.to(exact.device).double(), exact.double()
     if name == "dup_weight":
         row = int((got - exact).norm(dim=-1).nan_to_num(torch.inf).argmax())
@@ -57,7 +53,6 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
 
 
 def holder(layout: Layout, token: int) -> tuple[int, int]:
-    """Return the rank that holds a token, and its row there."""
     for rank in range(layout.ranks):
         rows = (layout.positions(rank) == token).nonzero()
         if len(rows):

@@ -1,9 +1,7 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
-A text such as "nan in k" gives the value and the tensor. The element lies in the last sequence, the
-middle visible token, the last head and the middle of the width. The oracle has the results that it
-must reach. A kernel of canon multiplies hidden elements by 0, and 0 * NaN is NaN, so it may also
-reach these:
+The element is the middle one of the middle visible token, in the last sequence and head. Beyond
+the results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -11,9 +9,9 @@ reach these:
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-In a module outside canon it may reach more: `REACH`. The functions agree on the last sequence and
-the last key head, because no sum has terms of two of them. `merge` has no sum over tokens, so the
-value stays in its element."""
+All are of the last sequence and key head. A module outside canon may reach `REACH`. `merge` has no
+sum over tokens, so the value stays in its element.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -43,7 +41,7 @@ def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return booleans: queries that see no key (axis 0), or keys that no query sees (axis 1)."""
+    """Return the queries that see no key (axis 0), or the keys that no query sees (axis 1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
         unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = (
@@ -53,35 +51,27 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
-    """Write the value into q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv) or dout (b, t, h,
-    dv).
-    """
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)
 
 
 def _planted_token(name: str, mask: Mask) -> Tensor:
-    """Return the middle visible token, nothing if no token is visible."""
+    """Return the middle visible token, if any."""
     seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
     return seen[len(seen) // 2 :][:1]
 
 
 def _nowhere(results: Results) -> Any:
-    return type(results)(
-        *(None if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
-    )
+    masks = (x if x is None else torch.zeros_like(x, dtype=torch.bool) for x in results)
+    return type(results)(*masks)
 
 
-def spread(planted: str, exact: Results, share: int) -> Results:
-    """Return booleans: the elements that the value may reach beyond the oracle. ``share``: query
-    heads of a key head.
-    """
-    places = _nowhere(exact)
-    name = planted.split(" in ")[1]
-    result, heads = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}[
-        name
-    ]
+def spread(planted: str, exact: Results, share: int, mask: Masks) -> Results:
+    """Return where the value may go. ``share``: query heads of a key head."""
+    places, name = _nowhere(exact), planted.split(" in ")[1]
+    moves = {"q": ("dk", 1), "k": ("dq", share), "v": ("out", share), "dout": ("dv", 1)}
+    result, heads = moves[name]
     of_result = getattr(places, result)
     of_result[..., -heads:, of_result.shape[-1] // 2] = True
     if name == "v":
@@ -95,16 +85,18 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
     """Return the same for a module outside canon."""
     places, name = _nowhere(exact), planted.split(" in ")[1]
     token = _planted_token(name, mask[-1] if isinstance(mask, tuple) else mask)
-    for result, place in zip(places._fields, places, strict=True):
+    of_query = {"q": ("out", "lse", "dq"), "dout": ("dq",)}.get(name, ())
+    for result, place in places._asdict().items():
         if place is None:
             continue
+        may = result in REACH[name]
         if result == "dsink":
-            place[-share:] = result in REACH[name]
+            place[-share:] = may
             continue
         place = place.transpose(-1, -2)[..., None] if result == "lse" else place
         of_last = place[-1] if place.dim() == 4 else place
-        of_last[:, -1 if result in ("dk", "dv") else slice(-share, None)] = result in REACH[name]
-        if result in {"q": ("out", "lse", "dq"), "dout": ("dq",)}.get(name, ()):
+        of_last[:, -1 if result in ("dk", "dv") else slice(-share, None)] = may
+        if result in of_query:
             of_last[token, -1] = True  # the query of the value
     return places
 
@@ -112,10 +104,8 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
 def exempted(
     got: Results, exact: Results, places: Any
 ) -> tuple[Results, dict[str, tuple[int, int]]]:
-    """Leave out the finite values of the oracle that are not compared, because of ``places``.
-
-    Return ``got`` with the oracle's values there, and for each tensor how many they are, and of how
-    many.
+    """Replace values by the oracle's at ``places`` where only the oracle's are finite. Return the
+    results, and by tensor the numbers of these and of all finite values.
     """
     judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):

@@ -1,21 +1,15 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", "source", "commit", "date", "machine", "seed", "table", "ranks",
-    "runs",
-                         "cases": [[index, function, verdict, ratio], ...], "failures": [...]},
-                         ...]}
+    {"module", "runs": [{"command", "source", ..., "cases": [[index, function, verdict, ratio],
+                         ...], "failures": [...]}, ...]}
 
-Each module has its own record. Results with equal `KEY` belong to the same run, so the same command
-continues it. A module gets cases of its own functions only, within the limits of ``--features``.
-Cases of a block with the same number of ranks share a process group.
+Results with equal `KEY` belong to the same run, so the same command continues it.
 """
 
 import argparse
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 import canon
-from canon import reference
 from canon.check import contract, sources, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import accepts, covered
+from canon.check.cases import accepts, covered, matches
 from canon.check.check_report import NEITHER, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
@@ -47,46 +40,35 @@ def record_of(module: str) -> Path:
 def run(
     arguments: argparse.Namespace, console: Console, kind: str, device: str, module: Any
 ) -> bool:
-    """Check the cases, print failures, write the record. Return whether some agree, and none is
-    wrong.
-
-    Raises ValueError and Interrupted.
-    """
+    """Return whether some cases agree, and none is wrong. Raises ValueError and Interrupted."""
     path, ranks = arguments.record or record_of(arguments.module), arguments.ranks or RANKS
     limits = _limits(module, contract.features(arguments.features or ""))
     limited = arguments.backend if arguments.backend in ("gluon", "cuda") else ""
     # a table of `draws`
     table = f"cuda {limited}".strip() if device == "cuda" else limited or "cpu"
+    numbers = range(arguments.first, arguments.first + arguments.random)
+    cases = (drawn(arguments.seed, number, table, ranks, limits) for number in numbers)
+    only = arguments.only
+    wanted = {x.index: x for x in cases if matches(f"{x.function} {x.mask}", only)}
+    if not wanted:
+        raise ValueError(f"--random: no function or mask of these cases has {only!r}")
     kept = _read(path, arguments.module)
     check = _RandomCheck(
         arguments, console, kind, _run_of(kept, _head(arguments, ranks, table, kind))
     )
-    numbers = range(arguments.first, arguments.first + arguments.random)
-    cases = (drawn(arguments.seed, number, table, ranks, limits) for number in numbers)
-    pattern = f"*{arguments.only or ''}*"
-    wanted = {
-        case.index: case for case in cases if fnmatch(f"{case.function} {case.mask}", pattern)
-    }
-    if not wanted:
-        raise ValueError(f"--random: no function or mask of these cases has {arguments.only!r}")
     if arguments.fresh:
-        for name, number in (
-            ("cases", lambda row: row[0]),
-            ("failures", lambda failure: failure["index"]),
-        ):
-            check.run[name] = [row for row in check.run[name] if number(row) not in wanted]
-    new = wanted.keys() - {row[0] for row in check.run["cases"]}
-    if taken := len(wanted) - len(new):
+        run = check.run
+        run["cases"] = [row for row in run["cases"] if row[0] not in wanted]
+        run["failures"] = [x for x in run["failures"] if x["index"] not in wanted]
+    left = [wanted[index] for index in sorted(wanted.keys() - {x[0] for x in check.run["cases"]})]
+    if taken := len(wanted) - len(left):
         console.print(
-            f"{taken} of {len(wanted)} cases are taken from {path}, which holds them "
-            "for the same code and options; "
-            "--fresh runs them again.",
+            f"{taken} of {len(wanted)} cases are taken from {path}, which holds them for the same "
+            "code and options; --fresh runs them again.",
             highlight=False,
         )
-    left = [wanted[index] for index in sorted(new)]
-    runner = CaseRunner(
-        arguments.module, (), RandomSource(), device, Path(), arguments.backend, arguments.runs
-    )
+    settings = {"backend": arguments.backend, "runs": arguments.runs}
+    runner = CaseRunner(arguments.module, (), RandomSource(), device, **settings)
     if left and warming.worth_it(device):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in left[:BLOCK]]
         console.print(warming.warm(groups), highlight=False)
@@ -96,14 +78,12 @@ def run(
             _write(path, kept)
     finally:
         _write(path, kept)
-    return _report(
-        console, path, kept, [row for row in check.run["cases"] if row[0] in wanted], taken
-    )
+    rows = [row for row in check.run["cases"] if row[0] in wanted]
+    return _report(console, path, kept, rows, taken)
 
 
 def _limits(module: Any, words: frozenset[str]) -> Limits:
-    """Return what the module can do. Raises ValueError if it has no function with random cases."""
-    functions = covered(module, reference).tested
+    functions = covered(module).tested
     if not WEIGHTS.keys() & set(functions):
         names = ", ".join(sorted(WEIGHTS))
         raise ValueError(
@@ -119,6 +99,7 @@ def _limits(module: Any, words: frozenset[str]) -> Limits:
 
 
 def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
     return {
         "command": _command(arguments, arguments.random, arguments.first),
         "source": sources.digest(arguments.module),
@@ -126,35 +107,21 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> d
         "commit": record.commit(),
         "date": record.now(),
         "machine": record.machine(),
-        "seed": arguments.seed,
         "table": table,
-        "backend": arguments.backend,
         "world": kind,
         "ranks": ranks,
-        "runs": arguments.runs,
-        "features": arguments.features,
+        **given,
     }
 
 
 def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
-    """Return the command that runs ``count`` cases, starting with case ``first``."""
     module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {
-        "ranks": (None, RANKS),
-        "backend": (None,),
-        "world": ("auto",),
-        "runs": (2,),
-        "features": (None,),
-    }
-    given = {
-        name: getattr(arguments, name)
-        for name in defaults
-        if getattr(arguments, name) not in defaults[name]
-    }
-    given |= {"only": arguments.only} if count > 1 and arguments.only else {}
-    return record.command(
-        "canon", "check", *module, random=count, seed=arguments.seed, first=first or None, **given
-    )
+    defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": 2, "features": None}
+    given = {name: getattr(arguments, name) for name in defaults}
+    given = {name: value for name, value in given.items() if value != defaults[name]}
+    given |= {"only": arguments.only} if count > 1 else {}
+    numbers = {"random": count, "seed": arguments.seed, "first": first or None}
+    return record.command("canon", "check", *module, **numbers, **given)
 
 
 @dataclass
@@ -166,19 +133,11 @@ class _RandomCheck:
     wrong: int = 0  # cases of this command
 
     def run_block(self, runner: CaseRunner, cases: Sequence[Drawn], done: int, total: int) -> None:
-        by_ranks: dict[int, list[Drawn]] = defaultdict(list)
-        for case in cases:
-            by_ranks[case.ranks].append(case)
-        for ranks, group in sorted(by_ranks.items()):
+        for ranks in sorted({case.ranks for case in cases}):
+            group = tuple(case for case in cases if case.ranks == ranks)
+            some = replace(runner, cases=group)
             try:
-                results = run_cases(
-                    self.kind,
-                    ranks,
-                    replace(runner, cases=tuple(group)),
-                    done,
-                    total,
-                    verbose=False,
-                )
+                results = run_cases(self.kind, ranks, some, done, total, verbose=False)
             except Interrupted as interrupted:
                 self.add(group, interrupted.results)
                 raise
@@ -186,21 +145,17 @@ class _RandomCheck:
             done += len(group)
 
     def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
-        """Add results to the run, and print the failures: the first one in full, the others in one
-        line each.
-        """
+        """Add results to the run, and print the failures: the first one in full."""
         by_name = {case.name: case for case in cases}
         for result in results:
-            case = by_name[result["case"]]
+            case, verdict = by_name[result["case"]], result["verdict"]
             worst = max((m["ratio"] for m in result["measures"]), default=0.0)
-            self.run["cases"].append(
-                [case.index, case.function, result["verdict"], float(f"{worst:.3g}")]
-            )
-            if result["verdict"] not in ("agrees", *NEITHER):
+            row = [case.index, case.function, verdict, float(f"{worst:.3g}")]
+            self.run["cases"].append(row)
+            if verdict not in ("agrees", *NEITHER):
                 repeat = _command(self.arguments, 1, case.index)
-                self.run["failures"].append(
-                    {"index": case.index, "repeat": repeat, "draws": case.draws, **result}
-                )
+                head = {"index": case.index, "repeat": repeat, "draws": case.draws}
+                self.run["failures"].append(head | result)
                 fault(result, self.console, in_full=not self.wrong)
                 if not self.wrong:
                     _print_draws(case, repeat, self.console)
@@ -219,30 +174,23 @@ def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
 
 
 def _read(path: Path, module: str) -> dict[str, Any]:
-    """Return the record at ``path``, or an empty record of ``module``. Raises ValueError if the
-    file is no such record.
-    """
+    """Return the record at ``path``, or an empty one. Raises ValueError for another file."""
     if not path.exists():
         return {"module": module, "runs": []}
     try:
         kept = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the record {path}: {error}") from error
-    if not isinstance(kept, dict) or "runs" not in kept or kept.get("module") != module:
-        of = (
-            f"a record of {kept['module']}"
-            if isinstance(kept, dict) and "module" in kept
-            else "another file"
-        )
-        raise ValueError(
-            f"{path} is {of}, not of canon check --random with {module}; name a new "
-            "file with --record"
-        )
-    return kept
+    found = kept if isinstance(kept, dict) else {}
+    if "runs" in found and found.get("module") == module:
+        return found
+    of = f"a record of {found['module']}" if "module" in found else "another file"
+    raise ValueError(
+        f"{path} is {of}, not of canon check --random with {module}; name a new file with --record"
+    )
 
 
 def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """Return the run of ``kept`` with the key of ``run``; add an empty one if there is none."""
     for known in kept["runs"]:
         if all(known.get(name) == run[name] for name in KEY):
             return known
@@ -269,19 +217,15 @@ def _write(path: Path, kept: dict[str, Any]) -> None:
 
 
 def _report(console: Console, path: Path, kept: dict, rows: list[list], taken: int) -> bool:
-    by_function: dict[str, list] = defaultdict(list)
-    for row in rows:
-        by_function[row[1]].append(row)
-    shown = Table(
-        "function", "cases", "agree", "largest ratio", title=f"{kept['module']}, random cases"
-    )
-    for function, its_rows in sorted(by_function.items()):
-        agree = [row[3] for row in its_rows if row[2] == "agrees"]
-        shown.add_row(function, str(len(its_rows)), str(len(agree)), short(max(agree, default=0)))
+    title = f"{kept['module']}, random cases"
+    shown = Table("function", "cases", "agree", "largest ratio", title=title)
+    for function in sorted({row[1] for row in rows}):
+        verdicts = [(row[2], row[3]) for row in rows if row[1] == function]
+        agree = [ratio for verdict, ratio in verdicts if verdict == "agrees"]
+        largest = short(max(agree, default=0))
+        shown.add_row(function, str(len(verdicts)), str(len(agree)), largest)
     console.print(shown)
-    console.print(
-        f"Record: {path}, {sum(len(run['cases']) for run in kept['runs'])} cases in total.",
-        highlight=False,
-    )
+    total = sum(len(run["cases"]) for run in kept["runs"])
+    console.print(f"Record: {path}, {total} cases in total.", highlight=False)
     verdicts = [row[2] for row in rows]
     return not summary(verdicts, console, taken) and "agrees" in verdicts

@@ -1,8 +1,7 @@
-"""Make the inputs of a random case, and the expected results. In some float16 cases dS comes near
-the largest float16.
+"""Make the inputs of a random case, and the expected results.
 
-One rounding of each intermediate result widens the judge's bounds, because cases may have few
-elements. If gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+One rounding of each intermediate result widens the bounds, because cases may have few elements. If
+gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,20 +15,14 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, planted_places, weight_of
+from canon.check.inputs import Expected, Inputs, judging, weight_of
 from canon.check.planted_values import hide, plant
 from canon.reference import Layout, Mask
-from canon.testing.judge import dense, oracle, orders
-from canon.testing.latent_judge import latent_dense, latent_oracle, latent_orders, latent_roundings
-from canon.testing.roundings import roundings
-
-JUDGE = oracle, dense, orders, roundings
-LATENT_JUDGE = latent_oracle, latent_dense, latent_orders, latent_roundings
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """Inputs and expected results of the cases of `canon.check.draws`."""
+    """Inputs and expected results of random cases."""
 
     def mask(self, case: Drawn) -> Masks:
         return evaluated(case.mask)
@@ -39,21 +32,17 @@ class RandomSource:
 
     def expected(self, case: Drawn, layout: Layout, device: str) -> Expected:
         x = self.inputs(case, device)
-        wide = (
-            torch.promote_types(x.q.dtype, torch.float32) if case.function == "merge" else x.q.dtype
-        )
-        tensors = [t.to(wide) for t in (x.q, x.k, x.v, x.up_weight, x.dout) if t is not None]
-        arguments = (*tensors, x.mask, x.scaling, x.dlse, x.sink if case.has_sink else None)
-        exact_of, once, several, distances = LATENT_JUDGE if case.has_latents else JUDGE
+        (exact_of, several, once, distances), arguments = judging(case, x)
         exact, honest = exact_of(*arguments), several(*arguments)
         reduce_dtype = DTYPES[dict(case.options).get("reduce_dtype", "float64")]
         if reduce_dtype.itemsize == 2 and (
             layout.ranks > 1 or case.function == "strided_attention"
         ):
-            given = arguments, layout, reduce_dtype
-            honest += [_reduced(once, *given, one, order) for order, one in enumerate(honest)]
-        places = planted_places(case.planted, exact, x) if case.planted else ()
-        return Expected(exact, honest, distances(*arguments), *places)
+            honest += [
+                _reduced(once, arguments, layout, reduce_dtype, one, order)
+                for order, one in enumerate(honest)
+            ]
+        return Expected(exact, honest, distances(*arguments))
 
 
 @lru_cache(maxsize=4)
@@ -64,9 +53,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     generator = torch.Generator().manual_seed(draw.getrandbits(40))
     (h, g), (d, dv), b = shape.heads, shape.widths, shape.batch or 1
     queries, keys = masks[0].queries, masks[0].keys
-    sizes = [(queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)]
-    if shape.latent:
-        sizes[1:3] = [(keys, 1, width) for width in shape.latent]
+    of_keys = [(keys, 1, width) for width in shape.latent or ()] or [(keys, g, d), (keys, g, dv)]
+    sizes = [(queries, h, d), *of_keys, (queries, h, dv)]
     q, k, v, dout = (torch.randn(b, *size, generator=generator) for size in sizes)
     # an offset makes sums large, so that rounding of partial sums gives large errors
     offset = draw.choice([0, 0, 3])
@@ -95,16 +83,12 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return the tensors with v of this size, and a dout whose largest dS is the part ``case.ds``
-    of float16's range.
+    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range.
 
-    q and k are small, so that the gradients fit into float16 and P is uniform. If a result would
-    exceed half of the range, dout is smaller.
+    q and k become small, so that P is uniform. No result exceeds half of the range.
     """
-    most, scale = (
-        torch.finfo(torch.float16).max,
-        1.0 if case.shape.scale is None else abs(case.shape.scale),
-    )
+    most = torch.finfo(torch.float16).max
+    scale = 1.0 if case.shape.scale is None else abs(case.shape.scale)
     q, k, v, share = q / 128, k / 128, v * size, q.shape[2] // k.shape[2]
     used = float(dout.abs().max()) / most if dout.numel() else 0.0
     for row, mask in enumerate(masks):
@@ -119,12 +103,9 @@ def _near_the_range(
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         grads = (scale * ds @ k_row, scale * ds.mT @ q_row, p.mT @ dy)
         grads = (grads[0], *(x.unflatten(0, (-1, share)).sum(1) for x in grads[1:]))
-        sizes = (
-            [float(ds.abs().max()) / case.ds, *(2 * float(x.abs().max()) for x in grads)]
-            if dp.numel()
-            else []
-        )
-        used = max([used, *(size / most for size in sizes)])
+        if dp.numel():
+            sizes = float(ds.abs().max()) / case.ds, *(2 * float(x.abs().max()) for x in grads)
+            used = max(used, *(size / most for size in sizes))
     return q, k, v, (dout.float() / max(used, 1e-6)).half()
 
 
@@ -136,9 +117,7 @@ def _reduced(
     honest: Any,
     order: int,
 ) -> Any:
-    """Return ``honest`` with the gradients of keys as sums of the ranks' parts, which ``once``
-    computes.
-    """
+    """Return ``honest`` with the gradients of keys as sums of parts of the ranks."""
     *tensors, dout, mask, scale, dlse, sink = arguments
     names = ("dlatent", "dk_rope") if hasattr(honest, "dlatent") else ("dk", "dv")
     ranks = torch.randperm(layout.ranks, generator=torch.Generator().manual_seed(order)).tolist()
@@ -146,14 +125,8 @@ def _reduced(
     for rank in ranks:
         mine = torch.zeros(layout.tokens, dtype=torch.bool, device=dout.device)
         mine[layout.positions(rank).to(dout.device)] = True
-        of_rank = (
-            dout.masked_fill(~mine[:, None, None], 0),
-            mask,
-            scale,
-            dlse.masked_fill(~mine, 0),
-            sink,
-        )
-        part = once(*tensors, *of_rank)
+        of_rank = None if dlse is None else dlse.masked_fill(~mine, 0)
+        part = once(*tensors, dout.masked_fill(~mine[:, None, None], 0), mask, scale, of_rank, sink)
         parts = [getattr(part, name).to(reduce_dtype) for name in names]
         totals = [total + x for total, x in zip(totals, parts, strict=True)] if totals else parts
     grads = (x.to(getattr(honest, name).dtype) for name, x in zip(names, totals, strict=True))

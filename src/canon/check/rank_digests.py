@@ -6,7 +6,6 @@ A digest is the start of a SHA-256 of out, lse, dq, dk and dv of the whole seque
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from importlib import import_module
 from typing import Any
 
@@ -15,14 +14,17 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from canon.check.case_runner import CaseRunner
-from canon.check.cases import SHAPES, TILED_LAYOUTS, Case, has_option
+from canon.check import case_calls
+from canon.check.case_runner import CaseRunner, assembled
+from canon.check.cases import SHAPES, TILED_LAYOUTS, Case, has_option, matches
 from canon.testing import process_groups
 from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended
 
 DIGITS = 12
-FUNCTIONS = {
+OPTION = (("rank_invariant", True),)
+FUNCTIONS = {  # by layout
+    None: "attention",
     "contiguous": "strided_attention",
     "zigzag": "strided_attention",
     "dispatch": "magi_attention",
@@ -35,7 +37,6 @@ class RankedCall:
 
     case: Case
     ranks: int
-    layout: str = ""  # "": `attention`, on one rank
 
     @property
     def inputs(self) -> str:
@@ -43,47 +44,35 @@ class RankedCall:
 
     @property
     def name(self) -> str:
-        ranks = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
-        return (
-            (f"{self.case.function} ({self.layout}, {ranks})")
-            if self.layout
-            else f"{self.case.function} ({ranks})"
-        )
+        layout = f"{self.case.layout}, " if self.case.layout else ""
+        return f"{self.case.function} ({layout}{self.ranks} rank{'s' * (self.ranks > 1)})"
 
 
 def calls_of(
     module: Any, ranks: int, dtypes: Sequence[str], gpu: bool, only: str | None = None
 ) -> list[RankedCall]:
-    """Return the calls of a module, those on one rank first. ``only``: a pattern in the names of
-    the inputs.
-    """
+    """Return the calls of a module, those on one rank first."""
     dtypes = [name for name in dtypes if name != "float64"] or ["float64"]
     counts = sorted({count for count in (2, 3, ranks) if count <= ranks} - {1})
-    worlds = [(1, ""), (1, "contiguous"), (1, "dispatch")]
+    worlds: list[tuple[int, str | None]] = [(1, None), (1, "contiguous"), (1, "dispatch")]
     for place, count in enumerate(counts):
-        gathered = (
-            ("contiguous", "zigzag") if count == ranks else (("contiguous", "zigzag")[place % 2],)
-        )
+        gathered = ["contiguous", "zigzag"]
+        gathered = gathered if count == ranks else [gathered[place % 2]]
         worlds += [(count, layout) for layout in (*gathered, "dispatch")]
     calls = []
     for place, mask in enumerate(("documents", "causal")):
+        dtype, shape = dtypes[place % len(dtypes)], SHAPES[mask][gpu]
         for count, layout in worlds:
-            function = FUNCTIONS.get(layout, "attention")
+            function = FUNCTIONS[layout]
             if has_option(module, function):
-                dtype, options = dtypes[place % len(dtypes)], (("rank_invariant", True),)
-                calls.append(
-                    RankedCall(
-                        Case(function, mask, dtype, SHAPES[mask][gpu], options=options),
-                        count,
-                        layout,
-                    )
-                )
-    return [call for call in calls if only is None or fnmatch(call.inputs, f"*{only}*")]
+                case = Case(function, mask, dtype, shape, layout, options=OPTION)
+                calls.append(RankedCall(case, count))
+    return [call for call in calls if matches(call.inputs, only)]
 
 
 @dataclass(frozen=True)
 class DigestRunner(CaseRunner):
-    """A picklable program for every rank: it returns the digest of each tensor of each call."""
+    """A program for every rank: it returns the digests of each call."""
 
     calls: tuple[RankedCall, ...] = ()
 
@@ -95,34 +84,15 @@ class DigestRunner(CaseRunner):
             return {call: self._digests(module, call) for call in self.calls}
 
     def _digests(self, module: Any, call: RankedCall) -> tuple[str, ...]:
-        mask, x, rank = (
-            self.source.mask(call.case),
-            self.source.inputs(call.case, self.device),
-            dist.get_rank(),
-        )
-        layout = TILED_LAYOUTS[call.layout or "contiguous"](mask, dist.get_world_size())
-        packed = x.q.ndim == 3
-        dims = (
-            dict(q=0, k=0, v=0, dout=0, dlse=1) if packed else dict(q=1, k=1, v=1, dout=1, dlse=2)
-        )
-        q, k, v, dout, dlse = (
-            layout.shard(getattr(x, name), rank, dim) for name, dim in dims.items()
-        )
-        q, k, v = (y.detach().requires_grad_() for y in (q, k, v))
-        placed = (mask, layout) if call.layout else (mask,)
-        options = {} if x.scale is None else {"scale": x.scale}
-        out, lse = getattr(module, call.case.function)(
-            q, k, v, *placed, rank_invariant=True, return_lse=True, **options
-        )
-        torch.autograd.backward((out, lse), (dout, dlse))
-        tensors = zip((out, lse, q.grad, k.grad, v.grad), (0, 1, 0, 0, 0), strict=True)
-        return tuple(
-            digest(layout.unshard(y.detach(), dim=dim + (not packed))) for y, dim in tensors
-        )
+        case, rank = call.case, dist.get_rank()
+        mask, x = self.source.mask(case), self.source.inputs(case, self.device)
+        layout = TILED_LAYOUTS[case.layout or "contiguous"](mask, call.ranks)
+        results = case_calls.call(module, case, x, layout, rank)
+        return tuple(map(digest, assembled(results, layout)))
 
 
 def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
-    """Run the calls, and return a result for each input."""
+    """Return a result for each input."""
     found: dict[RankedCall, tuple[str, ...]] = {}
     failures: dict[RankedCall, str] = {}
     for ranks in sorted({call.ranks for call in runner.calls}):
@@ -137,43 +107,24 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
         calls = [call for call in runner.calls if call.inputs == inputs]
         first = next((call for call in calls if call in found), None)
         faults = [f"{call.name} failed: {failures[call]}" for call in calls if call in failures]
-        for call in (
-            call
-            for call in calls
-            if first is not None and call in found and found[call] != found[first]
-        ):
-            other = [
-                name
-                for name, a, b in zip(Attended._fields, found[call], found[first], strict=True)
-                if a != b
-            ]
-            faults.append(f"{call.name} and {first.name} have other bits in {', '.join(other)}")
-        short = (
-            hashlib.sha256("".join(found[first]).encode()).hexdigest()[:DIGITS] if first else None
-        )
-        results.append(
-            {
-                "inputs": inputs,
-                "digest": short,
-                "calls": [call.name for call in calls],
-                "faults": faults,
-            }
-        )
+        short = None
+        if first is not None:
+            short = hashlib.sha256("".join(found[first]).encode()).hexdigest()[:DIGITS]
+            for call in (call for call in calls if call in found):
+                names = zip(Attended._fields, found[call], found[first], strict=True)
+                if other := ", ".join(name for name, a, b in names if a != b):
+                    faults.append(f"{call.name} and {first.name} have other bits in {other}")
+        names = [call.name for call in calls]
+        results.append({"inputs": inputs, "digest": short, "calls": names, "faults": faults})
     return results
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print digests and faults. ``alone``: without the number of calls."""
     for result in results:
         if result["digest"]:
-            calls = len(result["calls"])
-            equal = (
-                ""
-                if alone
-                else (f": equal bits in {calls - len(result['faults'])} of {calls} calls")
-            )
-            console.print(
-                f"{result['inputs']} {result['digest']}{equal}", markup=False, highlight=False
-            )
+            line, calls = f"{result['inputs']} {result['digest']}", len(result["calls"])
+            if not alone:
+                line += f": equal bits in {calls - len(result['faults'])} of {calls} calls"
+            console.print(line, markup=False, highlight=False)
         for fault in result["faults"]:
             console.print(Text.assemble((result["inputs"], "red"), ": ", fault))

@@ -1,8 +1,6 @@
-"""Run the cases of `canon check` on a process group, show the progress, and continue after a
-failure.
+"""Run the cases of `canon check` on process groups, and continue after a failure.
 
-Ranks that are threads on the CPU share one core. So many cases are divided among forks, one for
-each core.
+Ranks that are threads on the CPU share one core, so forks, one for each core, divide many cases.
 """
 
 import json
@@ -12,11 +10,13 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from canon.check.case_runner import CaseFailed, CaseRunner
-from canon.check.cases import ATTEND, REPLICATED, Case, declined_by
+from canon.check.cases import WHOLE, Case, declined_by
 from canon.testing import process_groups
 
-PART = 4  # cases that a fork takes at once: neighbours often have the same inputs
-_RESTARTS = 5  # new process groups after failures; there is no limit for threads
+Show = Callable[[Iterable[dict[str, Any]]], None]
+PART = 4  # cases of a fork: neighbours share inputs
+_RESTARTS = 5  # new groups of processes after failures
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-LIMITS = {  # part of an error: the word of --features for a module that raises it
+LIMITS = {  # part of an error: the word of --features
     "unexpected keyword argument 'return_lse'": "no-lse",
     "unexpected keyword argument": "no-options",
     "positional arguments but": "no-mask",
@@ -49,92 +50,125 @@ class Interrupted(KeyboardInterrupt):
 def run_cases(
     kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the results of all cases, in order. ``kind`` names a function of `process_groups`.
+    """Return the results of all cases, in order. Raises Interrupted at Ctrl-C.
 
-    After an exception a new process group runs the other cases. The progress starts at ``before``
-    of ``total``. Without a terminal, ``verbose`` prints a line for each case. Raises Interrupted at
-    Ctrl-C.
+    ``kind`` names a function of `process_groups`. The progress starts at ``before`` of ``total``.
+    Without a terminal, ``verbose`` prints a line for each case.
     """
-    total = total or len(runner.cases)
-    if kind == "threads" and runner.device == "cpu" and (forks := _forks(len(runner.cases))) > 1:
-        return _run_in_forks(forks, ranks, runner, before, total, verbose)
+    forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
+    results: dict[str, Any] = {}
+    try:
+        with _progress(before, total or len(runner.cases), verbose) as show:
+            if forks > 1:
+                _run_in_forks(forks, ranks, runner, results, show)
+            else:
+                _run(kind, ranks, runner, results, show)
+    except KeyboardInterrupt:
+        raise Interrupted(_in_order(runner, results)) from None
+    return _in_order(runner, results)
+
+
+def _in_order(runner: CaseRunner, results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [results[case.name] for case in runner.cases if case.name in results]
+
+
+@contextmanager
+def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
+    """Yield a function that shows results."""
+    console, numbers = Console(stderr=True), count(before + 1)
+    with Progress(
+        *COLUMNS, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("checking", total=total, completed=before)
+
+        def show(results: Iterable[dict[str, Any]]) -> None:
+            for result, number in zip(results, numbers, strict=False):
+                progress.update(task, completed=number)
+                if verbose and not console.is_terminal:
+                    line = f"{number}/{total} {result['case']} {result['verdict']}"
+                    print(line, file=sys.stderr, flush=True)
+
+        yield show
+
+
+def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show) -> None:
+    """Run all cases, on a new process group after each failure."""
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
-    results = {
+    results |= {
         name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason
     }
     restarts = 0
+    show(results.values())
     while left := [case for case in runner.cases if case.name not in results]:
         with tempfile.TemporaryDirectory(prefix="canon-check-") as folder:
             rest = replace(runner, cases=tuple(left), sink=Path(folder) / "results")
             rest.sink.touch()
-            start = partial(process_groups.run, kind, rest, ranks, timeout=120 + 20 * len(left))
-            try:
-                error = _run_with_progress(start, rest.sink, before + len(results), total, verbose)
-            except KeyboardInterrupt:
-                results |= _finished(rest.sink)
-                raise Interrupted(
-                    [results[case.name] for case in runner.cases if case.name in results]
-                ) from None
-            results |= _finished(rest.sink)
+            error = None
+            with _following(rest.sink, results, show):
+                try:
+                    process_groups.run(kind, rest, ranks, timeout=120 + 20 * len(left))
+                except (RuntimeError, TimeoutError) as raised:
+                    error = raised
         if error is None:
             break
         case = _failed_case(error, left, results)
-        results[case.name] = _failure(case, error)
         restarts += kind != "threads"
+        found = [_failure(case, error)]
         if restarts > _RESTARTS:
-            results |= {
-                c.name: _failure(c, "not run: too many failures")
-                for c in left
-                if c.name not in results
-            }
-    return [results[case.name] for case in runner.cases]
+            others = (x for x in left if x is not case and x.name not in results)
+            found += [_failure(other, "not run: too many failures") for other in others]
+        results |= {result["case"]: result for result in found}
+        show(found)
+
+
+@contextmanager
+def _following(sink: Path, results: dict[str, Any], show: Show) -> Iterator[None]:
+    ended = threading.Event()
+
+    def follow() -> None:
+        read, last = 0, False
+        while not last:
+            last = ended.wait(0.3)
+            lines = sink.read_text().split("\n")[read:-1]
+            found, read = [json.loads(line) for line in lines], read + len(lines)
+            results.update((result["case"], result) for result in found)
+            show(found)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
 
 
 def _forks(cases: int) -> int:
-    """Return the number of forks for so many cases:
-    1 if they take less time than the forks save.
-    """
+    """Return the number of forks, 1 if so few cases would not gain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     return min(cores, cases // (4 * PART))
 
 
 def _run_in_forks(
-    forks: int, ranks: int, runner: CaseRunner, before: int, total: int, verbose: bool
-) -> list[dict]:
-    """Return what `run_cases` returns. Forks inherit the imported modules, and end at Ctrl-C."""
-    cases, results = runner.cases, {}
-    parts = [
-        replace(runner, cases=cases[start : start + PART]) for start in range(0, len(cases), PART)
-    ]
-    console, fork = Console(stderr=True), multiprocessing.get_context("fork")
+    forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show
+) -> None:
+    """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
+    starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
+    parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
     with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
-        futures = {
-            pool.submit(run_cases, "threads", ranks, part, verbose=False): part for part in parts
-        }
-        with Progress(
-            *COLUMNS, console=console, transient=True, disable=not console.is_terminal
-        ) as progress:
-            task = progress.add_task("checking", total=total, completed=before)
-            try:
-                for future in as_completed(futures):
-                    for result in _results_of_fork(future, futures[future]):
-                        results[result["case"]] = result
-                        if verbose and not console.is_terminal:
-                            _print_line(before + len(results), total, result)
-                    progress.update(task, completed=before + len(results))
-            except KeyboardInterrupt:
-                for child in multiprocessing.active_children():
-                    child.terminate()
-                raise Interrupted(
-                    [results[case.name] for case in cases if case.name in results]
-                ) from None
-    return [results[case.name] for case in cases]
-
-
-def _results_of_fork(future: Future, part: CaseRunner) -> list[dict[str, Any]]:
-    if isinstance(error := future.exception(), BrokenProcessPool):
-        return [_failure(case, error) for case in part.cases]
-    return future.result()
+        submit = partial(pool.submit, run_cases, "threads", ranks, verbose=False)
+        futures = {submit(part): part for part in parts}
+        try:
+            for future in as_completed(futures):
+                error, cases = future.exception(), futures[future].cases
+                ended = isinstance(error, BrokenProcessPool)
+                found = [_failure(case, error) for case in cases] if ended else future.result()
+                results |= {result["case"]: result for result in found}
+                show(found)
+        except KeyboardInterrupt:
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
 
 
 def _start_fork() -> None:
@@ -151,80 +185,22 @@ def _failed_case(error: Exception, left: list[Case], results: dict[str, Any]) ->
     raise error
 
 
-def _finished(sink: Path) -> dict[str, dict[str, Any]]:
-    return {result["case"]: result for result in map(json.loads, _lines(sink))}
-
-
 def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
-    """Return the result of a case that raised. NotImplementedError declines it. In float64
-    ValueError and TypeError do, too.
-    """
+    """Return the result of a case that raised. Some errors decline it."""
     cause = getattr(error, "__cause__", None)
     text = f"{str(error).split(':')[0]}: {cause}" if isinstance(cause, CaseFailed) else str(error)
-    kinds = (
-        "NotImplementedError",
-        *(("ValueError", "TypeError") if case.dtype == "float64" else ()),
-    )
+    kinds = ("NotImplementedError", *(("ValueError", "TypeError") * (case.dtype == "float64")))
+    verdict = "declined" if str(cause).startswith(kinds) else "failed"
     word = next((word for part, word in LIMITS.items() if part in text), None)
-    if case.function in {*ATTEND, *REPLICATED, "prepare"}:
-        remedy = f"if {case.function} has no such argument, check the module with --features {word}"
-    else:
-        remedy = (
-            f"{case.function} must take the arguments of canon.reference; another function "
-            "needs another name"
-        )
-    hint = [remedy] if word else []
-    return _without_run(
-        case.name, "declined" if str(cause).startswith(kinds) else "failed", text, *hint
-    )
+    if word is None:
+        return _without_run(case.name, verdict, text)
+    remedy = f"if {case.function} has no such argument, check the module with --features {word}"
+    if case.function not in WHOLE:
+        remedy = f"{case.function} must take the arguments of canon.reference; another function "
+        remedy += "needs another name"
+    return _without_run(case.name, verdict, text, remedy)
 
 
 def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
-    result = {
-        "case": name,
-        "verdict": verdict,
-        "faults": [*reasons],
-        "measures": [],
-        "same_bits": None,
-    }
-    return result | {"seconds": [], "reference_seconds": []}
-
-
-def _lines(sink: Path) -> list[str]:
-    return sink.read_text().split("\n")[:-1]
-
-
-def _print_line(number: int, total: int, result: dict[str, Any]) -> None:
-    print(f"{number}/{total} {result['case']} {result['verdict']}", file=sys.stderr, flush=True)
-
-
-def _run_with_progress(
-    start: Callable[[], Any], sink: Path, done: int, total: int, verbose: bool
-) -> Exception | None:
-    console, ended = Console(stderr=True), threading.Event()
-    with Progress(
-        *COLUMNS, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("checking", total=total, completed=done)
-
-        def follow() -> None:
-            printed, last = 0, False
-            while not last:
-                last = ended.wait(0.3)
-                finished = _lines(sink)
-                progress.update(task, completed=done + len(finished))
-                if verbose and not console.is_terminal:
-                    for number, line in enumerate(finished[printed:], done + printed + 1):
-                        _print_line(number, total, json.loads(line))
-                printed = len(finished)
-
-        follower = threading.Thread(target=follow, daemon=True)
-        follower.start()
-        try:
-            start()
-        except (RuntimeError, TimeoutError) as error:
-            return error
-        finally:
-            ended.set()
-            follower.join()
-    return None
+    none = {"measures": [], "same_bits": None, "seconds": []}
+    return {"case": name, "verdict": verdict, "faults": [*reasons], **none}

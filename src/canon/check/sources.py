@@ -1,18 +1,13 @@
-"""Digest the code that a checked module runs, so that a record is only continued with the same
-code.
+"""Digest the code that a checked module runs: a record is only continued with the same code.
 
-The digest covers every source file of canon. If the module is not a part of canon, it also covers
+It covers canon, and of a module outside canon also
 
-    its own code         all source files of its top-level package, or of its folder if it is a
-                         single file
-    what it imports      directly or through others, at the top of a file or in a function: the file
-                         of a module, all source files of a package, wherever it lies (siblings,
-                         editable installs)
-    what pip installed   of the packages that it imports: the hashes of their files that pip keeps
-                         in RECORD
+    its own code         its top-level package, or its folder if it is a single file
+    what it imports      directly or through others, in functions too
+    what pip installed   the hashes in RECORD of these packages
 
-Python's own library is left out. Code outside of these folders that is loaded under a computed name
-is not found."""
+Python's library, and code that is loaded under a computed name, are left out.
+"""
 
 import ast
 import hashlib
@@ -26,28 +21,13 @@ from pathlib import Path
 
 import canon
 
-SOURCES = (
-    ".py",
-    ".pyx",
-    ".c",
-    ".cc",
-    ".cpp",
-    ".cu",
-    ".cuh",
-    ".h",
-    ".hpp",
-    ".ptx",
-    ".cubin",
-    ".so",
-    ".pyd",
-)
+SOURCES = (".py", ".pyx", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp",
+           ".ptx", ".cubin", ".so", ".pyd")  # fmt: skip
 _INSTALLED = {"site-packages", "dist-packages"}  # folders of pip
 
 
 def digest(module: str) -> str:
-    """Return 16 hexadecimal digits that change with the code of canon or of the module
-    ``module``.
-    """
+    """Return 16 hexadecimal digits that change with the code."""
     total = hashlib.sha256()
     for name, text in _contents(module):
         total.update(f"{name} {len(text)} ".encode() + text)
@@ -55,7 +35,6 @@ def digest(module: str) -> str:
 
 
 def _contents(module: str) -> Iterator[tuple[str, bytes]]:
-    """Yield a name and the bytes of each file."""
     root = Path(canon.__file__).parent
     for file in _files_below(root):
         yield str(file.relative_to(root)), file.read_bytes()
@@ -68,25 +47,15 @@ def _contents(module: str) -> Iterator[tuple[str, bytes]]:
         roots = _roots(top)
         own = top == module.partition(".")[0]
         if not own and roots and all(_INSTALLED & set(root.parts) for root in roots):
-            of_distribution = (
-                metadata.packages_distributions() if of_distribution is None else of_distribution
-            )
-            records = [
-                metadata.distribution(name).read_text("RECORD")
-                for name in of_distribution.get(top, ())
-            ]
+            of_distribution = of_distribution or metadata.packages_distributions()
+            names = of_distribution.get(top, ())
+            records = [metadata.distribution(name).read_text("RECORD") for name in names]
             if records and all(records):
                 yield top, "".join(map(str, records)).encode()
                 continue
         for root in roots:
-            files = (
-                _files_below(root)
-                if root.is_dir()
-                else sorted(root.parent.iterdir())
-                if own
-                else [root]
-            )
-            for file in files:
+            files = sorted(root.parent.iterdir()) if own else [root]
+            for file in _files_below(root) if root.is_dir() else files:
                 if file.suffix in SOURCES and file.is_file():
                     text = file.read_bytes()
                     yield f"{top} {file.relative_to(root.parent)}", text
@@ -95,9 +64,7 @@ def _contents(module: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _roots(top: str) -> list[Path]:
-    """Return the folders of a top-level package, or the file of a top-level module; [] if there is
-    none.
-    """
+    """Return the folders of a package, or the file of a module."""
     found = None
     with suppress(ImportError, ValueError, AttributeError):
         found = find_spec(top)
@@ -109,9 +76,7 @@ def _roots(top: str) -> list[Path]:
 
 
 def _files_below(root: Path) -> list[Path]:
-    """Return the source files of a folder, of the folders in it,
-    and of those that links lead to.
-    """
+    """Return the source files of a folder, links followed."""
     found, seen = [], set()
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__pycache__")))
@@ -124,9 +89,7 @@ def _files_below(root: Path) -> list[Path]:
 
 
 def _imported(text: bytes) -> set[str]:
-    """Return the first names of all modules that a source file imports by name, within functions
-    too.
-    """
+    """Return the first names of all modules that a file imports by name."""
     names: set[str] = set()
     with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(text)):
@@ -134,13 +97,8 @@ def _imported(text: bytes) -> set[str]:
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module or "")
-            elif (
-                isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
-            ):
+            elif isinstance(node, ast.Call):
                 called = getattr(node.func, "attr", getattr(node.func, "id", ""))
-                names |= (
-                    {str(node.args[0].value)}
-                    if called in ("import_module", "__import__")
-                    else set()
-                )
+                for name in node.args[:1] if called in ("import_module", "__import__") else ():
+                    names |= {str(name.value)} if isinstance(name, ast.Constant) else set()
     return {name.partition(".")[0] for name in names} - {""}

@@ -1,8 +1,4 @@
-"""Compile the kernels of a check before it runs, in parallel processes
-(`canon.fast.ahead.compilation`).
-
-Ranks that are threads would compile one kernel at a time.
-"""
+"""Compile the kernels of a check before it runs, in parallel processes."""
 
 import os
 import sys
@@ -17,7 +13,6 @@ from canon.testing import process_groups
 
 
 def worth_it(device: str) -> bool:
-    """Return True if the check compiles kernels and several cores can share this."""
     return (
         device == "cuda"
         and (os.cpu_count() or 1) > 1
@@ -27,7 +22,7 @@ def worth_it(device: str) -> bool:
 
 
 def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
-    """Compile the kernels of ``groups``, pairs (ranks, runner). Return a line for the user."""
+    """Compile the kernels of pairs (ranks, runner). Return a line for the user."""
     from canon.fast.ahead.compilation import compile_ahead
 
     first = groups[0][1]
@@ -49,7 +44,6 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 def collect(
     groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None
 ) -> None:
-    """Run all cases, and call ``progress(cases)`` after each case."""
     done = 0
     for ranks, runner in groups:
         for case in runner.cases:

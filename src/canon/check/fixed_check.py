@@ -1,0 +1,196 @@
+"""Run the fixed cases of `canon check` and its calls with rank_invariant=True, and report."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from canon.check import check_report, contract, rank_digests, sources, warming
+from canon.check.case_runner import CaseRunner
+from canon.check.cases import Case, accepts, all_cases, covered, declined_by, matches
+from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
+from canon.check.documents import Documents
+from canon.check.inputs import FromDocuments
+from canon.check.placement import Placement
+from canon.check.run_cases import Interrupted, run_cases
+from canon.testing import record
+
+BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
+RECORD = Path("canon-check/record.json")
+KEPT = "world", "dtype", "backend", "tokens", "features", "only"  # arguments in the record
+
+
+class FixedCheck:
+    def __init__(
+        self, arguments: argparse.Namespace, console: Console, placement: Placement, module: Any
+    ):
+        self.arguments, self.print, self.console = arguments, console.print, console
+        self.placement, self.module, self.functions = placement, module, covered(module)
+        self.gpu = placement.device == "cuda"
+        budget = arguments.tokens or (None if arguments.documents else BUDGET[placement.device])
+        self.documents = Documents.of(arguments.documents, budget)
+        self.dtypes = arguments.dtype or _default_dtypes(self.gpu, arguments.backend)
+        self.where = placement.describe(arguments.backend)
+        self.path = arguments.record or RECORD
+        self.given = arguments.module, FromDocuments(self.documents), placement.device
+
+    def run(self) -> int:
+        digests, name = self.digest_runner(), self.arguments.module
+        if self.arguments.digest:
+            if not digests.calls:
+                raise ValueError(
+                    f"--digest: {name} has no function with the option rank_invariant, or --only "
+                    "leaves none"
+                )
+            results = rank_digests.compare(self.placement.kind, digests)
+            rank_digests.show(results, self.console, alone=True)
+            return DISAGREES if any(result["faults"] for result in results) else AGREES
+        cases = self.chosen_cases()
+        if not cases and not digests.calls:
+            only = self.arguments.only
+            raise ValueError(f"no case matches {only!r}; --list prints the names of the cases")
+        if self.arguments.list:
+            names = [case.name for case in cases] + [call.inputs for call in digests.calls]
+            self.print("\n".join(dict.fromkeys(names)), highlight=False)
+            return AGREES
+        lengths = sorted(self.documents.lengths)
+        shown = ", ".join(map(str, lengths[:12])) + ", ..." * (len(lengths) > 12)
+        self.print(
+            f"{len(cases)} cases of [bold]{name}[/] on {self.where}; {len(lengths)} documents, "
+            f"{self.documents.tokens} tokens: {shown}",
+            highlight=False,
+        )
+        code, given = sources.digest(name), self.arguments
+        parts = code, record.machine(), self.where, given.runs, given.features, self.documents
+        self.key = record.digest(*parts)
+        known = self.known_results(cases)
+        results, interrupted = self.run_cases(cases, known)
+        if interrupted:
+            self.print(
+                f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume "
+                "runs the others."
+            )
+        invariance = [] if interrupted else rank_digests.compare(self.placement.kind, digests)
+        status = self.report(results, invariance, len(known))
+        return INTERRUPTED if interrupted else status
+
+    def digest_runner(self) -> rank_digests.DigestRunner:
+        """Return the calls with rank_invariant=True."""
+        chosen = self.dtypes, self.gpu, self.arguments.only
+        calls = rank_digests.calls_of(self.module, self.placement.ranks, *chosen)
+        own = any(call.case.function in self.functions.tested for call in calls)
+        backend = self.arguments.backend
+        calls = [call for call in calls if own and not declined_by(backend, call.case)]
+        calls = [] if self.arguments.features else calls
+        name, *given = self.given
+        return rank_digests.DigestRunner(name, (), *given, backend=backend, calls=tuple(calls))
+
+    def chosen_cases(self) -> list[Case]:
+        cases = [
+            case
+            for case in all_cases(self.dtypes, self.gpu)
+            if case.function in self.functions.tested and accepts(self.module, case)
+        ]
+        if not cases:
+            names = ", ".join(sorted({*self.functions.absent, *self.functions.imported}))
+            raise ValueError(
+                f"{self.module.__name__} has none of the functions {names}; those that it imports "
+                "from canon do not count"
+            )
+        if text := self.arguments.features:
+            even = self.documents.tokens % self.placement.ranks == 0
+            cases = contract.limited(cases, contract.features(text), even, self.module)
+            if not cases:
+                left = ", ".join(self.functions.tested)
+                raise ValueError(f"--features {text} leaves no case of {left}")
+        return [case for case in cases if matches(case.name, self.arguments.only)]
+
+    def known_results(self, cases: list[Case]) -> dict[str, dict[str, Any]]:
+        """Return results of the record for the same code. Failed cases run again."""
+        if not self.arguments.resume or not self.path.exists():
+            return {}
+        try:
+            kept = json.loads(self.path.read_text())
+            same = kept["key"] == self.key
+            results = {x["case"]: x for x in kept["results"] if x["verdict"] != "failed"}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"--resume: cannot read {self.path} as a record of canon check: {error!r}"
+            ) from error
+        known = {case.name: results[case.name] for case in cases if same and case.name in results}
+        why = "" if same else ", because it was made with other code, arguments or versions"
+        self.print(
+            f"{len(known)} of {len(cases)} cases are taken from {self.path}{why}; the others run.",
+            highlight=False,
+        )
+        return known
+
+    def run_cases(
+        self, cases: list[Case], known: dict[str, Any]
+    ) -> tuple[list[dict[str, Any]], bool]:
+        """Return all results, and whether Ctrl-C came."""
+        left, total = tuple(case for case in cases if case.name not in known), len(cases)
+        kind, ranks, interrupted = self.placement.kind, self.placement.ranks, False
+        name, *given = self.given
+        settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
+        runner = CaseRunner(name, left, *given, **settings)
+        try:
+            if left and warming.worth_it(self.placement.device):
+                self.print(warming.warm([(ranks, runner)]), highlight=False)
+            results = run_cases(kind, ranks, runner, total - len(left), total)
+        except Interrupted as error:
+            results, interrupted = error.results, True
+        found = known | {result["case"]: result for result in results}
+        return [found[case.name] for case in cases if case.name in found], interrupted
+
+    def report(
+        self, results: list[dict[str, Any]], invariance: list[dict[str, Any]], taken: int
+    ) -> int:
+        name, functions = self.arguments.module, self.functions
+        self.print(check_report.table(results, name))
+        check_report.faults(results, self.console)
+        rank_digests.show(invariance, self.console)
+        for names, why in (
+            (functions.absent, f"Skipped, because {name} does not have them"),
+            (functions.imported, f"Skipped, because {name} imports them from canon"),
+            (functions.untried, "Public functions without a case"),
+        ):
+            if names:
+                self.print(f"{why}: {', '.join(names)}.")
+        self.print(f"Record: {self.write_record(results, invariance)}.", highlight=False)
+        verdicts = [result["verdict"] for result in results]
+        wrong = check_report.summary(verdicts, self.console, taken)
+        if unequal := sum(bool(result["faults"]) for result in invariance):
+            self.print(
+                f"[bold red]The bits depend on the ranks or the layout for {unequal} of "
+                f"{len(invariance)} inputs."
+            )
+        none_agrees = "agrees" not in verdicts and (results or not invariance)
+        return DISAGREES if wrong or unequal or none_agrees else AGREES
+
+    def write_record(self, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> Path:
+        given, ranks = {key: getattr(self.arguments, key) for key in KEPT}, self.placement.ranks
+        given |= {"documents": tuple(path.name for path in self.arguments.documents)}
+        given |= {"runs": self.arguments.runs} if self.arguments.runs != 2 else {}
+        names = (Path(x).name if Path(x).is_absolute() else x for x in self.documents.names)
+        return record.write(
+            self.path,
+            record.command("canon", "check", self.arguments.module, ranks=ranks, **given),
+            results,
+            key=self.key,
+            module=self.arguments.module,
+            world=self.where,
+            ranks=ranks,
+            documents=dict(zip(names, self.documents.lengths, strict=True)),
+            absent=self.functions.absent,
+            untried=self.functions.untried,
+            rank_invariance=invariance,
+        )
+
+
+def _default_dtypes(gpu: bool, backend: str | None) -> list[str]:
+    if backend in ("gluon", "cuda"):
+        return ["bfloat16", "float16"]  # the only dtypes of these backends
+    return ["bfloat16", "float16", "float32"] if gpu else ["bfloat16", "float32", "float64"]
