@@ -6,9 +6,9 @@ from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
 from canon.bench import bench_command, decoding, kernels, layers, shapes, timing
+from canon.bench.forced_tiles import tiles_of
 from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
-from canon.bench.tiles import tiles_of
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
 from canon.testing import process_groups, simulated_kernels

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from canon.bench import plans, shapes
+from canon.bench.forced_tiles import tiles_of
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
-from canon.bench.tiles import tiles_of
 from canon.testing import process_groups, record
 
 # A module has SHAPES, measure(shape, settings) and tables(rows). It may have check(shape), fields

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from canon.bench.forced_tiles import Tiles, tiles_of
 from canon.bench.measuring import Attend, Contender, Settings, listed, reason
 from canon.bench.shapes import Shape, block_of_tokens
-from canon.bench.tiles import Tiles, tiles_of
 
 FLASH4 = "flash-attn-4"
 SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash"}  # torch's kernels
