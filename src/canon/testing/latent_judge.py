@@ -1,9 +1,9 @@
 """The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project
 the gradients back.
 
-Honest results round K and V, and their gradients, to the dtype of q, as operands of matrix
-products. ``latent`` and ``k_rope``, (b, t, 1, width) or without b, have the axis of one head, as
-their gradients here. Only hidden tokens may hold NaN."""
+Honest results round K, V and their gradients to the dtype of q. ``latent``, ``k_rope`` and their
+gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold
+NaN."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +18,7 @@ from canon.testing.roundings import roundings
 
 
 class AttendedLatent(NamedTuple):
-    """Results of latent attention. On several ranks, dup_weight and dsink are the sums of their
-    gradients.
-    """
+    """Results of latent attention; dup_weight and dsink are sums over all ranks."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -34,9 +32,7 @@ class AttendedLatent(NamedTuple):
 def keys_of(
     latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``, from the
-    definition.
-    """
+    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``."""
     nope = d - k_rope.shape[-1]
     by_head = (latent @ up_weight.mT).squeeze(-2).unflatten(-1, (heads, -1))
     k_rope = k_rope.expand(*k_rope.shape[:-2], heads, -1)
@@ -127,10 +123,9 @@ def latent_roundings(
     dlse: Tensor | None,
     sink: Tensor | None,
 ) -> AttendedLatent:
-    """Return the distances of `roundings` in float64, for the roundings of K, V and the projected
-    gradients, too.
+    """Return the distances of `roundings`, with the roundings of K, V and the projected gradients.
 
-    K and V move up or down by one rounding, drawn at random, four times. The largest change is
+    K and V move up or down by one rounding, drawn at random, four times: the largest change is
     their distance. Independent distances of dK and dV add as root of the sum of squares.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
