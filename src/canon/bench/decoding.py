@@ -5,9 +5,8 @@
     keys travel     the same bits, with K and V of all ranks on every rank
     one GPU         rank_invariant=True over all keys on every rank, without messages
 
-A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". Wall
-time is that of the slowest rank: calls back to back, without a head start. There is no GPU time,
-because the host waits inside some calls. GPU memory is the most that a call adds.
+A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". There
+is no GPU time, because the host waits inside some calls.
 """
 
 from collections.abc import Callable, Iterator

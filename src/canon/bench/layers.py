@@ -2,8 +2,6 @@
 dense attention.
 
 A layer is x + attention(q, k, v): queries x, keys the first heads of x, values its last ones.
-Without weights, its memory is that of activations and gradients: 2 b n h d bytes a layer in 16
-bits.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`canon bench masks`: measure what a new mask of packed documents costs on the host.
+"""`canon bench masks`: measure the cost of a new mask of packed documents.
 
     first, repeated   both passes with a mask that the process has not seen, and again
     ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)

@@ -157,9 +157,7 @@ def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def _eager(shape: Shape, device: torch.device, scores_dtype: torch.dtype | None) -> Attend:
-    """Return softmax(q k^T / sqrt(d) + mask) v as models write it, with scores and softmax in
-    ``scores_dtype`` (None: of q).
-    """
+    """Return attention as models write it, with scores in ``scores_dtype`` (None: that of q)."""
     hidden = ~shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

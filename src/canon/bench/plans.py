@@ -1,8 +1,7 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
 The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an
-all-gather that moves. The time is that of the processor: other programs on the machine do not add
-to it.
+all-gather that moves, and the time that of the processor.
 """
 
 import statistics
@@ -52,9 +51,7 @@ def measure(counts: list[int] | None, packs: int) -> list[dict]:
 
 
 def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the
-    path before them.
-    """
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of the path."""
     draw, parents, path = Random(depth), [], [-1]
     for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]

@@ -1,8 +1,7 @@
-"""List the contenders of `canon bench schedules`: Canon's, torch's context parallel and
-ring-flash-attn.
+"""List the contenders of `canon bench schedules`.
 
-torch's context parallel replaces SDPA while a context is open, in the backward pass too: ``around``
-opens it, untimed. Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+torch's context parallel replaces SDPA while a context is open, in the backward pass too. Source:
+PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
 """
 
 from collections.abc import Callable, Iterator
@@ -29,9 +28,7 @@ MAGI: dict[str, dict[str, Any]] = {  # names of the records
 
 @dataclass(frozen=True)
 class Schedule:
-    """A function of this rank's q, k, v and ``return_lse``. ``around`` opens what both passes must
-    run in.
-    """
+    """A function of this rank's q, k, v and ``return_lse``; both passes run inside ``around``."""
 
     name: str
     layout: Layout

@@ -1,15 +1,12 @@
 """`canon bench schedules`: time every schedule of `canon.fast`, torch's context parallel and
 ring-flash-attn on several GPUs.
 
-Each schedule must agree with float64 on a short sequence. Then rounds alternate between the
-schedules. All times are those of the slowest rank:
+Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
-    wall, host    eager calls back to back, without a head start
-    graph         wall time of a replayed CUDA graph of both passes
-    GPU           between events; the GPUs wait until the launches are queued, and then for one
-                  another
-    exposed       the part of both passes in which no kernel computes, by the profiler: the median
-                  of several runs
+    wall, host    eager calls back to back
+    graph         a replayed CUDA graph of both passes
+    GPU           between events; the GPUs first wait until launches are queued, and for one another
+    exposed       the part of both passes in which no kernel computes, by the profiler
 
 Peers run in processes of their own. A schedule that raises on one rank is left out on all.
 """
@@ -96,9 +93,7 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
 
 
 def _refuse_impossible(row: dict) -> None:
-    """Put a reason in the place of ``exposed_ms`` where it is longer than both passes, of which it
-    is a part.
-    """
+    """Replace ``exposed_ms`` by a reason where it is longer than both passes."""
     if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
         row["exposed_failed"] = (
             f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
@@ -180,9 +175,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return for how many milliseconds no kernel computes on the slowest rank: the median of
-    `PROFILED` runs.
-    """
+    """Return the median milliseconds in which no kernel computes on the slowest rank."""
     run()
     return statistics.median(
         slowest(uncovered(_profiled(run, device)) / 1e3, device) for _ in range(PROFILED)
@@ -205,9 +198,7 @@ def _profiled(run: Callable[[], object], device: torch.device) -> list[tuple[flo
 
 
 def meet(device: torch.device) -> None:
-    """Let all GPUs wait until launches are queued, and then for one another:
-    their clocks differ.
-    """
+    """Let all GPUs wait until launches are queued, and then for one another."""
     dist.barrier()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD)
@@ -215,9 +206,7 @@ def meet(device: torch.device) -> None:
 
 
 def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Return what ran after the message of `meet`, if it ran, from (start, end, name) of each
-    activity.
-    """
+    """Return what ran after the message of `meet`, from (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=None)
     if waited is None:
         return ran
@@ -229,9 +218,7 @@ def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, floa
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long no kernel but NCCL's ran after `meet`, from (start, end, name) of each
-    activity.
-    """
+    """Return how long no kernel but NCCL's ran after `meet`, from the same."""
     spans = sorted(after_meeting(ran))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:
@@ -266,7 +253,7 @@ def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
 
 
 def fields(settings: Settings) -> dict[str, Any]:
-    """Return the versions of the peers outside torch, or why one is absent, for the record."""
+    """Return further fields of the record."""
     return {"peers": installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}}
 
 

@@ -1,12 +1,10 @@
 """Read shapes of the benches from text: sizes and a mask.
 
-1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the
-                                    mask
+1,16384,32,8,128,causal             b sequences, n tokens, h query heads, g key heads, d wide; mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
 2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
 1,1000,8,1,256,blocks:600+300+100   a token sees its block and those before it
-1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes
-                                    (`packs`)
+1,32768,64,8,128,pack:0             packed documents of published lengths (`packs`)
 1,40960,32,8,128,tree:8192+32x1024  a trunk of 8192 tokens and 32 branches of 1024
 """
 
@@ -23,7 +21,7 @@ from canon.bench.packs import sampled_packs
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 
-KERNELS = [  # shapes on which peers have been measured before; the last one is packed
+KERNELS = [  # shapes on which peers have been measured before
     "1,16384,32,8,128,causal",
     "1,16384,32,8,128,full",
     "8,2048,32,8,128,causal",
@@ -174,9 +172,7 @@ def shape_of(text: str, mask_name: str | None = None) -> Shape:
 
 
 def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str]) -> list[Shape]:
-    """Return each text with its mask, or with each of ``masks`` (default causal). Without texts,
-    use ``defaults``.
-    """
+    """Return each text (``defaults`` without texts) with its mask or each of ``masks``."""
     if not texts:
         texts = list(dict.fromkeys(bare(text) for text in defaults)) if masks else defaults
     if masks and any(bare(text) != text for text in texts):
@@ -194,7 +190,7 @@ def bare(text: str) -> str:
 
 
 def sweep(widths: Sequence[int]) -> list[Shape]:
-    """Return causal shapes of 512 to 131072 tokens at constant tokens and constant h * d."""
+    """Return causal shapes of 512 to 131072 tokens."""
     lengths = [512 << i for i in range(9)]
     heads = {d: max(1, SWEEP_WIDTH // d) for d in widths}
     return [

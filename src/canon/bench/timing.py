@@ -31,9 +31,7 @@ MOST_CALLS = 100  # in one measurement, so that the queue of launches never fill
 def milliseconds(
     run: Run, times: int = 10, *, warm: int = 2, before: Run | None = None
 ) -> list[float]:
-    """Return the GPU time of each run, after ``warm`` runs that are not counted. ``before`` runs
-    before each, untimed.
-    """
+    """Return the GPU time of each run after ``warm`` others; ``before`` runs before it, untimed."""
     launching = 0.0
     for _ in range(warm):
         start = time.perf_counter()
@@ -61,9 +59,7 @@ def flush_of(device: torch.device) -> Run:
 def take_turns(
     runs: Sequence[tuple[Run, list[float]]], rounds: int, before: Run | None = None
 ) -> None:
-    """Append the milliseconds of each run to its list, in rounds of random order: a drifting clock
-    drifts for all.
-    """
+    """Append the milliseconds of each run to its list, in rounds of random order."""
     order = [(run, times, milliseconds(run, 1, warm=1)[0]) for run, times in runs]
     shuffled = random.Random(0)
     for _ in range(rounds):
@@ -91,9 +87,7 @@ class Eager:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call, averaged over ``calls``. Host time ends when the
-    last call has returned.
-    """
+    """Return (wall, host) milliseconds of a call. Host time ends when the last one has returned."""
     if several := dist.is_initialized():
         dist.barrier()
     synchronize(device)
