@@ -76,7 +76,7 @@ def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process_groups, "kernel_gpus", lambda: 1)
-    monkeypatch.setattr(bench_command, "_device", lambda: CPU)
+    monkeypatch.setattr(bench_command, "_device", lambda several: CPU)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})
     path = tmp_path / "kernels.json"
     words = [

@@ -145,13 +145,14 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         raise ValueError(
             "it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU"
         )
-    device = _device() if on_gpu else torch.device("cpu")
+    several = hasattr(module, "on_ranks")
+    device = _device(several) if on_gpu else torch.device("cpu")
     given = options.only, options.backend, tuple(options.config), options.cold
     settings = Settings(getattr(torch, options.dtype), device, options.rounds, *given)
     for text in options.config:
         tiles_of(text, options.backend or "triton")
     found = _shapes(options, module)
-    if not hasattr(module, "on_ranks"):
+    if not several:
         return _by_shape(module, found, settings), settings
     (count,) = options.ranks if options.ranks and len(options.ranks) == 1 else (None,)
     if options.ranks and (count or sys.maxsize) > torch.cuda.device_count():
@@ -184,8 +185,9 @@ def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings)
             torch.cuda.empty_cache()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+def _device(several: bool) -> torch.device:
+    """Return the current GPU. Where each rank has its own, this process uses none."""
+    return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 
 def _record_path(options: argparse.Namespace) -> Path:
