@@ -1,12 +1,12 @@
 """`canon bench decode`: time `decode_attention` on several GPUs that divide the keys.
 
-    parts           each rank's part, merged: other bits for another number of ranks
+    parts           each rank's part, merged
     sums travel     rank_invariant=True
     keys travel     the same bits, with K and V of all ranks on every rank
-    one GPU         rank_invariant=True over all keys on every rank, without messages
+    one GPU         rank_invariant=True over all keys on every rank
 
-A contender must agree with float64, and with rank_invariant=True have the bits of "one GPU". There
-is no GPU time, because the host waits inside some calls.
+A contender must agree with float64, and all but "parts" have the same bits. There is no GPU time,
+because the host waits inside some calls.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,12 +1,11 @@
 """`canon bench host`: measure eager calls on short sequences, where the host limits the speed.
 
-    forward        calls without gradients, back to back
+    forward        calls without gradients
     both           both passes, by `torch.autograd.grad`
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall
-times of the loop."""
+"no kernels" allocates results and gradients. "to cuDNN" divides median wall times of the loop."""
 
 import statistics
 from collections.abc import Sequence

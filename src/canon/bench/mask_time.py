@@ -1,9 +1,9 @@
 """`canon bench masks`: measure the cost of a new mask of packed documents.
 
-    first, repeated   both passes with a mask that the process has not seen, and again
+    first, repeated   both passes with a new mask, and again
     ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
-    dispatch, plan    the layout for 8 ranks; `prepare` for one of them, with an empty cache
-    pickle, load      move the plans between processes, as a data loader does
+    dispatch, plan    the layout for 8 ranks; `prepare` for one of them
+    pickle, load      move the plans between processes
 
 Without a GPU only planning is timed, with the tables of an H200.
 """

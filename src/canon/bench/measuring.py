@@ -97,9 +97,7 @@ class Judge:
         lse: Tensor | None = None,
         bound: float = 1.0,
     ) -> dict[str, Any]:
-        """Return the fields of a row, from results of all heads. ``bound``: the largest ratio to
-        the judge's bound.
-        """
+        """Return the fields of a row, from results of all heads."""
         group = self.group, self.group, 1, 1
         last = (
             None if x is None else x.detach()[-1:, :, -heads:]

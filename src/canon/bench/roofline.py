@@ -1,9 +1,9 @@
 """Convert milliseconds to TFLOP/s, shares of a roofline and ratios to peers.
 
     operations   of visible cells: forward 4 h d area, backward 2.5 times that
-    roofline     min(product, copy x intensity), both measured in the same run
-    intensity    operations / bytes, with every input read once and every output written once
-    to peer      TFLOP/s over that of the fastest peer on this shape
+    roofline     min(product, copy x intensity)
+    intensity    operations / bytes, with inputs read once and outputs written once
+    to peer      TFLOP/s over that of the fastest peer
 
 Source: Williams, Waterman, Patterson, Roofline (2009).
 """

@@ -1,4 +1,4 @@
-"""Simulate Hopper's asynchronous operations: mbarriers, TMA, wgmma, fences, named barriers.
+"""Simulate Hopper's asynchronous operations.
 
 operation        start                          end
 TMA load         fills its tile with NaN        it lands: its barrier receives the bytes

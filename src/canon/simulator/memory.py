@@ -11,8 +11,7 @@ the phase of a barrier for TMA loads. This finds three errors in every interleav
 A kernel may compute with a tainted value (NaN) and drop it, as pipelines do before the first tile
 arrives. To store it, to branch on it or to use it as an address raises the fault.
 
-Not simulated: alignment, banks, reuse of freed memory, flags in global memory, and the fences after
-reads and mbarrier.init."""
+Not simulated: alignment, banks, reuse of freed memory, and fences after reads and mbarrier.init."""
 
 import math
 from functools import lru_cache
@@ -68,9 +67,7 @@ def covers(a: Region, b: Region) -> bool:
 
 
 class Access:
-    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in
-    flight.
-    """
+    """A read or a write, in flight until it has an ``epoch`` of the clock of ``owner``."""
 
     __slots__ = (
         "asynchronous",

@@ -5,9 +5,9 @@
                                                   and sends may block
     process_groups.gpus(program)                  processes with a GPU each, over NCCL
 
-Results and output are in rank order. If a rank fails, RuntimeError names the first such rank, with
-its exception as the cause. No function hangs: threads that all wait for each other raise at once,
-and processes end at a timeout, whose error has the stacks of the unfinished ranks."""
+Results and output are in rank order. RuntimeError names the first rank that fails, with its
+exception as the cause. Threads that all wait for each other raise at once. Processes end at a
+timeout, whose error has the stacks of the unfinished ranks."""
 
 import contextvars
 import os
@@ -175,18 +175,15 @@ class _OutputByRank:
 
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
-    """Run the picklable ``program()`` on processes on the CPU.
-
-    Raises RuntimeError that names the first failed rank, and TimeoutError ``timeout`` seconds after
-    the start of the processes."""
+    """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after the start
+    of all. Raises RuntimeError or TimeoutError."""
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU.
-
-    Raises the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
+    """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU. Raises
+    the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():

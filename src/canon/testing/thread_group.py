@@ -1,14 +1,11 @@
 """Implement a torch.distributed backend with threads of one process as ranks.
 
-Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others. A send
-leaves a copy of its tensor for the receive with the same number. CUDA events order the work of
-ranks that share one GPU.
+Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others. CUDA
+events order the work of ranks that share one GPU. torch's private group of threads has no send and
+receive, and waits forever for a rank that has returned.
 
-torch's private group of threads has no send and receive, waits forever for a rank that has
-returned, and casts silently if ranks disagree on a dtype.
-
-Limits: it has the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send
-without a receive returns. A receive must name its source. Reductions are in rank order."""
+Limits: the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a
+receive returns. A receive must name its source. Reductions are in rank order."""
 
 from collections import Counter
 from collections.abc import Callable
