@@ -5,7 +5,8 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from canon.bench import bench_command, timing, tune
+from canon.bench import bench_command, kernels, timing
+from canon.bench.measuring import Settings
 
 CPU = torch.device("cpu")
 CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
@@ -15,12 +16,19 @@ CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
 def no_clock(monkeypatch):
     """Let every run take a millisecond: CPUs have no events to time between."""
 
-    def milliseconds(run, times=10, *, warm=2):
+    def milliseconds(run, times=10, *, warm=2, before=None):
+        if before:
+            before()
         run()
         return [1.0] * times
 
-    for module in (timing, tune):
-        monkeypatch.setattr(module, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
+
+
+def on_cpu(only="", rounds=2, dtype=torch.float32, **options):
+    """Return settings of a bench on the CPU."""
+    return Settings(dtype, CPU, rounds, only, **options)
 
 
 def options_of(*words):

@@ -3,9 +3,8 @@
 The first interpreted launch calls `repair`, which changes Triton for the whole process.
 
     fault of the interpreter                     repair
-    bfloat16 is held as uint16 bit patterns;     widen operands of tl.dot, arithmetic, comparisons,
-                                                 reductions and scans
-    arithmetic treats these as integers          to float32, round the results
+    bfloat16 is held as uint16 bit patterns,     widen operands to float32, round the results
+    and computed as integers
     casts to bfloat16 truncate                   round to nearest, ties to even
     bfloat16 constants lack `get_bf16`           define it
     a tensor as loop bound raises TypeError      convert it to an int (Triton 3.6, numpy 2.4)
@@ -15,8 +14,7 @@ The first interpreted launch calls `repair`, which changes Triton for the whole 
     tl.dot runs on BLAS threads                  one thread of torch's matmul: ranks share the cores
     tl.sum stays compiled if Triton was          replace such functions by interpreted ones
     imported before the variable was set
-    integer sums are checked for overflow        skip the check and cache dtypes: a quarter of the
-                                                 time
+    integer sums are checked for overflow        skip the check: a quarter of the time
 
 Atomic adds of bfloat16 raise an error. Inline assembly and Gluon cannot be interpreted.
 """
@@ -43,15 +41,12 @@ _patched: set[tuple] = set()  # ids of language modules that the current launch 
 
 
 def is_requested() -> bool:
-    """Return whether Triton interprets the kernels that are defined from now on: TRITON_INTERPRET
-    is set.
-    """
+    """Return whether Triton interprets the kernels that are defined from now on."""
     return triton.knobs.runtime.interpret
 
 
 def repair(kernel: Any = None) -> bool:
-    """Repair the interpreter, once per process, if it is requested or runs ``kernel``. Return
-    whether it is.
+    """Repair the interpreter if it is requested or runs ``kernel``. Return whether it is.
 
     Raises ImportError if the repairs do not fit the installed release of Triton.
     """
@@ -93,9 +88,7 @@ def _probe(x, out, N: tl.constexpr):
 
 
 def _computes_bfloat16() -> bool:
-    """Return whether an interpreted kernel has the bits of PyTorch on small integers, where every
-    sum is exact.
-    """
+    """Return whether an interpreted kernel has PyTorch's bits on small integers: sums are exact."""
     from triton.runtime.interpreter import InterpretedFunction
 
     x = (torch.arange(256, device="cpu").reshape(16, 16) % 5 - 2).bfloat16()
@@ -214,7 +207,7 @@ def _as_torch(x: np.ndarray, dtype: np.dtype) -> torch.Tensor:
 
 
 def _except_selection(repaired: Callable, method: Callable) -> Callable:
-    """Do not repair `where`: it copies bit patterns, payloads of NaN included."""
+    """Do not repair `where`, which copies bit patterns."""
 
     @wraps(method)
     def chosen(self, *arguments):
@@ -345,8 +338,8 @@ def _looked_up_once(look_up: Callable) -> Callable:
 
 
 def _languages(names: dict) -> tuple:
-    """Return the ids of the language modules among the globals of a kernel. A launch patches these
-    modules.
+    """Return the ids of the language modules among the globals of a kernel: a launch patches
+    them.
     """
     core = (tl, tl.core)
     return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

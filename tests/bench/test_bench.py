@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
+from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, decoding, few_queries, kernels, layers, shapes, tune
+from canon.bench import bench_command, decoding, kernels, layers, shapes, timing
+from canon.bench.forced_tiles import tiles_of
+from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config
@@ -67,38 +69,27 @@ def test_masks_go_to_shapes_without_one_and_replace_those_of_the_defaults():
     assert [(s.n, s.mask_name) for s in replaced] == [(8, "full"), (16, "full")]
 
 
-def test_jobs_are_what_the_options_ask_for():
-    assert len(kernels.jobs(options_of("kernels"))) == 9
-    assert [
-        len(job)
-        for job in kernels.jobs(options_of("kernels", "--partial", "--shape", "1,64,2,2,16"))
-    ] == [2]
-    assert len(kernels.jobs(options_of("kernels", "--sweep", "64"))) == 9
-    assert len(kernels.jobs(options_of("kernels", "--sweep"))) == 27
-    for words in (
-        ["--sweep", "wide"],
-        ["--auto", "--mask", "full"],
-        ["--partial", "--mask", "full"],
-    ):
-        with pytest.raises(ValueError):
-            kernels.jobs(options_of("kernels", *words))
+def test_a_sweep_has_shapes_of_its_own():
+    of = lambda *words: bench_command._shapes(options_of("kernels", *words), kernels)
+    assert [len(of(*words)) for words in ([], ["--sweep", "64"], ["--sweep"])] == [9, 9, 27]
+    for words in (["--sweep", "wide"], ["--sweep", "64", "--mask", "full"]):
+        with pytest.raises(ValueError, match="--sweep"):
+            of(*words)
 
 
 def test_an_option_of_another_command_is_refused():
-    for what in ("kernels", "tune", "schedules", "plans"):
+    for what in ("kernels", "masks", "schedules", "plans"):
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
-    with pytest.raises(ValueError, match="belongs to tune"):
-        bench_command._check_owners(options_of("kernels", "--config", "64,64,4,1"))
-    with pytest.raises(
-        ValueError, match="belongs to kernels and few and trees and layers and schedules"
-    ):
+    with pytest.raises(ValueError, match="belongs to kernels, not to layers"):
+        bench_command._check_owners(options_of("layers", "--config", "dq=64,64,4,1"))
+    with pytest.raises(ValueError, match="belongs to kernels and layers and host and masks and s"):
         bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
 # ---------------------------------------------------------------------- measuring
 def test_every_method_agrees_before_it_is_timed():
     shape = shapes.shape_of("1,24,2,1,16", "documents:9")
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "canon triton", 2, CEILINGS)
+    rows = kernels.measure(shape, on_cpu("canon triton"))
     names = ["split", "fused", "head_parallel"]
     assert [row["contender"] for row in rows] == [f"canon triton {name}" for name in names]
     assert all(row["agrees"] and row["backward_ms"] == [1.0] * 6 for row in rows)
@@ -118,7 +109,7 @@ def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
         fast, "attention", lambda q, k, v, mask, **kw: attention(q, k, v, mask, **kw) * factor
     )
     shape = shapes.shape_of("1,40,2,2,16", "causal")
-    (rows,) = kernels.measure([shape], torch.float32, CPU, "canon triton split", 2, CEILINGS)
+    rows = kernels.measure(shape, on_cpu("canon triton split"))
     assert "disagrees" in rows[0]["failed"]
     assert "backward_ms" not in rows[0]
 
@@ -126,7 +117,7 @@ def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
 def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(monkeypatch):
     monkeypatch.setattr(layers, "LAYERS", 2)
     shape = shapes.shape_of("1,24,4,1,16", "prefix:9")
-    rows = layers.measure(shape, torch.float32, CPU, 2, "eager|SDPA|auto|triton|cuda")
+    rows = layers.measure(shape, on_cpu("eager|SDPA|auto|triton|cuda"))
     names = ["canon auto", "SDPA mask", "eager", "eager float32", "canon triton", "canon cuda"]
     assert [row["contender"] for row in rows] == names
     assert all(
@@ -137,127 +128,88 @@ def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(mo
     assert layers.tables(rows)[0].row_count == len(rows)
 
 
-def test_decoding_is_judged_on_ranks_and_its_bits_compared():
-    shape = shapes.shape_of("1,3,4,2,64", "full:300")
-    rows, _ = process_groups.processes(
-        decoding.Bench((shape,), torch.float32, "", 2, "cpu", calls=1), 2
-    )
+def test_decoding_is_judged_on_ranks_and_its_bits_compared(monkeypatch):
+    monkeypatch.setattr(timing, "MOST_CALLS", 1)
+    program = OnRanks(decoding.measure, (shapes.shape_of("1,3,4,2,64", "full:300"),), on_cpu())
+    rows, others = process_groups.threads(program, 2)
+    assert rows == others
     assert [row["schedule"] for row in rows] == ["parts", "sums travel", "keys travel", "one GPU"]
     assert all(row["agrees"] and len(row["wall_ms"]) == 2 and "failed" not in row for row in rows)
     assert decoding.tables(rows)[0].row_count == len(rows)
 
 
-def test_few_queries_are_judged_and_timed_beside_a_copy(monkeypatch):
-    monkeypatch.setattr(few_queries, "FLUSHED", 1024)
-    monkeypatch.setattr(
-        few_queries, "_gpu_times", lambda run, flush, times: [run() is None or 2.0] * times
-    )
-    shape = shapes.shape_of("1,2,2,1,16", "full:5000")
-    rows = few_queries.measure(shape, torch.bfloat16, CPU, 1, "auto")
-    automatic, invariant, copy = rows
-    assert automatic["contender"] == "canon auto"
-    assert invariant["contender"] == "canon auto, rank invariant"
-    assert all(
-        row["agrees"] and row["tbs"] == row["bytes"] / 2e9 and row["of_copy"] for row in rows[:2]
-    )
-    assert copy["tbs"] == pytest.approx((5000 * 2 + 2 * 2 * 2) * 16 * 2 / copy["gpu_ms"][0] / 1e9)
-    assert few_queries.tables(rows)[0].row_count == 3
+def test_other_tiles_are_contenders_that_must_agree(monkeypatch):
+    """They have a forward time of their own if they are tiles of the forward kernel."""
+    from canon.fast.kernels.triton import launch
+
+    configs = "forward=32,16,4,1", "dkdv=16,32,4,1"
+    shape, used = shapes.shape_of("1,40,2,1,16", "causal"), set()
+    plan = launch.plan
+
+    def noted(kernel, *given):
+        used.add((kernel, plan(kernel, *given)[0]))
+        return plan(kernel, *given)
+
+    monkeypatch.setattr(launch, "plan", noted)
+    rows = kernels.measure(shape, on_cpu("canon triton split", configs=configs))
+    names = ["canon triton split", *(f"canon triton split, {text}" for text in configs)]
+    assert [row["contender"] for row in rows] == names
+    assert all(row["agrees"] and row["backward_ms"] for row in rows)
+    assert ["forward_ms" in row for row in rows] == [True, True, False]
+    assert {("forward", Config(32, 16, 4, 1)), ("dkdv", Config(16, 32, 4, 1))} <= used
+    forward = launch.forward
+
+    def wrong(q, k, v, mask, scale, out, lse, *more):
+        forward(q, k, v, mask, scale, out, lse, *more)
+        if plan("forward", q, v, mask, k, v)[0] == Config(32, 16, 4, 1):
+            out.mul_(1.01)
+
+    monkeypatch.setattr(launch, "forward", wrong)
+    rows = kernels.measure(shape, on_cpu("canon triton split", configs=configs))
+    assert ["failed" in row for row in rows] == [False, True, False]
 
 
-def test_tuning_tries_what_it_is_given_and_drops_what_disagrees(monkeypatch):
-    shape = shapes.shape_of("1,40,2,1,16", "causal")
-    rows = tune.tune(shape, torch.float32, CPU, "", [Config(32, 16, 4, 1)])
-    assert {row["kernel"] for row in rows} == {"forward", "dq", "dkdv", "fused"}
-    assert all(row["tflops"] > 0 for row in rows)
-    assert [row["table"] for row in rows[:2]] == [True, False]
-    assert tune.tables(rows)[0].row_count == len(rows)
-    launched = []
-
-    def wrong(q, k, v, mask, scale, out, lse):
-        launched.append(1)
-        out.fill_(len(launched))
-        lse.fill_(1)
-
-    monkeypatch.setattr(tune.launch, "forward", wrong)
-    rows = tune.tune(shape, torch.float32, CPU, "forward", [Config(32, 16, 4, 1)])
-    assert "differs from the table's configuration" in rows[1]["failed"]
-
-
-def test_candidates_are_read():
-    assert tune.config_of("64,32,4,3") == Config(64, 32, 4, 3)
-    assert tune.config_of("128, 64, 8, 2, tma, partial_columns=32") == Config(
-        128, 64, 8, 2, tma=True, partial_columns=32
-    )
-    for text in (
-        "64,32,4",
-        "64,32,4,3,2",
-        "64,32,4,3,fast",
-        "64,32,4,3,tma=2",
-        "64,32,4,3,apart,7",
-        "",
-    ):
-        with pytest.raises(ValueError, match="expected rows,columns,warps,stages"):
-            tune.config_of(text)
-    assert tune.config_of("128,64,2,ping_pong", "gluon") == hopper_config.Config(
-        128, 64, 2, ping_pong=True
-    )
-    assert tune.config_of("192,128,4,2,ping_pong", "gluon") == hopper_config.Config(
-        192, 128, 4, 2, ping_pong=True
-    )
-    assert tune.config_of("128,128,3,1,plain", "gluon") == hopper_config.PLAIN[128, 128]
-    assert tune.config_of("128,64,2,stale_maximum", "gluon") == hopper_config.Config(
-        128, 64, 2, stale_maximum=True
-    )
-    with pytest.raises(ValueError, match="expected rows,columns,stages,buffers"):
-        tune.config_of("128,64,2,tma", "gluon")
-
-
-def test_the_hopper_kernels_are_tuned_alike():
+def test_tiles_of_the_hopper_kernels_are_contenders_alike():
     shape = shapes.shape_of("1,140,2,1,64", "causal")
-    candidates = [hopper_config.Config(128, 64, 2), hopper_config.Config(128, 128, 9)]
+    configs = "forward=128,64,2", "forward=128,128,9"
+    given = on_cpu("gluon split", 1, torch.bfloat16, backend="gluon", configs=configs)
     with simulated_kernels.simulated():
-        rows = tune.tune(shape, torch.bfloat16, CPU, "forward", candidates, "gluon")
-    assert [row["config"] for row in rows] == ["128,128,4,2,ping_pong", "128,64,2,1", "128,128,9,1"]
-    assert rows[1]["tflops"] > 0
-    assert "bytes of shared memory" in rows[2]["failed"]
-    with simulated_kernels.simulated():
-        _, row = tune.tune(
-            shape, torch.bfloat16, CPU, "dq", [hopper_config.Config(128, 128, 4, 2)], "gluon"
-        )
-    assert row["failed"] == "dq does not read buffers"
-    with simulated_kernels.simulated():
-        _, row = tune.tune(
-            shape,
-            torch.bfloat16,
-            CPU,
-            "dq",
-            [hopper_config.Config(128, 64, 2, v_stages=1)],
-            "gluon",
-        )
-        _, other = tune.tune(
-            shape,
-            torch.bfloat16,
-            CPU,
-            "dkdv",
-            [hopper_config.Config(128, 64, 2, v_stages=1)],
-            "gluon",
-        )
-    assert row["tflops"] > 0
-    assert other["failed"] == "dkdv does not read v_stages"
-    with pytest.raises(ValueError, match='not torch.float32: use backend\\("triton"\\)'):
-        tune.candidates(options_of("tune", "--backend", "gluon", "--dtype", "float32"))
+        rows = kernels.measure(shape, given)
+    assert [row.get("agrees") for row in rows] == [True, True, None]
+    assert "bytes of shared memory" in rows[2]["declined"]
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_the_hopper_grid_goes_from_the_table_of_long_masks_to_that_of_short_ones_and_back(d):
-    short, long = (shapes.shape_of(f"1,{n},1,1,{d}", "causal") for n in (140, 8192))
-    q = torch.empty(1, 1, 1, d)
-    tables = [tune.BACKENDS["gluon"].table("forward", q, q, q, q, shape) for shape in (short, long)]
-    assert tables == [hopper_config.choose("forward", d, d, seen)[0] for seen in (1, 32)]
-    grids = [set(tune.BACKENDS["gluon"].grid("forward", table, short)) for table in tables]
-    assert set(tables) <= grids[0] == grids[1]
-    assert any(c.rows == 192 for c in grids[0]) == (d < 256)
-    backward = hopper_config.choose("dq", d, d)[0]
-    assert backward == tune.BACKENDS["gluon"].table("dq", q, q, q, q, long)
-    grid = tune.BACKENDS["gluon"].grid("dq", backward, long)
-    assert {(c.rows, c.ping_pong, c.stale_maximum) for c in grid} == {(128, False, False)}
+def test_tiles_are_read():
+    triton, gluon = (lambda text: tiles_of(text, "triton")), (lambda text: tiles_of(text, "gluon"))
+    wide = Config(128, 64, 8, 2, tma=True, partial_columns=32)
+    assert triton("dq=64,32,4,3").config == Config(64, 32, 4, 3)
+    assert triton("forward=128, 64, 8, 2, tma, partial_columns=32").config == wide
+    assert (triton("fused=64,32,4,3").method, triton("dq=64,32,4,3").method) == ("fused", "split")
+    wrong = "64,32,4,3", "tq=64,32,4,3", "dq=64,32,4", "dq=64,32,4,3,2", "dq=64,32,4,3,fast"
+    for text in (*wrong, "dq=64,32,4,3,tma=2", "dq=64,32,4,3,apart,7", "dq=", ""):
+        with pytest.raises(ValueError, match="expected KERNEL=rows,columns,warps,stages"):
+            triton(text)
+    assert gluon("forward=128,128,3,1,plain").config == hopper_config.PLAIN[128, 128]
+    assert gluon("dq=128,64,2,v_stages=1").config == hopper_config.Config(128, 64, 2, v_stages=1)
+    for text, names in {
+        "forward=128,64,2,tma": "expected KERNEL=rows,columns,stages,buffers",
+        "dq=128,128,4,2": "dq does not read buffers",
+        "dkdv=128,64,2,v_stages=1": "dkdv does not read v_stages",
+    }.items():
+        with pytest.raises(ValueError, match=names):
+            gluon(text)
+    with pytest.raises(ValueError, match="triton and gluon, not for cuda"):
+        tiles_of("forward=64,64,4,1", "cuda")
+
+
+def test_a_cold_run_follows_a_read_of_another_buffer(monkeypatch):
+    flushed = []
+    monkeypatch.setattr(timing, "flush_of", lambda device: lambda: flushed.append(device))
+    monkeypatch.setattr("canon.bench.measuring.flush_of", timing.flush_of)
+    shape = shapes.shape_of("1,2,2,1,16", "full:300")
+    kernels.measure(shape, on_cpu("canon auto", 1))
+    assert flushed == []
+    rows = kernels.measure(shape, on_cpu("canon auto", 1, cold=True))
+    assert len(flushed) == sum(
+        name in row for row in rows for name in ("forward_ms", "backward_ms")
+    )

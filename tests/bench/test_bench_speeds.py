@@ -9,7 +9,7 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
-from canon.bench import bench_command, kernels, roofline, shapes
+from canon.bench import bench_command, roofline, shapes
 from canon.testing import process_groups, record
 
 pytestmark = pytest.mark.interpreted
@@ -64,23 +64,8 @@ def test_ratios_are_to_the_fastest_peer_of_each_pass():
     )
 
 
-def test_auto_must_be_close_to_the_fastest_method():
-    rows = [
-        made_up("canon triton split", 1.0, 4.0),
-        made_up("canon triton fused", None, 2.0),
-        made_up("SDPA", 0.1, 0.1),
-    ]
-    verdicts = roofline.auto_verdicts([*rows, made_up("canon auto", 1.05, 4.0)])
-    assert [(v["pass"], v["best"], v["within"]) for v in verdicts] == [
-        ("forward", "canon triton split", True),
-        ("backward", "canon triton fused", False),
-    ]
-    assert verdicts[1]["auto_to_best"] == 2.0
-    assert roofline.auto_verdicts(rows) == []
-
-
 # ---------------------------------------------------------------------- the command
-@pytest.mark.parametrize("what", ["kernels", "tune", "schedules"])
+@pytest.mark.parametrize("what", ["kernels", "layers", "schedules"])
 def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
     for there, told in ((False, "there is none here"), (True, "unset TRITON_INTERPRET")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
@@ -91,8 +76,7 @@ def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
 def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(process_groups, "kernel_gpus", lambda: 1)
-    monkeypatch.setattr(bench_command, "_device", lambda: CPU)
-    monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
+    monkeypatch.setattr(bench_command, "_device", lambda several: CPU)
     monkeypatch.setattr(record, "machine", lambda: {"gpus": ["none"]})
     path = tmp_path / "kernels.json"
     words = [

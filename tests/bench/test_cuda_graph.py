@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benching import CEILINGS, CPU, no_clock  # noqa: F401 (a fixture)
+from benching import no_clock, on_cpu  # noqa: F401 (a fixture)
 
 from canon.bench import kernels, shapes
 from canon.bench.cuda_graph import CapturedPasses, captured
@@ -36,8 +36,8 @@ def eager_graph(attend, q, k, v, dout, *, factor=1.0):
 
 
 def bench_kernels():
-    (rows,) = kernels.measure([SHAPE], torch.float32, CPU, "canon triton split", 2, CEILINGS)
-    (table,) = kernels.speeds(rows)
+    rows = kernels.measure(SHAPE, on_cpu("canon triton split"))
+    (table,) = kernels.tables(rows)
     return rows[0], list(table.columns[4].cells)
 
 

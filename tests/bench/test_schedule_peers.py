@@ -8,17 +8,24 @@ import inspect
 import json
 import pickle
 import sys
-from argparse import ArgumentParser
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
-import torch
+from benching import CPU, on_cpu, options_of
 
 from canon import reference
-from canon.bench import bench_command, ring_flash_attn_peer, schedule_peers, schedules, shapes
+from canon.bench import (
+    bench_command,
+    ring_flash_attn_peer,
+    schedule_peers,
+    schedules,
+    shapes,
+    timing,
+)
+from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
-CPU = torch.device("cpu")
 SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
 EXPOSED = schedules._exposed
 SHORT = shapes.shape_of("1,8,2,2,16,causal")
@@ -29,12 +36,16 @@ def no_clock(monkeypatch):
     """Let every run take a millisecond, half of it for launches."""
     monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
     monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(schedules, "eager", lambda run, calls, device: (1.0, 0.5))
+    monkeypatch.setattr(timing, "eager", lambda run, calls, device: (1.0, 0.5))
+
+
+def of(*given, only="", **options):
+    """Return a program of one round for ranks on the CPU."""
+    return OnRanks(functools.partial(schedules.measure, **options), given, on_cpu(only, 1))
 
 
 def test_schedules_agree_before_they_are_timed():
-    program = schedules.Bench((SHAPE,), torch.float32, "", 1, "cpu")
-    rows, others = process_groups.threads(program, 2)
+    rows, others = process_groups.threads(of(SHAPE), 2)
     assert [row["schedule"] for row in rows] == [row["schedule"] for row in others]
     found = {row["schedule"] for row in rows}
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", "one GPU"} <= found
@@ -52,7 +63,7 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
         out, lse = reference.zigzag_attention(q, k, v, return_lse=True)
         return (1.01 * out, lse) if return_lse else 1.01 * out
 
-    def peers(shape, ranks, only, device):
+    def peers(shape, ranks, settings):
         return [
             schedule_peers.Schedule(
                 "torch wrong", schedules.Layout.zigzag(shape.n, ranks), wrong, peer=True
@@ -60,9 +71,7 @@ def test_a_peer_that_disagrees_is_not_timed(monkeypatch):
         ]
 
     monkeypatch.setattr(schedules, "peer_schedules", peers)
-    rows, _ = process_groups.threads(
-        schedules.Bench((SHORT,), torch.float32, "", 1, "cpu", peers=True), 2
-    )
+    rows, _ = process_groups.threads(of(SHORT, peers=True), 2)
     assert "disagrees" in rows[0]["failed"]
     assert not [name for name in rows[0] if name.endswith(("_ms", "_tflops"))]
 
@@ -71,16 +80,15 @@ def test_what_was_measured_is_kept_after_each_shape(tmp_path):
     """By rank 0, in the record: where a later shape fails, or the command is ended, it stands
     there.
     """
-    parser, path, told = ArgumentParser(), tmp_path / "record.json", []
-    bench_command.add_arguments(parser)
-    options = parser.parse_args(["schedules", "--record", str(path)])
+    path, told = tmp_path / "record.json", []
+    options = options_of("schedules", "--record", str(path))
 
     def keep(rows):
         # as it comes to a rank
         pickle.loads(pickle.dumps(functools.partial(bench_command._keep, options)))(rows)
         told.append([row["shape"] for row in json.loads(path.read_text())["results"]])
 
-    program = schedules.Bench((SHAPE, SHORT), torch.float32, "ring", 1, "cpu", keep=keep)
+    program = replace(of(SHAPE, SHORT, only="ring"), keep=keep)
     rows, _ = process_groups.threads(program, 2)
     assert told == [[str(SHAPE)] * 3, [row["shape"] for row in rows]]
     assert [row["shape"] for row in rows] == [str(SHAPE)] * 3 + [str(SHORT)] * 3
@@ -119,9 +127,7 @@ def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes
     assert len(runs) == 1 + schedules.PROFILED
     for exposed, kept in ((0.75, True), (237.76, False)):
         monkeypatch.setattr(schedules, "_exposed", lambda run, device, exposed=exposed: exposed)
-        (row,) = process_groups.threads(
-            schedules.Bench((SHORT,), torch.float32, "ring zigzag", 1, "cpu"), 1
-        )[0]
+        (row,) = process_groups.threads(of(SHORT, only="ring zigzag"), 1)[0]
         assert (row.get("exposed_ms") == exposed) is kept
         assert ("237.76 ms, longer than both passes" in row.get("exposed_failed", "")) is not kept
 
@@ -130,7 +136,7 @@ def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     def found(text, ranks, only=""):
         return [
             each.name
-            for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, only, "cpu")
+            for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, on_cpu(only))
         ]
 
     ways = [

@@ -8,12 +8,13 @@ import shlex
 import sys
 from pathlib import Path
 
+import drawing
 import pytest
 import torch
 from programs import printed
 
 from canon import Layout, Mask, __main__, fast
-from canon.show import layout_figures, mask_figures, spans, timeline_figures
+from canon.show import layout_figures, spans, timeline_figures
 from canon.show.plan_figures import plot_plan
 from canon.show.style import RANKS, plt
 
@@ -135,7 +136,7 @@ def test_a_timeline_has_the_kernels_of_its_record():
 
 
 def test_a_window_of_a_mask_has_its_cells_in_the_colours_of_the_mask():
-    left, right = mask_figures.crop(DOCUMENTS, range(2, 9), range(1, 9)).axes
+    left, right = drawing.crop.__wrapped__(DOCUMENTS, range(2, 9), range(1, 9)).axes
     number = [0, *(1 + RANKS.index(colour) for colour in right.images[0].cmap.colors[1:])]
     assert torch.equal(torch.tensor(number)[cells(right)], cells(left)[2:9, 1:9])
 

@@ -1,12 +1,9 @@
 """`canon bench`: measure speed and memory beside peers. A contender that disagrees gets no figure.
 
     canon bench kernels      one GPU: forward, every backward, peers
-    canon bench few          one GPU: few queries over many keys, with a cold L2 cache
-    canon bench trees        one GPU: branches that share a trunk
     canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
-    canon bench tune         one GPU: each kernel in many tile sizes
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
@@ -17,8 +14,7 @@ visible cells: forward 4 h d area, backward 2.5 times that.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,102 +23,71 @@ from typing import Any
 
 import torch
 
-from canon.bench import kernels, plans
-from canon.bench.peers import installed
-from canon.bench.shapes import MASKS, SWEEP_TOKENS, Shape, shapes_of
+from canon.bench import plans, shapes
+from canon.bench.forced_tiles import tiles_of
+from canon.bench.measuring import Settings
+from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 
-SEVERAL_GPUS = {"schedules": "schedules", "decode": "decoding"}  # modules
-SHAPED = "kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host", "masks"
+# A module has SHAPES, measure(shape, settings) and tables(rows). It may have check(shape), fields
+# of the record, and on_ranks(program, ranks), if ranks take part.
+MODULES = {
+    "kernels": "kernels",
+    "layers": "layers",
+    "host": "host_time",
+    "masks": "mask_time",
+    "schedules": "schedules",
+    "decode": "decoding",
+}
+SHAPED = tuple(MODULES)
+TIMED = tuple(name for name in SHAPED if name != "masks")
 # The commands of each option. An option of another command is an error.
 OWNERS = {
     "shape": SHAPED,
     "mask": SHAPED,
-    "only": ("kernels", "few", "trees", "layers", "tune", "schedules", "decode", "host"),
+    "only": TIMED,
     "dtype": SHAPED,
-    "rounds": ("kernels", "few", "trees", "layers", "schedules", "decode", "host", "masks"),
-    "config": ("tune",),
-    "backend": ("kernels", "tune"),
-    "ranks": ("plans", *SEVERAL_GPUS),
-    "packs": ("plans",),
+    "rounds": SHAPED,
+    "config": ("kernels",),
+    "backend": ("kernels",),
+    "cold": ("kernels",),
     "sweep": ("kernels",),
-    "auto": ("kernels",),
-    "partial": ("kernels",),
+    "ranks": ("plans", "schedules", "decode"),
+    "packs": ("plans",),
 }
 DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
-# Benches of one shape after another: the module, and its rows from (module, inputs, options).
-BENCHES: dict[str, tuple[str, Callable[[ModuleType, tuple, argparse.Namespace], list[dict]]]] = {
-    "few": ("few_queries", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
-    "trees": ("packed_trees", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
-    "layers": ("layers", lambda m, x, o: m.measure(*x, o.rounds, o.only)),
-    "host": ("host_time", lambda m, x, o: m.host(*x, o.rounds, o.only)),
-    "masks": ("mask_time", lambda m, x, o: m.masks(*x, o.rounds)),
-    "tune": ("tune", lambda m, x, o: m.tune(*x, o.only, m.candidates(o), o.backend)),
-}
-# rows, what is printed, fields of the record
-Batches = Iterator[tuple[list[dict], Iterable[Any], dict[str, Any]]]
+Batches = Iterator[list[dict]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    add = parser.add_argument
-    add(
-        "what",
-        choices=["kernels", *BENCHES, *SEVERAL_GPUS, "plans"],
-        help="the subject, from the list above",
-    )
-    add(
-        "--shape", action="append", help="b,n,h,g,d or b,n,h,g,d,mask (repeatable)", metavar="SHAPE"
-    )
-    add("--mask", action="append", help=MASKS, metavar="MASK")
+    add, several = parser.add_argument, {"action": "append", "default": []}
+    add("what", choices=[*MODULES, "plans"], help="the subject, from the list above")
+    text = "b,n,h,g,d or b,n,h,g,d,mask (repeatable)"
+    add("--shape", **several, metavar="SHAPE", help=text)
+    add("--mask", **several, metavar="MASK", help=shapes.MASKS)
     add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
-    add(
-        "--only",
-        default="",
-        help="contenders, or kernels, whose names hold this text, or one of several: A|B",
-    )
-    add(
-        "--rounds",
-        type=int,
-        default=DEFAULTS["rounds"],
-        help="how often all are timed (default 10)",
-    )
-    text = (
-        "kernels: the only backend that is forced (default all); tune: triton or gluon "
-        "(default triton)"
-    )
+    text = "contenders whose names hold this text, or one of several: A|B"
+    add("--only", default="", metavar="TEXT", help=text)
+    text = "how often all are timed (default 10)"
+    add("--rounds", type=int, default=DEFAULTS["rounds"], metavar="N", help=text)
+    text = "kernels: the only backend that is forced (default all)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    add(
-        "--config",
-        action="append",
-        default=[],
-        help="tune: a candidate (repeatable)",
-        metavar="CONFIG",
-    )
+    text = "kernels: KERNEL=NUMBERS..., other tiles of --backend (default triton; repeatable)"
+    add("--config", **several, metavar="CONFIG", help=text)
+    text = "kernels: L2 holds none of the inputs before a timed run"
+    add("--cold", action="store_true", help=text)
     widths = "64,128,256"
     text = (
-        f"kernels: 512 to 131072 causal tokens, {SWEEP_TOKENS} in all, for these widths "
+        f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
         f"(default {widths})"
     )
-    sets = parser.add_mutually_exclusive_group()
-    sets.add_argument("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    sets.add_argument(
-        "--auto",
-        action="store_true",
-        help="kernels: the automatic choice and all methods on 12 shapes",
-    )
-    text = "kernels: a causal mask and a full one of equal area; --shape without masks"
-    sets.add_argument("--partial", action="store_true", help=text)
+    add("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
     text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all)"
     add("--ranks", type=int, action="append", metavar="N", help=text)
-    add(
-        "--packs",
-        type=int,
-        default=DEFAULTS["packs"],
-        metavar="N",
-        help="plans: packs for each number of ranks (20)",
-    )
+    text = "plans: packs for each number of ranks (20)"
+    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help=text)
     add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
 
 
@@ -133,18 +98,22 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
+    module = import_module(f"canon.bench.{MODULES.get(options.what, options.what)}")
     try:
         _check_owners(options)
-        batches = _prepared(options)
+        batches, settings = _prepared(options, module)
     except ValueError as error:
         console.print(f"canon bench: {error}", markup=False)
         return MISUSED
-    rows = []
-    for some, shown, more in batches:
+    rows, more = [], {}
+    for some in batches:
         rows += some
-        for one in shown:
-            console.print(one, markup=False)
+        for shown in module.tables(some) if some else ():
+            console.print(shown, markup=False)
+        more = module.fields(settings) if hasattr(module, "fields") else {}
         _keep(options, rows, **more)
+    for name, value in more.items():
+        console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
     console.print(f"record: {_record_path(options)}", markup=False)
     return DISAGREES if any(map(_wrong, rows)) else 0
 
@@ -165,70 +134,60 @@ def _check_owners(options: argparse.Namespace) -> None:
             raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
 
 
-def _prepared(options: argparse.Namespace) -> Batches:
+def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
+    """Return the rows, shape by shape, as they are measured. Raises ValueError."""
     if options.what == "plans":
-        rows = plans.plans(options)
-        return iter([(rows, plans.tables(rows), {})])
-    if not (torch.cuda.is_available() or options.what == "masks"):
+        return iter([plans.measure(options.ranks, options.packs)]), Settings()
+    on_gpu = torch.cuda.is_available()
+    if not (on_gpu or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
-    if torch.cuda.is_available() and not process_groups.kernel_gpus():
+    if on_gpu and not process_groups.kernel_gpus():
         raise ValueError(
             "it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU"
         )
-    if options.what == "kernels":
-        return _kernels(options, kernels.jobs(options))
-    if options.what in SEVERAL_GPUS:
-        module = import_module(f"canon.bench.{SEVERAL_GPUS[options.what]}")
-        return _on_ranks(options, module, module.program(options))
-    module = import_module(f"canon.bench.{BENCHES[options.what][0]}")
-    found = shapes_of(options.shape or [], options.mask or [], module.SHAPES)
-    if options.what == "masks" and any(
-        not shape.mask_name.startswith("documents:") for shape in found
-    ):
-        raise ValueError("masks needs packed documents: documents:MEAN")
-    if options.what == "trees" and any(not shape.mask_name.startswith("tree:") for shape in found):
-        raise ValueError("trees needs trees: tree:TRUNK+BRANCHESxTOKENS")
-    if options.what == "tune":
-        options.backend = options.backend or "triton"
-    if options.what in OWNERS["config"]:
-        module.candidates(options)
-    return _by_shape(options, module, found)
+    several = hasattr(module, "on_ranks")
+    device = _device(several) if on_gpu else torch.device("cpu")
+    given = options.only, options.backend, tuple(options.config), options.cold
+    settings = Settings(getattr(torch, options.dtype), device, options.rounds, *given)
+    for text in options.config:
+        tiles_of(text, options.backend or "triton")
+    found = _shapes(options, module)
+    if not several:
+        return _by_shape(module, found, settings), settings
+    (count,) = options.ranks if options.ranks and len(options.ranks) == 1 else (None,)
+    if options.ranks and (count or sys.maxsize) > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks {options.ranks}: expected one number, of the "
+            f"{torch.cuda.device_count()} GPUs here"
+        )
+    program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
+    return module.on_ranks(program, count), settings
 
 
-def _by_shape(options: argparse.Namespace, module: ModuleType, found: list[Shape]) -> Batches:
-    device = _device() if torch.cuda.is_available() else None
+def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
+    if options.sweep:
+        if options.shape or options.mask:
+            raise ValueError("--sweep has shapes of its own: leave --shape and --mask out")
+        widths = options.sweep.split(",")
+        if not all(width.strip().isdigit() and int(width) for width in widths):
+            raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
+        return shapes.sweep([int(width) for width in widths])
+    found = shapes.shapes_of(options.shape, options.mask, module.SHAPES)
+    for shape in found if hasattr(module, "check") else ():
+        module.check(shape)
+    return found
+
+
+def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings) -> Batches:
     for shape in found:
-        rows = BENCHES[options.what][1](
-            module, (shape, getattr(torch, options.dtype), device), options
-        )
-        yield (
-            rows,
-            module.tables(rows),
-            {"peers": installed()} if options.what in ("few", "trees") else {},
-        )
-        if device is not None:
+        yield module.measure(shape, settings)
+        if settings.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-def _kernels(options: argparse.Namespace, jobs: list) -> Batches:
-    more = {}
-    for rows, more in kernels.measured(options, jobs, _device()):
-        yield rows, kernels.speeds(rows), more
-    yield [], kernels.conclusions(more), more
-
-
-def _on_ranks(options: argparse.Namespace, module: ModuleType, program: Any) -> Batches:
-    program = replace(program, keep=partial(_keep, options))
-    for rows in module.measured(program, options.ranks[0] if options.ranks else None):
-        yield (
-            rows,
-            module.tables(rows),
-            {"peers": module.peers()} if options.what == "schedules" else {},
-        )
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
+def _device(several: bool) -> torch.device:
+    """Return the current GPU. Where each rank has its own, this process uses none."""
+    return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 
 def _record_path(options: argparse.Namespace) -> Path:

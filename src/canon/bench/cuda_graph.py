@@ -46,7 +46,7 @@ class CapturedPasses:
 def captured(
     attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> CapturedPasses:
-    """Return both passes of ``attend`` as a CUDA graph. Raises the error of a failed capture."""
+    """Return both passes as a CUDA graph. Raises the error of a failed capture."""
 
     def both() -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -72,9 +72,7 @@ def captured(
 
 
 def _abandon(before: torch.cuda.Stream, pool) -> None:
-    """Restore the stream and close the pool, which `torch.cuda.graph` (2.11) leaves open after an
-    invalid capture.
-    """
+    """Restore the stream and close the pool: `torch.cuda.graph` (2.11) leaves it open."""
     torch.cuda.set_stream(before)
     with suppress(RuntimeError):  # the pool is closed: the capture ended, but a call inside raised
         device = torch.cuda.current_device()

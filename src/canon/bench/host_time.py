@@ -1,26 +1,26 @@
 """`canon bench host`: measure eager calls on short sequences, where the host limits the speed.
 
-    forward        calls without gradients, back to back
+    forward        calls without gradients
     both           both passes, by `torch.autograd.grad`
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
-"no kernels" allocates results and gradients, and launches nothing. "to cuDNN" divides median wall
-times of the loop."""
+"no kernels" allocates results and gradients. "to cuDNN" divides median wall times of the loop."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from canon.bench.peers import Contender, attended, both_passes, contenders
+from canon.bench.measuring import Contender, Made, Settings, both_passes, leaves_of, measured
+from canon.bench.peers import contenders
 from canon.bench.shapes import Shape
-from canon.bench.timing import Eager, clocks, eager_rounds, peak_mb, shown_mb, table
+from canon.bench.timing import clocks, shown_mb, table
 from canon.fast.local import empty_result
-from canon.testing.judge import Attended, dense, oracle
 
 SHAPES = [
     "1,512,32,8,128,causal",
@@ -32,7 +32,6 @@ CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
 MEASURES = ("forward", "both", "chain", "loop")
 CUDNN = "SDPA cudnn"
-NO_KERNELS = "no kernels"
 
 
 class NoKernels(torch.autograd.Function):
@@ -49,50 +48,32 @@ class NoKernels(torch.autograd.Function):
         return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
-def host(
-    shape: Shape, dtype: torch.dtype, device: torch.device, rounds: int, only: str
-) -> list[dict[str, Any]]:
-    """Return a row per contender."""
-    q, k, v, dout = shape.inputs(dtype, device)
-    exact, honest = oracle(q, k, v, dout, shape.mask), dense(q, k, v, dout, shape.mask)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    rows, runs = [], []
-    for contender in contenders(shape, device, only or CONTENDERS):
-        row: dict[str, Any] = {"contender": contender.name, "shape": str(shape)}
-        rows.append(row)
-        made = contender.agreeing(row, partial(_called, contender, leaves, dout), exact, honest)
-        if not made:
-            continue
-        runs += _measures(row, contender, made[0], leaves, dout)
-    rows.append({"contender": NO_KERNELS, "shape": str(shape)})
-    no_kernels = Contender(NO_KERNELS, lambda: NoKernels.apply, NO_KERNELS)
-    runs += _measures(rows[-1], no_kernels, NoKernels.apply, leaves, dout)
-    eager_rounds(runs, rounds, device)
+NO_KERNELS = Contender("no kernels", lambda: NoKernels.apply, bound=None)
+
+
+def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
+    """Return a row for each contender."""
+    leaves, dout, judge = leaves_of(shape, settings)
+    found = contenders(shape, replace(settings, only=settings.only or CONTENDERS))
+    found = [replace(one, forward="") for one in found]  # each has a forward time
+    made = partial(_made, leaves, dout)
+    rows = measured([*found, NO_KERNELS], made, judge, settings, shape=str(shape))
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
-    medians = {
+    loops = {
         row["contender"]: statistics.median(row["loop_wall_ms"])
         for row in rows
         if row.get("loop_wall_ms")
     }
     for row in rows:
-        if CUDNN in medians and row["contender"] in medians:
-            row["loop_to_cudnn"] = medians[row["contender"]] / medians[CUDNN]
+        if CUDNN in loops and row["contender"] in loops:
+            row["loop_to_cudnn"] = loops[row["contender"]] / loops[CUDNN]
     return rows
 
 
-def _called(contender: Contender, leaves: list[Tensor], dout: Tensor) -> tuple[Callable, Attended]:
-    attend = contender.make()
-    return attend, attended(attend, leaves, dout)
-
-
-def _measures(
-    row: dict, contender: Contender, attend: Callable, leaves: list[Tensor], dout: Tensor
-) -> Iterator[Eager]:
-    q, k, v = leaves
-    plain = [x.detach() for x in leaves]
-    both = partial(both_passes, attend, leaves, dout)
+def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
+    attend, (q, k, v) = contender.make(), leaves
 
     def chain() -> None:
         x = q
@@ -106,9 +87,11 @@ def _measures(
             x.grad = None
         out.backward(dout)
 
-    row["peak_mb"] = peak_mb(contender.inside(chain), leaves[0].device)
-    for name, run in zip(MEASURES, (partial(attend, *plain), both, chain, loop), strict=True):
-        yield Eager.listed(row, name, contender.inside(run))
+    forward = partial(attend, *(x.detach() for x in leaves))
+    runs = forward, partial(both_passes, attend, leaves, dout), chain, loop
+    eager = {name: contender.inside(run) for name, run in zip(MEASURES, runs, strict=True)}
+    results = contender.inside(both_passes)(attend, leaves, dout)
+    return Made(results, eager["chain"], eager=eager)
 
 
 def tables(rows: Sequence[dict]) -> list:

@@ -1,9 +1,9 @@
-"""`canon bench masks`: measure what a new mask of packed documents costs on the host.
+"""`canon bench masks`: measure the cost of a new mask of packed documents.
 
-    first, repeated   both passes with a mask that the process has not seen, and again
+    first, repeated   both passes with a new mask, and again
     ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
-    dispatch, plan    the layout for 8 ranks; `prepare` for one of them, with an empty cache
-    pickle, load      move the plans between processes, as a data loader does
+    dispatch, plan    the layout for 8 ranks; `prepare` for one of them
+    pickle, load      move the plans between processes
 
 Without a GPU only planning is timed, with the tables of an H200.
 """
@@ -12,13 +12,13 @@ import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
 
+from canon.bench.measuring import Settings
 from canon.bench.shapes import Shape, documents
-from canon.bench.timing import eager, peak_mb, table
+from canon.bench.timing import eager, median_of, peak_mb, table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 
@@ -32,15 +32,20 @@ WARMING = 2  # rounds that may compile and import
 H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memory of a CTA
 
 
-def masks(
-    shape: Shape, dtype: torch.dtype, device: torch.device | None, rounds: int
-) -> list[dict[str, Any]]:
-    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks. ``device``: None
-    without a GPU.
-    """
+def check(shape: Shape) -> None:
+    """Raise ValueError unless the mask can be replaced by a new one of its kind."""
+    if shape.kind != "documents":
+        raise ValueError("masks needs packed documents: documents:MEAN")
+
+
+def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
+    """Return the rows "one GPU" and "magi, 8 ranks" for ``rounds`` new masks."""
     from canon.fast.kernels.launcher import Gpu
 
-    mean = int(shape.mask_name.partition(":")[2])
+    dtype, rounds = settings.dtype, settings.rounds
+    device = settings.device if settings.device.type == "cuda" else None
+
+    (mean,) = shape.numbers
     lists = [documents(shape.n, mean, seed=1000 + seed) for seed in range(2 * (rounds + WARMING))]
     given = {
         "heads": (shape.h, shape.g),
@@ -135,25 +140,13 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    names = [
-        "made",
-        "first",
-        "repeated",
-        "new_mask",
-        "ahead",
-        "ahead_mask",
-        "dispatch",
-        "plan",
-        "all",
-        "pickle",
-        "load",
-    ]
+    names = ["made", "first", "repeated", "new_mask", "ahead", "ahead_mask", "dispatch", "plan"]
+    names += ["all", "pickle", "load"]
     lines = []
     for row in rows:
-        medians = [
-            f"{median(row[f'{name}_ms']):.2f}" if f"{name}_ms" in row else "" for name in names
-        ]
-        peak = f"{median(row['peak_mb']):.0f}" if "peak_mb" in row else ""
-        lines.append((row["shape"], row["case"], f"{median(row['documents']):.0f}", *medians, peak))
+        medians = [median_of(row, f"{name}_ms") for name in names]
+        medians.append(median_of(row, "peak_mb", ".0f"))
+        count = median_of(row, "documents", ".0f")
+        lines.append((row["shape"], row["case"], count, *medians))
     title = "new packed masks: milliseconds; memory of a call"
     return [table(title, ("shape", "case", "documents", *names, "peak MB"), lines)]

@@ -1,7 +1,7 @@
 """Sample packs of documents with a published distribution of lengths.
 
 Long documents are cut into quarter packs and a rest. All pieces are shuffled and packed in order. A
-piece that crosses the end of a pack continues in the next pack.
+piece that crosses the end of a pack continues in the next.
 
 Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI,
 2025).
@@ -30,9 +30,7 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """Return ``count`` packs of ``tokens`` tokens, each as its cu_seqlens. Equal seeds give equal
-    packs. Raises ValueError.
-    """
+    """Return the cu_seqlens of ``count`` packs of ``tokens`` tokens. Raises ValueError."""
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)

@@ -1,11 +1,9 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
 The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an
-all-gather that moves. The time is that of the processor: other programs on the machine do not add
-to it.
+all-gather that moves, and the time that of the processor.
 """
 
-import argparse
 import statistics
 import time
 from itertools import pairwise
@@ -23,10 +21,10 @@ MEASURES = "balance", "volume", "worst_receive", "worst_send"
 LARGE = 1024, 10_000_000  # ranks, tokens
 
 
-def plans(options: argparse.Namespace) -> list[dict]:
-    """Return a row per number of ranks and kind of sequence."""
+def measure(counts: list[int] | None, packs: int) -> list[dict]:
+    """Return a row for each number of ranks and kind of sequence, and by default a large one."""
     rows = []
-    for ranks in options.ranks or [8, 16, 32, 64]:
+    for ranks in counts or [8, 16, 32, 64]:
         tokens = TOKENS * ranks
         even = torch.linspace(0, tokens, 1001, dtype=torch.float64).round().long()
         cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[:999] + 1
@@ -35,7 +33,7 @@ def plans(options: argparse.Namespace) -> list[dict]:
             _row(
                 "packs",
                 ranks,
-                [Mask.documents(ends) for ends in sampled_packs(tokens, options.packs)],
+                [Mask.documents(ends) for ends in sampled_packs(tokens, packs)],
             ),
             _row("one causal document", ranks, [Mask.causal(tokens)]),
             _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
@@ -46,16 +44,14 @@ def plans(options: argparse.Namespace) -> list[dict]:
                 for depth in (4, 200)
             ),
         ]
-    if not options.ranks:
+    if not counts:
         ranks, tokens = LARGE
         rows.append(_row("a large pack", ranks, [Mask.documents(sampled_packs(tokens, 1)[0])]))
     return rows
 
 
 def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow a random node of the
-    path before them.
-    """
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of the path."""
     draw, parents, path = Random(depth), [], [-1]
     for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]

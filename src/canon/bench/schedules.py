@@ -1,42 +1,37 @@
 """`canon bench schedules`: time every schedule of `canon.fast`, torch's context parallel and
 ring-flash-attn on several GPUs.
 
-Each schedule must agree with float64 on a short sequence. Then rounds alternate between the
-schedules. All times are those of the slowest rank:
+Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
-    wall, host    eager calls back to back, without a head start
-    graph         wall time of a replayed CUDA graph of both passes
-    GPU           between events; the GPUs wait until the launches are queued, and then for one
-                  another
-    exposed       the part of both passes in which no kernel computes, by the profiler: the median
-                  of several runs
+    wall, host    eager calls back to back
+    graph         a replayed CUDA graph of both passes
+    GPU           between events; the GPUs first wait until launches are queued, and for one another
+    exposed       the part of both passes in which no kernel computes, by the profiler
 
 Peers run in processes of their own. A schedule that raises on one rank is left out on all.
 """
 
-import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench import ring_flash_attn_peer
 from canon.bench.cuda_graph import captured
-from canon.bench.peers import both_passes, installed, verdict_row
+from canon.bench.measuring import Judge, Settings, both_passes, reason, verdict_of
+from canon.bench.on_ranks import OnRanks
+from canon.bench.peers import installed
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
-from canon.bench.shapes import Shape, asked_for, shape_of, shapes_of
-from canon.bench.timing import eager, peak_mb, shown_mb, slowest, table
+from canon.bench.shapes import Shape, shape_of
+from canon.bench.timing import Eager, eager_rounds, median_of, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
-from canon.testing import process_groups
-from canon.testing.judge import Attended, agreement, dense, oracle
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -51,82 +46,27 @@ EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A picklable program for every rank. It returns the same rows on all ranks."""
-
-    shapes: tuple[Shape, ...]
-    dtype: torch.dtype
-    only: str
-    rounds: int
-    device: str = "cuda"
-    peers: bool = False  # the peers instead of Canon's schedules
-    # called on rank 0 after each shape, with all rows so far
-    keep: Callable[[list[dict]], object] | None = None
-
-    def __call__(self) -> list[dict]:
-        group = dist.new_group(backend="gloo", timeout=AGREEING) if self.device == "cuda" else None
-        given: dict[str, Any] = {"peers": self.peers, "group": group}
-        return of_all_shapes(
-            self,
-            lambda shape, device: [
-                measure(shape, self.dtype, device, self.only, self.rounds, **given)
-            ],
-        )
-
-
-def of_all_shapes(
-    program: Any, measure: Callable[[Shape, torch.device], Iterable[list[dict]]]
-) -> list[dict]:
-    """Return all rows of ``measure(shape, device)``, for the shapes and the device of a `Bench`,
-    and keep them on rank 0.
-    """
-    on_gpu = program.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    rows: list[dict] = []
-    for shape in program.shapes:
-        for some in measure(shape, device):
-            rows += some
-            if program.keep and not dist.get_rank():
-                program.keep(rows)
-    return rows
-
-
-def measure(
-    shape: Shape,
-    dtype: torch.dtype,
-    device: torch.device,
-    only: str,
-    rounds: int,
-    *,
-    peers: bool = False,
-    group=None,
-) -> list[dict]:
-    """Return a row per schedule. ``group`` works even if a GPU's communicator does not."""
-    ranks = dist.get_world_size()
-    short = shape_of(
-        f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}", shape.mask_name
-    )
-    way = "torch" if peers else dist.get_backend()
-    listed = partial(peer_schedules, device=device.type) if peers else schedules
+def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[dict[str, Any]]:
+    """Return a row for each of Canon's schedules, or of the ``peers``; the same on all ranks."""
+    device, rounds, ranks = settings.device, settings.rounds, dist.get_world_size()
+    # it works even if a GPU's communicator does not
+    group = dist.new_group(backend="gloo", timeout=AGREEING) if device.type == "cuda" else None
+    sizes = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
+    short, listed = shape_of(sizes, shape.mask_name), peer_schedules if peers else schedules
+    judge = Judge(short, *short.inputs(settings.dtype, device))
     verdicts = {
-        each.name: _tried(each, partial(_agrees, each, short, dtype, device), group)
-        for each in listed(short, ranks, only)
+        each.name: _tried(each, partial(_agrees, each, short, judge, settings), group)
+        for each in listed(short, ranks, settings)
     }
-    contenders = listed(shape, ranks, only) + ([] if peers else _alone(shape, only))
+    transport = "torch" if peers else dist.get_backend()
+    fields = {"shape": str(shape), "ranks": ranks, "transport": transport}
     rows, runs = [], []
-    for each in contenders:
-        row = {
-            "schedule": each.name,
-            "shape": str(shape),
-            "ranks": ranks,
-            "transport": way,
-            "peer": each.peer,
-        }
+    for each in listed(shape, ranks, settings) + ([] if peers else _alone(shape, settings)):
+        row = {"schedule": each.name, **fields, "peer": each.peer}
         rows.append(row := row | verdicts.get(each.name, {}))
         if "failed" in row:
             continue
-        ready = _tried(each, partial(_ready, each, shape, dtype, device), group)
+        ready = _tried(each, partial(_ready, each, shape, settings), group)
         for name, run in ready.pop("passes", {}).items():
             row[f"{name}_ms"], row[f"{name}_launches_ms"] = times = [], []
             runs.append((each, run, times, row, name))
@@ -137,26 +77,23 @@ def measure(
                 taken = [slowest(x, device) for x in _timed(run, device)]
             for some, x in zip(times, taken, strict=True):
                 some += [x] if turn else []
-    for each, run, times, row, name in runs:
-        _eager(row, name, each, run, statistics.median(times[0]), rounds, device)
+    eager = [Eager.listed(row, name, run, around=each.around) for each, run, _, row, name in runs]
+    eager_rounds(eager, rounds, device, EAGER_SPAN)
     for each, _, _, row, name in runs:
         if name == "both" and not each.peer:
-            _replay(row, each, _shards(each, shape, dtype, device), rounds, device, group)
+            _replay(row, each, _shards(each, shape, settings), settings, group)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         for name, factor in (("forward", 1.0), ("both", 3.5)):
             if times := row.get(f"{name}_ms"):
-                row[f"{name}_tflops"] = (
-                    factor * shape.operations / share / statistics.median(times) / 1e9
-                )
+                operations = factor * shape.operations / share
+                row[f"{name}_tflops"] = operations / statistics.median(times) / 1e9
         _refuse_impossible(row)
     return rows
 
 
 def _refuse_impossible(row: dict) -> None:
-    """Put a reason in the place of ``exposed_ms`` where it is longer than both passes, of which it
-    is a part.
-    """
+    """Replace ``exposed_ms`` by a reason where it is longer than both passes."""
     if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
         row["exposed_failed"] = (
             f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
@@ -164,28 +101,7 @@ def _refuse_impossible(row: dict) -> None:
         )
 
 
-def _eager(
-    row: dict,
-    name: str,
-    each: Schedule,
-    run: Callable,
-    expected: float,
-    rounds: int,
-    device: torch.device,
-) -> None:
-    wall, host = row[f"{name}_wall_ms"], row[f"{name}_host_ms"] = [], []
-    calls = max(2, min(30, round(EAGER_SPAN / expected)))  # the same on all ranks
-    for _ in range(rounds):
-        with each.around():
-            dist.barrier()
-            taken = eager(run, calls, device)
-        for some, x in zip((wall, host), taken, strict=True):
-            some.append(slowest(x, device))
-
-
-def _replay(
-    row: dict, each: Schedule, inputs: list[Tensor], rounds: int, device: torch.device, group
-) -> None:
+def _replay(row: dict, each: Schedule, inputs: list[Tensor], settings: Settings, group) -> None:
     """Time a replayed graph, then free it: all pools together may exceed a GPU."""
     made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
     if "failed" not in made:  # on any rank: a replay sends messages
@@ -193,85 +109,56 @@ def _replay(
     if "failed" in made:
         row["graph_failed"] = made["failed"]
         return
-    _eager(
-        row,
-        "graph",
-        each,
-        made["passes"].graph.replay,
-        statistics.median(row["both_wall_ms"]),
-        rounds,
-        device,
-    )
+    eager = Eager.listed(row, "graph", made["passes"].graph.replay)
+    eager_rounds([eager], settings.rounds, settings.device, EAGER_SPAN)
 
 
-def _alone(shape: Shape, only: str) -> list[Schedule]:
+def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
     from canon.fast import attention
 
-    if not asked_for("one GPU", only) or shape.n > LARGEST_ALONE:
+    if not settings.wants("one GPU") or shape.n > LARGEST_ALONE:
         return []
-    return [
-        Schedule(
-            "one GPU", Layout([[range(shape.n)]], shape.n), partial(attention, mask=shape.mask)
-        )
-    ]
+    layout = Layout([[range(shape.n)]], shape.n)
+    return [Schedule("one GPU", layout, partial(attention, mask=shape.mask))]
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
     """Return the result of ``call``, or the reason if it fails on any rank."""
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     error = ""
     try:
         with each.around():
-            told = call() or {}
+            result = call() or {}
     except Exception as raised:
-        error = f"{type(raised).__name__}: {raised}"[:300]
+        error = reason(raised)
     fine = torch.tensor([int(not error)])
     dist.all_reduce(fine, dist.ReduceOp.MIN, group=group)
-    return told if fine.item() else {"failed": error or "another rank failed"}
+    return result if fine.item() else {"failed": error or "another rank failed"}
 
 
-def _shards(each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def _shards(each: Schedule, shape: Shape, settings: Settings) -> list[Tensor]:
     rank = dist.get_rank() if each.layout.ranks > 1 else 0
-    return [each.layout.shard(x, rank) for x in shape.inputs(dtype, device)]
+    return [each.layout.shard(x, rank) for x in shape.inputs(settings.dtype, settings.device)]
 
 
-def _agrees(
-    each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    q, k, v, dout = _shards(each, shape, dtype, device)
+def _agrees(each: Schedule, shape: Shape, judge: Judge, settings: Settings) -> dict[str, Any]:
+    q, k, v, dout = _shards(each, shape, settings)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = each.attend(*leaves, return_lse=True)
-    got = [out, *torch.autograd.grad(out, leaves, dout)]
-    group = shape.h // shape.g
-    full = [
-        each.layout.unshard(x.detach())[:, :, :h]
-        for x, h in zip(got, (group, group, 1, 1), strict=True)
-    ]
-    if lse is not None:
-        lse = each.layout.unshard(lse.detach(), dim=2)[:, :group]
-    one = [
-        x[:, :, :h] for x, h in zip(shape.inputs(dtype, device), (group, 1, 1, group), strict=True)
-    ]
-    verdict = agreement(
-        Attended(full[0], lse, *full[1:]), oracle(*one, shape.mask), dense(*one, shape.mask)
-    )
-    return verdict_row(verdict)
+    gradients = torch.autograd.grad(out, leaves, dout)
+    full = [each.layout.unshard(x.detach()) for x in (out, *gradients)]
+    lse = None if lse is None else each.layout.unshard(lse.detach(), dim=2)
+    return judge.verdict(*full, lse=lse)
 
 
-def _ready(
-    each: Schedule, shape: Shape, dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
-    q, k, v, dout = _shards(each, shape, dtype, device)
+def _ready(each: Schedule, shape: Shape, settings: Settings) -> dict[str, Any]:
+    q, k, v, dout = _shards(each, shape, settings)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def forward() -> None:
-        with torch.no_grad():
-            each.attend(*leaves)
-
+    forward = partial(torch.no_grad()(each.attend), *leaves)
     both = partial(both_passes, each.attend, leaves, dout)
-    exposed = _exposed(both, device)
-    peak = peak_mb(both, device)
-    more = {} if peak is None else {"peak_mb": slowest(peak, device)}  # of the rank with the most
+    exposed, peak = _exposed(both, settings.device), peak_mb(both, settings.device)
+    # of the rank with the most
+    more = {} if peak is None else {"peak_mb": slowest(peak, settings.device)}
     return {"passes": {"forward": forward, "both": both}, "exposed_ms": exposed, **more}
 
 
@@ -288,9 +175,7 @@ def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return for how many milliseconds no kernel computes on the slowest rank: the median of
-    `PROFILED` runs.
-    """
+    """Return the median milliseconds in which no kernel computes on the slowest rank."""
     run()
     return statistics.median(
         slowest(uncovered(_profiled(run, device)) / 1e3, device) for _ in range(PROFILED)
@@ -313,9 +198,7 @@ def _profiled(run: Callable[[], object], device: torch.device) -> list[tuple[flo
 
 
 def meet(device: torch.device) -> None:
-    """Let all GPUs wait until launches are queued, and then for one another:
-    their clocks differ.
-    """
+    """Let all GPUs wait until launches are queued, and then for one another."""
     dist.barrier()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD)
@@ -323,9 +206,7 @@ def meet(device: torch.device) -> None:
 
 
 def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Return what ran after the message of `meet`, if it ran, from (start, end, name) of each
-    activity.
-    """
+    """Return what ran after the message of `meet`, from (start, end, name) of each activity."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=None)
     if waited is None:
         return ran
@@ -337,9 +218,7 @@ def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, floa
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long no kernel but NCCL's ran after `meet`, from (start, end, name) of each
-    activity.
-    """
+    """Return how long no kernel but NCCL's ran after `meet`, from the same."""
     spans = sorted(after_meeting(ran))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:
@@ -351,84 +230,47 @@ def uncovered(ran: list[tuple[float, float, str]]) -> float:
     )
 
 
-def program(options: argparse.Namespace) -> Bench:
-    """Return the program of the command. Raises ValueError."""
-    shapes = shapes_of(options.shape or [], options.mask or [], SHAPES)
-    if any(shape.keys != shape.n for shape in shapes):
+def check(shape: Shape) -> None:
+    """Raise ValueError unless schedules support the shape."""
+    if shape.keys != shape.n:
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
-    check_ranks(options)
-    return Bench(tuple(shapes), getattr(torch, options.dtype), options.only, options.rounds)
 
 
-def check_ranks(options: argparse.Namespace) -> None:
-    """Raise ValueError unless --ranks is one number, of GPUs here, or is not given."""
-    if options.ranks and (len(options.ranks) > 1 or options.ranks[0] > torch.cuda.device_count()):
-        raise ValueError(
-            f"--ranks {options.ranks}: expected one number, of the "
-            f"{torch.cuda.device_count()} GPUs here"
-        )
-
-
-def measured(made: Bench, ranks: int | None = None) -> Iterator[list[dict]]:
+def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
     """Yield the rows of Canon's schedules, then those of the peers."""
-    yield process_groups.gpus(made, ranks, timeout=LIMIT)[0]
+    yield program.on_gpus(ranks, LIMIT)
     ranks = torch.cuda.device_count() if ranks is None else ranks
-    if any(peer_schedules(shape, ranks, made.only, made.device) for shape in made.shapes):
-        yield peer_rows(
-            partial(
-                process_groups.gpus,
-                replace(made, peers=True, keep=None),
-                ranks,
-                timeout=PEERS_LIMIT,
-            )
-        )
+    if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
+        yield peer_rows(replace(program, measure=partial(measure, peers=True), keep=None), ranks)
 
 
-def peers() -> dict[str, str]:
-    """Return the versions of the peers outside torch, or why one is absent."""
-    return installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}
-
-
-def peer_rows(run: Callable[[], list[list[dict]]]) -> list[dict]:
+def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
     """Return the rows of the peers, or one row with their failure."""
     try:
-        return run()[0]
+        return program.on_gpus(ranks, PEERS_LIMIT)
     except (RuntimeError, TimeoutError) as error:
-        return [
-            {
-                "schedule": "torch",
-                "shape": "all",
-                "peer": True,
-                "failed": f"{type(error).__name__}: {error}"[:300],
-            }
-        ]
+        return [{"schedule": "torch", "shape": "all", "peer": True, "failed": reason(error)}]
+
+
+def fields(settings: Settings) -> dict[str, Any]:
+    """Return further fields of the record."""
+    return {"peers": installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}}
 
 
 def tables(rows: list[dict]) -> list:
     """Return a table of medians."""
     times = ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")
-    columns = (
-        "shape",
-        "schedule",
-        "agrees",
-        "wall ms",
-        "host ms",
-        "graph ms",
-        "both ms",
-        "exposed ms",
-        "forward",
-        "both",
-    )
+    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "graph ms", "both ms")
+    columns += ("exposed ms", "forward", "both", "peak MB")
     title = (
         "both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU "
         "time; memory"
     )
     lines = []
     for row in rows:
+        row = row | {"exposed_ms": [row["exposed_ms"]]} if "exposed_ms" in row else row
         speeds = [f"{row[x]:.0f}" if x in row else "-" for x in ("forward_tflops", "both_tflops")]
-        verdict = row.get("failed") or (
-            (f"{row['agrees']} ({row['worst']})") if "agrees" in row else "-"
-        )
-        shown_ms = [f"{np.median(row[name]):.2f}" if name in row else "-" for name in times]
-        lines.append((row["shape"], row["schedule"], verdict, *shown_ms, *speeds, shown_mb(row)))
-    return [table(title, (*columns, "peak MB"), lines)]
+        shown_ms = [median_of(row, name) for name in times]
+        cells = row["shape"], row["schedule"], verdict_of(row), *shown_ms, *speeds
+        lines.append((*cells, shown_mb(row)))
+    return [table(title, columns, lines)]

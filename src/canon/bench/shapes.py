@@ -1,17 +1,18 @@
 """Read shapes of the benches from text: sizes and a mask.
 
-1,16384,32,8,128,causal             b sequences of n tokens, h query heads, g key heads, d wide; the
-                                    mask
+1,16384,32,8,128,causal             b sequences, n tokens, h query heads, g key heads, d wide; mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
 2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
 1,1000,8,1,256,blocks:600+300+100   a token sees its block and those before it
-1,32768,64,8,128,pack:0             packed documents of the lengths that MagiAttention publishes
-                                    (`packs`)
+1,32768,64,8,128,pack:0             packed documents of published lengths (`packs`)
 1,40960,32,8,128,tree:8192+32x1024  a trunk of 8192 tokens and 32 branches of 1024
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from canon.bench.packs import sampled_packs
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 
-KERNELS = [  # shapes on which peers have been measured before; the last one is packed
+KERNELS = [  # shapes on which peers have been measured before
     "1,16384,32,8,128,causal",
     "1,16384,32,8,128,full",
     "8,2048,32,8,128,causal",
@@ -33,13 +34,6 @@ KERNELS = [  # shapes on which peers have been measured before; the last one is 
 ]
 SWEEP_TOKENS = 131_072  # b * n of every shape of a sweep
 SWEEP_WIDTH = 2048  # h * d of every shape of a sweep
-# (b * h, n) on which "auto" must choose well: the device is full at first, then has few heads, then
-# few tiles.
-AUTO = [
-    (256, 512), (32, 512), (256, 1024), (128, 2048), (16, 2048), (128, 4096),
-    (64, 8192), (8, 8192), (32, 16384), (16, 32768), (8, 65536), (8, 131072),
-]  # fmt: skip
-PARTIAL = ["1,16384,32,8,128", "1,16384,32,32,64", "1,16384,16,16,256"]
 MASKS = (
     "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, blocks:A+B, documents:MEAN, "
     "pack:NUMBER, tree:A+BxC"
@@ -60,6 +54,23 @@ class Shape:
 
     def __str__(self) -> str:
         return f"B{self.b} S{self.n} Hq{self.h} Hk{self.g} D{self.d} {self.mask_name}"
+
+    @property
+    def kind(self) -> str:
+        """The name of the mask without its numbers."""
+        return self.mask_name.partition(":")[0]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers in the name of the mask."""
+        return _numbers(self.mask_name)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of packed documents; none for another mask."""
+        if self.kind not in ("documents", "pack"):
+            return []
+        return [stop - start for start, stop in pairwise(_packed(self.n, self.mask_name))]
 
     @property
     def keys(self) -> int:
@@ -89,60 +100,51 @@ def documents(n: int, mean: int, seed: int = 0) -> list[int]:
     return [*(end for end in ends if end < n), n]
 
 
-def packed(n: int, name: str) -> list[int] | None:
-    """Return the cu_seqlens of ``documents:MEAN`` and ``pack:NUMBER``,
-    and None for another mask.
-    """
-    kind, _, number = name.partition(":")
-    if kind == "documents" and number.isdigit() and int(number):
-        return documents(n, int(number))
-    if kind == "pack" and number.isdigit():
-        return sampled_packs(n, int(number) + 1)[-1]
-    return None
+def _numbers(name: str) -> list[int]:
+    return [int(x) for x in re.findall(r"\d+", name)]
 
 
-def blocks(n: int, name: str) -> list[int] | None:
-    """Return the block of each of n tokens for ``blocks:A+B``, and None for another mask or sum of
-    lengths.
-    """
-    kind, _, text = name.partition(":")
-    lengths = text.split("+")
-    if kind != "blocks" or not all(x.isdigit() for x in lengths) or sum(map(int, lengths)) != n:
+def _packed(n: int, name: str) -> list[int]:
+    kind, (number,) = name.partition(":")[0], _numbers(name)
+    return documents(n, number) if kind == "documents" else sampled_packs(n, number + 1)[-1]
+
+
+def block_of_tokens(lengths: Sequence[int]) -> list[int]:
+    """Return the block of each token, from the lengths of the blocks."""
+    return [block for block, length in enumerate(lengths) for _ in range(length)]
+
+
+def _full(n: int, keys: int | None = None) -> Mask:
+    keys = n if keys is None else keys
+    return Mask([Band(0, n, 0, keys)], n, keys)
+
+
+def _tree(n: int, trunk: int, branches: int, tokens: int) -> Mask | None:
+    if not trunk * branches * tokens or trunk + branches * tokens != n:
         return None
-    return [block for block, length in enumerate(lengths) for _ in range(int(length))]
+    return Mask.tree([-1] + [0] * branches, [trunk] + [tokens] * branches)
 
 
-def tree(n: int, name: str) -> tuple[int, int, int] | None:
-    """Return trunk, branches and tokens of a branch for ``tree:A+BxC``, and None for another mask
-    or number of tokens.
-    """
-    kind, _, text = name.partition(":")
-    numbers = text.replace("x", "+", 1).split("+")
-    if kind != "tree" or len(numbers) != 3 or not all(x.isdigit() and int(x) for x in numbers):
-        return None
-    trunk, branches, tokens = map(int, numbers)
-    return (trunk, branches, tokens) if trunk + branches * tokens == n else None
+# The pattern of a name, and its mask from n and the numbers; None if they do not fit n.
+KINDS: dict[str, Callable[..., Mask | None]] = {
+    r"causal": lambda n: Mask.causal(n),
+    r"full(:\d+)?": _full,
+    r"window:\d+": lambda n, left: Mask.window(n, left, 0),
+    r"prefix:\d+": lambda n, end: Mask.prefix(n, end) if end <= n else None,
+    r"blocks:\d+(\+\d+)*": lambda n, *lengths: (
+        Mask.block_causal(block_of_tokens(lengths)) if sum(lengths) == n else None
+    ),
+    r"tree:\d+\+\d+x\d+": _tree,
+    r"documents:\d+": lambda n, mean: Mask.documents(documents(n, mean)) if mean else None,
+    r"pack:\d+": lambda n, number: Mask.documents(sampled_packs(n, number + 1)[-1]),
+}
 
 
 def mask_of(n: int, name: str) -> Mask:
     """Return the mask of n queries with one of the names in `MASKS`. Raises ValueError."""
-    kind, _, number = name.partition(":")
-    if kind == "causal" and not number:
-        return Mask.causal(n)
-    if kind == "full" and (number.isdigit() or not number):
-        keys = int(number or n)
-        return Mask([Band(0, n, 0, keys)], n, keys)
-    if kind == "window" and number.isdigit():
-        return Mask.window(n, int(number), 0)
-    if kind == "prefix" and number.isdigit() and int(number) <= n:
-        return Mask.prefix(n, int(number))
-    if (of_blocks := blocks(n, name)) is not None:
-        return Mask.block_causal(of_blocks)
-    if sizes := tree(n, name):
-        trunk, branches, tokens = sizes
-        return Mask.tree([-1] + [0] * branches, [trunk] + [tokens] * branches)
-    if cu_seqlens := packed(n, name):
-        return Mask.documents(cu_seqlens)
+    found = (make(n, *_numbers(name)) for kind, make in KINDS.items() if re.fullmatch(kind, name))
+    if (mask := next(found, None)) is not None:
+        return mask
     raise ValueError(
         f"mask {name!r}: expected one of {MASKS}; a prefix, blocks or a tree of {n} tokens"
     )
@@ -170,9 +172,7 @@ def shape_of(text: str, mask_name: str | None = None) -> Shape:
 
 
 def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str]) -> list[Shape]:
-    """Return each text with its mask, or with each of ``masks`` (default causal). Without texts,
-    use ``defaults``.
-    """
+    """Return each text (``defaults`` without texts) with its mask or each of ``masks``."""
     if not texts:
         texts = list(dict.fromkeys(bare(text) for text in defaults)) if masks else defaults
     if masks and any(bare(text) != text for text in texts):
@@ -190,30 +190,11 @@ def bare(text: str) -> str:
 
 
 def sweep(widths: Sequence[int]) -> list[Shape]:
-    """Return causal shapes of 512 to 131072 tokens at constant tokens and constant h * d."""
+    """Return causal shapes of 512 to 131072 tokens."""
     lengths = [512 << i for i in range(9)]
     heads = {d: max(1, SWEEP_WIDTH // d) for d in widths}
     return [
         shape_of(f"{SWEEP_TOKENS // n},{n},{heads[d]},{heads[d]},{d},causal")
         for d in widths
         for n in lengths
-    ]
-
-
-def asked_for(name: str, only: str) -> bool:
-    """Return whether a name has one of the texts of ``--only``, separated by "|"."""
-    return any(part in name for part in only.split("|"))
-
-
-def auto() -> list[Shape]:
-    """Return the shapes of `AUTO`: causal, four query heads to a key head, 128 wide."""
-    sizes = [(rows, n, min(32, rows)) for rows, n in AUTO]
-    return [shape_of(f"{rows // h},{n},{h},{h // 4},128,causal") for rows, n, h in sizes]
-
-
-def partial_pairs(texts: Sequence[str]) -> list[tuple[Shape, Shape]]:
-    """Return pairs of a causal mask and a full one of equal area without the diagonal."""
-    return [
-        (shape_of(text, "causal"), shape_of(text, f"full:{shape_of(text, 'causal').n // 2}"))
-        for text in texts
     ]

@@ -1,6 +1,4 @@
-"""Pictures of masks: bands in colours, several masks side by side, a window of a mask, and masks of
-any size.
-"""
+"""Pictures of masks of any size, with one colour for each band."""
 
 from collections.abc import Iterable, Sequence
 from math import gcd
@@ -8,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from matplotlib.colors import ListedColormap
-from matplotlib.patches import Rectangle
 from torch import Tensor
 
-from canon.show.style import INK, RANKS, colour, matrix, plt, styled
+from canon.show.style import RANKS, plt, styled
 
 if TYPE_CHECKING:
     from canon.masks.mask import Mask
@@ -33,60 +30,6 @@ def band_numbers(mask: "Mask") -> Tensor:
             number
         )
     return values
-
-
-def bands(ax, mask, title="", colours=RANKS):
-    """Draw a small mask with one colour for each band. Return its matrix of colour indices."""
-    values = band_numbers(mask)
-    values = torch.where(values > 0, (values - 1) % len(colours) + 1, 0)
-    matrix(ax, values, colours, title)
-    return values
-
-
-@styled
-def gallery(masks, columns=4):
-    """Draw masks by name, with one colour for each band."""
-    rows = -(-len(masks) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(2.5 * columns, 3.1 * rows), squeeze=False, layout="constrained"
-    )
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.1)
-    for ax, (name, mask) in zip(axes.flat, masks.items(), strict=False):
-        count = len(mask.bands)
-        bands(ax, mask, f"{name}\n{count} band{'s' * (count != 1)}, {mask.area} cells")
-    for ax in axes.flat[len(masks) :]:
-        ax.axis("off")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("queries")
-    for ax in axes[-1]:
-        ax.set_xlabel("keys")
-    return figure
-
-
-@styled
-def crop(mask, rows, columns):
-    """Draw a mask with a window, and the mask of this window in its own coordinates, in the same
-    colours.
-    """
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(7, 3.6), width_ratios=[mask.keys, len(columns)]
-    )
-    values = bands(left, mask, f"mask, {mask.queries} x {mask.keys}")
-    frame = (columns.start - 0.5, rows.start - 0.5), len(columns), len(rows)
-    left.add_patch(Rectangle(*frame, fill=False, edgecolor=INK, linewidth=2, zorder=5))
-    window = mask.crop(rows, columns)
-    inside, numbers = values[list(rows)][:, list(columns)], band_numbers(window)
-    colours = [
-        colour(int(inside[numbers == 1 + place][0]) - 1) for place in range(len(window.bands))
-    ]
-    bands(right, window, f"crop({rows}, {columns})", colours)
-    for ax, height, width in ((left, mask.queries, mask.keys), (right, len(rows), len(columns))):
-        ax.set_xticks(range(0, width, -(-width // 10)))
-        ax.set_yticks(range(0, height, -(-height // 10)))
-        ax.tick_params(labelbottom=True, labelleft=True, labelsize=7)
-        ax.set(xlabel="keys", ylabel="queries")
-    figure.tight_layout()
-    return figure
 
 
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:

@@ -1,26 +1,22 @@
 """Simulate Gluon kernels on the CPU: launches inside `simulated` run the Python source, and check
 its synchronisation.
 
-    with simulator.simulated(order="late", seed=0):
-        kernel[grid](*tensors_and_descriptors, **constants_and_options)
-    simulator.register(add_box, simulator.reduce_add)  # a stand-in for your own builtin
-    simulator.simulated(log=[])                        # append every `Event`, in order
+    with simulator.simulated(order="late", seed=0, log=[]):      # the log receives each `Event`
+        kernel[grid](*tensors_and_descriptors, **constants)      # of CPU tensors
+    simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
-Tensors and the tensors of host descriptors are on the CPU. One program (CTA) runs at a time, with
-its partitions as alternating threads. Another may continue when it ends, and at its atomic
-operations and volatile loads. TMA loads land, wgmma read their operands and stores are written
-"early" (at once), "late" (when nothing else can happen, or at a wait) or at "random" times. The
-simulator raises `Fault` with the kernel's lines:
+One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
+when it ends, and at its atomic operations and volatile loads. TMA loads land, wgmma read their
+operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a
+wait) or at "random" times. The simulator raises `Fault` with the kernel's lines for
 
-    deadlocks                               the message names each wait, its barrier and phase
-    reads of data that is not there yet,    by vector clocks, in every interleaving, even if this
-                                            run would give correct
-      buffers overwritten too early         numbers
-    results of wgmma used before a wait, missing fences, wrong barrier counts, unbalanced named
-    barriers addresses out of bounds, misaligned TMA, int32 overflow, too much shared memory
+    reads of data that is not there yet, buffers overwritten too early: by vector clocks, in every
+    interleaving, even if this run would give correct numbers
+    deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
+    out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: changes by the compiler, layouts, clusters, float8, tf32, tensor memory, races in
-global memory, and time. Other features raise NotImplementedError with their name.
+Not simulated: layouts, changes by the compiler, clusters, races in global memory, and time. Other
+features raise an error with their name.
 """
 
 import ast
@@ -75,10 +71,7 @@ def register(real: Any, stand_in: Any) -> None:
 _HINTS = dict.fromkeys(("multiple_of", "max_contiguous", "max_constancy"), language.hint)
 _OTHER_NAMES = {
     **_HINTS,
-    "cast": language.cast_to,
     "constexpr": lambda x: x,
-    "device_assert": language.static_assert,
-    "thread_barrier": language.barrier,  # before Triton 3.7
     "to_tensor": values.tensor,
     "tuple": tuple,
     "async_load": engines.async_copy_global_to_shared,  # since Triton 3.8
@@ -124,8 +117,8 @@ _PTX_STAND_INS: dict[str, Callable] = {
 
 
 def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
-    """Register stand-ins for the functions of ``ptx``, which call PTX. ``lane_sum`` sums the rows
-    of a tile by lane.
+    """Register stand-ins for the functions of ``ptx``; ``lane_sum`` sums the rows of a tile by
+    lane.
     """
 
     def add_rounding_excess(excess, p, sums, limit, warpgroup):
@@ -235,9 +228,7 @@ def merged(condition: Any, value: Any) -> Any:
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops, or in branches on values, into values, as Triton's
-    compiler does.
-    """
+    """Turn constants that change in loops or in branches into values, as Triton's compiler does."""
 
     def __init__(self, tree: ast.AST):
         annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))
@@ -352,9 +343,7 @@ def _argument(value: Any) -> Any:
 
 
 def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dict, dict, dict]:
-    """Return bound arguments, kernel values and options. A specialised 1 is a constant, as in
-    Triton.
-    """
+    """Return bound arguments, kernel values and options. A specialised 1 is a constant."""
     signature = inspect.signature(kernel.fn)
     options = {name: value for name, value in named.items() if name not in signature.parameters}
     bound = signature.bind(
@@ -394,9 +383,7 @@ def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named)
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate Gluon launches of all threads on the CPU. ``seed`` draws all free choices, and
-    ``log`` receives events.
-    """
+    """Simulate the Gluon launches of all threads. ``seed`` draws all free choices."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     with _changing:

@@ -1,8 +1,4 @@
-"""Construct aggregates of Gluon on the CPU.
-
-Only Triton's compiler can construct a class decorated with `gluon.aggregate`. `python_class`
-returns a Python class with the same constructor, fields and methods.
-"""
+"""Construct aggregates of Gluon on the CPU, as Triton's compiler does."""
 
 import inspect
 from collections.abc import Callable
@@ -70,7 +66,7 @@ def is_aggregate(value: Any) -> bool:
 def python_class(
     real: type, as_function: Callable[[GluonJITFunction], Callable]
 ) -> type[Aggregate]:
-    """Return the Python class for an aggregate."""
+    """Return a class with the constructor, fields and methods of an aggregate."""
     declared = inspect.getclosurevars(real.__new__).nonlocals["cls"]
     constructor = declared.__init__
     members: dict[str, Any] = {

@@ -1,8 +1,7 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-Both carry vector clocks: a wait joins the clocks of the arrivals of its phase into that of the
-waiting partition. It does not join arrivals of a later phase, even if they happen before the
-partition resumes.
+A wait joins the clocks of the arrivals of its phase into that of the waiting partition, not those
+of a later phase that happen before it resumes.
 
 Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
 """
@@ -54,9 +53,7 @@ class Barrier:
         self._turn()
 
     def receive(self, number: int) -> int:
-        """Count landed bytes. Return the phase number that a wait must reach to be ordered after
-        them.
-        """
+        """Count landed bytes. Return the phase that a wait must reach to be ordered after them."""
         self.valid()
         self.bytes -= number
         self.landed = self.phase + 1
@@ -70,9 +67,7 @@ class Barrier:
             self.settled = self.clock.copy()
 
     def wait(self, parity: int) -> None:
-        """Block the running partition until the phase of this parity is complete, as PTX defines
-        it.
-        """
+        """Block the running partition until the phase of this parity is complete."""
         if parity not in (0, 1):
             raise Fault(f"a parity is 0 or 1, got {parity}, at {Place()}")
         self.valid()
@@ -94,9 +89,7 @@ class NamedBarrier:
         self.settled: dict[int, int] = {}
 
     def arrive(self, threads: int, stay: bool) -> None:
-        """Count the threads of the running partition. With ``stay``, block until the round is
-        complete.
-        """
+        """Count the threads of the running partition. ``stay``: block until the round ends."""
         me = here()
         if self.come and threads != self.threads:
             raise Fault(

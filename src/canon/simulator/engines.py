@@ -1,4 +1,4 @@
-"""Simulate Hopper's asynchronous operations: mbarriers, TMA, wgmma, fences, named barriers.
+"""Simulate Hopper's asynchronous operations.
 
 operation        start                          end
 TMA load         fills its tile with NaN        it lands: its barrier receives the bytes
@@ -21,7 +21,6 @@ from canon.simulator.memory import (
     Allocation,
     Descriptor,
     Shared,
-    allocate_shared_memory,
     garbage,
 )
 from canon.simulator.program import Fault, Place, here
@@ -38,8 +37,6 @@ HARDWARE_BARRIERS = 16
 
 
 init = lambda mbarrier, count: mbarrier.barrier.init(count)
-invalidate = lambda mbarrier: setattr(mbarrier.barrier.valid(), "count", None)
-warpgroup_mma_init = lambda value: value
 async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(
     tensor_desc, coord, src, add=False
 )
@@ -47,38 +44,25 @@ async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(
 reduce_add = lambda desc, coord, smem: _store(desc, coord, smem, add=True)
 
 
-def expect(mbarrier, bytes_per_cta=None, pred=True, bytes=None):
-    """`mbarrier.expect`: one arrival, and bytes to wait for."""
-    expected = bytes_per_cta if bytes is None else bytes
+def expect(mbarrier, bytes, pred=True):
+    """Count one arrival, and bytes to wait for."""
     if number(pred):
-        mbarrier.barrier.arrive(1, number(expected))
+        mbarrier.barrier.arrive(1, number(bytes))
 
 
 def arrive(mbarrier, *, count=1, pred=True):
-    """`mbarrier.arrive`."""
     if number(pred):
         mbarrier.barrier.arrive(count)
         here().program.step()
 
 
 def wait(mbarrier, phase, pred=True, deps=()):
-    """`mbarrier.wait`."""
     if number(pred):
         mbarrier.barrier.wait(int(number(phase)))
 
 
-def allocate_mbarrier(batch=None, two_ctas=False):
-    """`mbarrier.allocate_mbarrier`."""
-    if two_ctas:
-        raise NotImplementedError("clusters are not simulated")
-    shape = [1] if batch is None else [batch, 1]
-    return allocate_shared_memory(gl.int64, shape, gl.nvidia.hopper.mbarrier.MBarrierLayout())
-
-
-def fence_async_shared(cluster=False):
+def fence_async_shared():
     """Make this partition's stores to shared memory visible to wgmma and TMA."""
-    if cluster:
-        raise NotImplementedError("clusters are not simulated")
     me = here()
     for access in me.unfenced:
         access.fenced = me.clock[me.id]
@@ -86,7 +70,7 @@ def fence_async_shared(cluster=False):
 
 
 def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
-    """Simulate named barriers (bar.sync, bar.arrive). No other inline assembly is simulated."""
+    """Simulate named barriers, the only inline assembly."""
     if not (found := NAMED.fullmatch(asm)):
         raise NotImplementedError(
             f"inline assembly {asm!r} is not simulated; bar.sync and bar.arrive are"
@@ -164,9 +148,7 @@ class Store:
         target.copy_(target + mine if self.add else mine)
 
     def complete(self) -> None:
-        """End the read of shared memory. A delayed write to global memory follows at the end of the
-        program.
-        """
+        """End the read of shared memory. A delayed write follows at the program's end."""
         self.view.allocation.settle(self.access)
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:
@@ -174,10 +156,7 @@ class Store:
             self.access.by.program.late.append((self.access.by, lambda: self.write(data)))
 
 
-def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True, multicast=False):
-    """`tma.async_copy_global_to_shared`, later named `tma.async_load`."""
-    if multicast:
-        raise NotImplementedError("multicast is not simulated")
+def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True):
     if not number(pred):
         return
     coordinates = [number(c) for c in coord]
@@ -207,7 +186,7 @@ def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> Non
 
 
 def store_wait(pendings):
-    """`tma.store_wait`: wait until all but the newest stores have read shared memory."""
+    """Wait until all but the newest stores have read shared memory."""
     stores = here().stores
     while len(stores) > number(pendings):
         stores.pop(0).complete()
@@ -240,16 +219,14 @@ def await_written() -> None:
 
 
 def in_steps(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Return a @ b + ``total`` in float32, 16 columns of a after another. Bits do not depend on the
-    columns of b.
-    """
+    """Return a @ b + ``total`` in float32, by 16 columns of a: columns of b do not mix."""
     for products in a.unflatten(1, (-1, 16)).transpose(0, 1) @ b.unflatten(0, (-1, 16)):
         total = products.float() if total is None else total + products.float()
     return total
 
 
 class Product:
-    """A wgmma in flight: a @ b + accumulator. ``value`` is None until it is computed."""
+    """A wgmma in flight: a @ b + accumulator."""
 
     def __init__(self, a: Any, b: Shared, before: Any, shape: list[int]):
         self.a, self.b, self.before, self.shape = a, b, before, shape
@@ -317,10 +294,8 @@ class Pending(Tensor):
         return self.product.shape
 
 
-def warpgroup_mma(
-    a, b, acc, *, use_acc=True, precision=None, max_num_imprecise_acc=None, is_async=False
-):
-    """`hopper.warpgroup_mma` of float16 or bfloat16 operands, accumulated in float32."""
+def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+    """Multiply float16 or bfloat16 operands, accumulated in float32."""
     me = here()
     if me.warps != WARPGROUP:
         raise Fault(
@@ -351,10 +326,8 @@ def warpgroup_mma(
     return Pending(product)
 
 
-def warpgroup_mma_wait(num_outstanding=0, deps=None):
+def warpgroup_mma_wait(num_outstanding=0, *, deps):
     """Return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
-    if deps is None:
-        raise ValueError("warpgroup_mma_wait deps must be given")
     products = here().products
     while len(products) > num_outstanding:
         products.pop(0).complete()
@@ -372,7 +345,6 @@ def _waited(x: Any, products: list[Product]) -> Any:
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
-    """`gl.warp_specialize`."""
     if len(worker_num_warps) != len(functions_and_args) - 1:
         raise ValueError(
             f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}"

@@ -1,10 +1,9 @@
-"""Define functions of Gluon's language on the CPU, under their own names. Layouts are ignored:
-compilation checks them.
+"""Functions of Gluon's language on the CPU, under their own names: those that Canon's kernels call.
+Layouts are ignored: compilation checks them.
 """
 
 import builtins
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from canon.simulator.values import (
     BITS,
     HELD,
     Tensor,
-    binary,
     block,
     cast,
     check_ranks,
@@ -66,19 +64,8 @@ def _values(pointer: Tensor, value: Any, keep: Any) -> Any:
     return data[keep] if isinstance(keep, torch.Tensor) else data
 
 
-def _no_options(**given: Any) -> None:
-    for name, value in given.items():
-        if value:
-            raise NotImplementedError(f"{name}={value!r} is not simulated")
-
-
-def load(
-    pointer, mask=None, other=None, boundary_check=(), padding_option="", volatile=False, **cache
-):
-    """`gl.load`. Masked elements are ``other``, or NaN without it. A ``volatile`` load first lets
-    other programs run.
-    """
-    _no_options(boundary_check=boundary_check, padding_option=padding_option)
+def load(pointer, mask=None, other=None, cache_modifier="", eviction_policy="", volatile=False):
+    """Masked elements are ``other``, or NaN. A ``volatile`` load first lets other programs run."""
     if volatile:
         _let_go_on()
     at, keep = _addresses(pointer, mask, "load")
@@ -95,16 +82,15 @@ def load(
     return Tensor(result, kind, rest.taint)
 
 
-def store(pointer, value, mask=None, boundary_check=(), **cache):
-    """`gl.store`. A store without unmasked elements ignores its value."""
-    _no_options(boundary_check=boundary_check)
+def store(pointer, value, mask=None, cache_modifier="", eviction_policy=""):
+    """A store without unmasked elements ignores its value."""
     at, keep = _addresses(pointer, mask, "store")
     if keep is not False:
         pointer.memory[at] = _values(pointer, value, keep)
 
 
 def atomic_add(pointer, val, mask=None, sem=None, scope=None):
-    """`gl.atomic_add`: return the old value."""
+    """Return the old value."""
     before = load(pointer, mask, 0)
     at, keep = _addresses(pointer, mask, "atomic_add")
     if keep is not False:
@@ -124,7 +110,6 @@ def _let_go_on() -> None:
 
 
 def where(condition, x, y):
-    """`gl.where`."""
     c = tensor(condition)
     left, right, kind, taint = promoted(x, y)
     check_ranks(c.data, left, right)
@@ -133,9 +118,7 @@ def where(condition, x, y):
 
 
 def _extremum(floats: Callable, integers: Callable) -> Callable:
-    def chosen(x, y, propagate_nan=None):
-        if "ALL" in str(propagate_nan):
-            raise NotImplementedError("propagate_nan is not simulated")
+    def chosen(x, y):
         left, right, kind, taint = promoted(x, y)
         function = floats if kind.is_floating() else integers
         return Tensor(function(block(left, kind), block(right, kind)), kind, taint)
@@ -160,32 +143,18 @@ def _elementwise(function: Callable) -> Callable:
     return applied
 
 
-exp, exp2, log, log2, tanh = map(
-    _elementwise, (torch.exp, torch.exp2, torch.log, torch.log2, torch.tanh)
-)
+exp2, log2, tanh = map(_elementwise, (torch.exp2, torch.log2, torch.tanh))
 
 
 def capped_weights(x, lse, limit):
-    """`capped_weights` of `canon.fast.kernels.gluon.ptx`."""
     ratio = tanh(x)
     p = exp2(ratio * limit - lse)
     return p, p * (1.0 - ratio * ratio)
 
 
-sqrt, rsqrt, floor, ceil = map(_elementwise, (torch.sqrt, torch.rsqrt, torch.floor, torch.ceil))
-
-
 def abs(x):
-    """`gl.abs`."""
     x = tensor(x)
     return Tensor(fitted(builtins.abs(x.data), x.dtype, "abs"), x.dtype, x.taint)
-
-
-def fma(x, y, z):
-    """`gl.fma`, computed in float64."""
-    x, y, z = tensor(x), tensor(y), tensor(z)
-    product = binary(operator.mul, x.to(gl.float64), y.to(gl.float64))
-    return (product + z.to(gl.float64)).to(x.dtype)
 
 
 # Reductions.
@@ -201,7 +170,7 @@ def _reduced(
 
 
 def sum(input, axis=None, keep_dims=False, dtype=None):
-    """`gl.sum`. Integers of fewer than 32 bits are summed in 32 bits."""
+    """Integers of fewer than 32 bits are summed in 32 bits."""
     kind = dtype or input.dtype
     if dtype is None and kind.is_int() and BITS[kind.name] < 32:
         kind = gl.int32 if kind.is_int_signed() else gl.uint32
@@ -210,10 +179,7 @@ def sum(input, axis=None, keep_dims=False, dtype=None):
 
 
 def _extreme(bottom: float, function: Callable) -> Callable:
-    def reduced(
-        input, axis=None, return_indices=False, return_indices_tie_break_left=True, keep_dims=False
-    ):
-        _no_options(return_indices=return_indices)
+    def reduced(input, axis=None, keep_dims=False):
         if input.dtype.primitive_bitwidth < 32:
             input = input.to(gl.float32 if input.dtype.is_floating() else gl.int32)
         result = _reduced(input.data, axis, keep_dims, function)
@@ -234,14 +200,12 @@ min = _extreme(math.inf, torch.amin)
 
 
 def arange(start, end, layout=None):
-    """`gl.arange`, in int32."""
     if end - start & (end - start - 1):
         raise ValueError(f"arange's range must be a power of 2, got {end - start}, at {Place()}")
     return Tensor(torch.arange(start, end), gl.int32)
 
 
 def full(shape, value, dtype, layout=None):
-    """`gl.full`."""
     if not all(type(n) is int and n > 0 and n & (n - 1) == 0 for n in shape):
         raise TypeError(f"a shape is made of constant powers of 2, got {shape}, at {Place()}")
     value = tensor(value)
@@ -249,14 +213,8 @@ def full(shape, value, dtype, layout=None):
     return Tensor(torch.full(list(shape), data, dtype=HELD[dtype.name]), dtype, value.taint)
 
 
-def join(a, b):
-    """`gl.join`: stack both along a new last axis."""
-    left, right, kind, taint = promoted(a, b)
-    return Tensor(torch.stack(torch.broadcast_tensors(left, right), -1), kind, taint)
-
-
 def transpose_words(x):
-    """In each 32 columns, the pairs at 8 i + 2 j and 8 j + 2 i change places."""
+    """Exchange the pairs at 8 i + 2 j and 8 j + 2 i in each 32 columns."""
     data = x.data.reshape(x.shape[0], -1, 4, 4, 2).transpose(2, 3)
     return Tensor(data.reshape(x.data.shape), x.dtype, x.taint)
 
@@ -268,7 +226,7 @@ def keep_between(x, left, right, hidden):
 
 
 def any_above(x, limit, warpgroup):
-    """Vote in a warpgroup: return 1 if any x exceeds the limit."""
+    """Return 1 if any x exceeds the limit."""
     above = x > limit
     return Tensor(int(above.data.any()), gl.int32, above.taint)
 
@@ -282,14 +240,8 @@ def static_assert(cond, msg=""):
         raise AssertionError(f"{msg} at {Place()}")
 
 
-def assume(cond):
-    """Raise Fault unless the assumption is true."""
-    if not number(cond):
-        raise Fault(f"what is assumed is wrong, at {Place()}")
-
-
 def dynamic_range(*bounds):
-    """Python's range in a kernel: it yields values, not constants."""
+    """Yield values where Python's range yields constants."""
     wide = any(BITS[tensor(bound).dtype.name] == 64 for bound in bounds)
     for i in range(*map(number, bounds)):
         yield Tensor(i, gl.int64 if wide else gl.int32)
@@ -297,19 +249,13 @@ def dynamic_range(*bounds):
 
 # Functions of one line.
 
-cdiv = lambda x, div: (x + (div - 1)) // div
-cast_to = lambda input, dtype, fp_downcast_rounding=None, bitcast=False: tensor(input).to(
-    dtype, fp_downcast_rounding, bitcast
-)
 zeros = lambda shape, dtype, layout=None: full(shape, 0, dtype)
 full_like = lambda input, value, shape=None, dtype=None, layout=None: full(
     shape or input.shape, value, dtype or input.dtype
 )
 zeros_like = lambda input, shape=None, dtype=None, layout=None: full_like(input, 0, shape, dtype)
 expand_dims = lambda input, axis: input.expand_dims(axis)
-reshape = lambda input, *shape: input.reshape(*shape)
 permute = lambda input, *dims: input.permute(*dims)
-# the inverse of `join`
 split = lambda a: tuple(Tensor(a.data[..., i], a.dtype, a.taint) for i in (0, 1))
 convert_layout = lambda value, layout, assert_trivial=False: Tensor(
     value.data, value.dtype, value.taint
@@ -320,8 +266,6 @@ hint = lambda input, values=None: input
 program_id = lambda axis: Tensor(here().program.indices[axis], gl.int32)
 num_programs = lambda axis: Tensor(here().program.grid[axis], gl.int32)
 num_warps = lambda: here().warps
-num_ctas = lambda: 1  # clusters are not simulated
-barrier = lambda cluster=False: _no_options(cluster=cluster)  # the warps of a partition run as one
 static_range = lambda arg1, arg2=None, step=None: range(
     *((0, arg1) if arg2 is None else (arg1, arg2)), step or 1
 )

@@ -3,18 +3,17 @@
 Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or
 the phase of a barrier for TMA loads. This finds three errors in every interleaving:
 
-    a read that no barrier orders after the write        the value is tainted (NaN), and its use
-                                                         raises the fault
+    a read that no barrier orders after the write        the value is tainted
     a write that no barrier orders after a read          a fault at once, with both places
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value and drop it, as pipelines do before the first tile
-arrives. To store it unmasked, to branch on it or to use it as an address raises the fault.
+A kernel may compute with a tainted value (NaN) and drop it, as pipelines do before the first tile
+arrives. To store it, to branch on it or to use it as an address raises the fault.
 
-Not simulated: alignment, banks, reuse of freed memory, flags in global memory, and the fences after
-reads and mbarrier.init."""
+Not simulated: alignment, banks, reuse of freed memory, and fences after reads and mbarrier.init."""
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -68,9 +67,7 @@ def covers(a: Region, b: Region) -> bool:
 
 
 class Access:
-    """A read or a write. It ended at ``epoch`` of the clock of ``owner``; None while it is in
-    flight.
-    """
+    """A read or a write, in flight until it has an ``epoch`` of the clock of ``owner``."""
 
     __slots__ = (
         "asynchronous",
@@ -169,9 +166,7 @@ class Allocation:
         self._keep_latest(access)
 
     def _keep_latest(self, access: Access) -> None:
-        """Drop previous reads of the region: an access ordered after this one is ordered after
-        them.
-        """
+        """Drop earlier reads of the region: what follows this one follows them."""
 
         def earlier(a: Access) -> bool:
             return (
@@ -184,9 +179,7 @@ class Allocation:
             self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
-        """Record and return a write. Raise Fault if an overlapping access may still be in
-        flight.
-        """
+        """Record and return a write. Raise Fault if an overlapping access may be in flight."""
         me = here()
         access = Access(region, what, me, True, asynchronous)
         for other in self.accesses:
@@ -224,10 +217,6 @@ class Shared:
     @property
     def dtype(self):
         return self.allocation.kind
-
-    @property
-    def rank(self) -> int:
-        return len(self.shape)
 
     @property
     def numel(self) -> int:
@@ -270,11 +259,6 @@ class Shared:
     def reshape(self, shape):
         return self._view(("reshape", *shape), lambda data: data.view(*shape))
 
-    def _reinterpret(self, dtype, shape, layout):
-        if dtype.name != self.dtype.name:
-            raise NotImplementedError(f"_reinterpret from {self.dtype} to {dtype} is not simulated")
-        return Shared(self.allocation, self.data.view(*shape), layout)
-
     def load(self, layout=None):
         _, taint = self.allocation.read(self.region, "load")
         return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
@@ -306,7 +290,7 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
 
 
 class Descriptor:
-    """A TMA descriptor of a tensor on the CPU, with more checks than `TensorDescriptor` makes."""
+    """A TMA descriptor of a tensor on the CPU."""
 
     def __init__(self, host: Any):
         base, size = host.base, host.base.element_size()
@@ -314,25 +298,20 @@ class Descriptor:
         self.dtype = type_of(base)
         self.block_shape = [int(n) for n in host.block_shape]
         self.block_type = gl.block_type(self.dtype, self.block_shape)
-        self.nbytes_per_cta = self.block_type.nbytes
-        self.shape = [Tensor(int(n), gl.int32) for n in host.shape]
-        self.strides = [Tensor(int(n), gl.int64) for n in host.strides]
-        self._padding = host.padding
-        strides = [int(n) for n in host.strides]
+        self.padding = math.nan if host.padding == "nan" else 0.0
+        shape, strides = [int(n) for n in host.shape], [int(n) for n in host.strides]
         if base.data_ptr() % 16 or any(n * size % 16 for n in strides[:-1]) or strides[-1] != 1:
             raise Fault(
                 "TMA wants addresses and strides that are multiples of 16 bytes, got "
                 f"strides {strides}"
             )
-        reach = base.storage_offset() + sum(
-            (int(n) - 1) * s for n, s in zip(host.shape, strides, strict=True)
-        )
+        reach = base.storage_offset()
+        reach += sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         if reach >= base.untyped_storage().nbytes() // size:
             raise Fault(
-                f"a descriptor of shape {list(host.shape)}, strides {strides} reaches "
-                "behind its tensor"
+                f"a descriptor of shape {shape}, strides {strides} reaches behind its tensor"
             )
-        self._data = base.detach().as_strided([int(n) for n in host.shape], strides)
+        self._data = base.detach().as_strided(shape, strides)
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
@@ -340,9 +319,7 @@ class Descriptor:
         raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the intersection of the block with the tensor: as views of the tensor and of the
-        tile.
-        """
+        """Return the part of the block inside the tensor, as views of the tensor and the tile."""
         inside, outside = self._data, tile.view(self.block_shape)
         for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
             first = min(max(c, 0), self._data.shape[axis])
@@ -365,7 +342,3 @@ class Descriptor:
                 f"TMA of a block {self.block_shape} and shared memory of shape "
                 f"{view.shape}, at {Place()}"
             )
-
-    @property
-    def padding(self) -> float:
-        return float("nan") if self._padding == "nan" else 0.0

@@ -1,15 +1,14 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
-Partitions are threads, and one of them holds the baton. A partition passes it on when it blocks,
-and sometimes after it starts or signals something. A seeded generator draws the next partition.
+Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
+sometimes after it starts or signals something. A seeded generator draws the next partition.
 
 Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits
-join them into partitions. So `canon.simulator.memory` finds whether barriers order two accesses, in
-any interleaving.
+join them into partitions: `canon.simulator.memory` compares the clocks of accesses.
 
-Sources. Vector clocks: Colin Fidge, Timestamps in message-passing systems that preserve the partial
-ordering (1988). Races: Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic
-race detection (2009)."""
+Sources: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering
+(1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
+(2009)."""
 
 import linecache
 import random
@@ -27,7 +26,7 @@ _current = threading.local()
 
 
 class Fault(RuntimeError):
-    """An error of a kernel: on a GPU it would hang, read garbage or have undefined behaviour."""
+    """An error of a kernel: on a GPU it may hang, read garbage or have undefined behaviour."""
 
 
 class Deadlock(Fault):
@@ -68,13 +67,12 @@ class Place:
 
 
 class Event(NamedTuple):
-    """An operation starts or ends, or a partition computes, arrives at a barrier or has waited."""
+    """What a partition does: it starts or ends an operation, computes, arrives or has waited."""
 
     kernel: str
     program: tuple[int, ...]
     partition: str
-    # "load", "store", "add" or "wgmma" for a start, and "done" for its end: of a wgmma, the wait
-    # for it
+    # "load", "store", "add" or "wgmma" for a start, "done" for its end (of a wgmma, the wait)
     kind: str
     place: Place
     size: int = 0  # bytes of boxes, FLOPs of a wgmma, elements of functions
@@ -90,9 +88,7 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function. ``products`` and ``stores`` are started operations without a
-    wait.
-    """
+    """Warps that run one function. ``products`` and ``stores`` have started, without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
@@ -126,7 +122,7 @@ class Partition:
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Record a volatile load. Raise Deadlock after `IN_VAIN` loads of the same value."""
+        """Record a volatile load. Raise Deadlock after `IN_VAIN` equal ones."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         # a polling partition counts as blocked, so late TMA loads land
@@ -217,9 +213,7 @@ class Program:
                 raise Stopped
 
     def next(self) -> Partition:
-        """Return a partition that can continue. Complete TMA loads until there is one, or raise
-        Deadlock.
-        """
+        """Return a partition that can continue, after TMA loads if need be, or raise Deadlock."""
         while not (ready := [p for p in self.partitions if p.ready()]):
             if not self.loads:
                 raise Deadlock(self.deadlock())
@@ -291,9 +285,7 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Complete all stores. Raise Fault if anything else is in flight, or if barriers are out of
-        balance.
-        """
+        """Complete all stores. Raise Fault if anything else is in flight or unbalanced."""
         for store in main.stores:
             store.complete()
         for _, write in self.late:

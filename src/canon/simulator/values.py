@@ -1,9 +1,8 @@
-"""Compute values of simulated kernels: blocks are torch tensors, scalars Python numbers, each with
-its Triton type.
+"""Values of simulated kernels: blocks are torch tensors, scalars Python numbers, with Triton types.
 
 Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Unsigned
 integers wrap. Triton's own rules promote types. `//` and `%` of values truncate, as in C. Constants
-are Python numbers with Python's operators."""
+are Python numbers."""
 
 import ctypes
 import math
@@ -46,9 +45,7 @@ _promotions: dict[tuple, Any] = {}
 
 
 class Tensor:
-    """A value of a kernel. ``taint`` is the reason why it is garbage. A pointer points into
-    ``memory``.
-    """
+    """A value. ``taint``: why it is garbage. A pointer points into ``memory``."""
 
     __slots__ = ("data", "dtype", "memory", "taint")
 
@@ -103,9 +100,9 @@ class Tensor:
             raise TypeError(f"a tensor is indexed with None and : alone, got {keys}")
         return Tensor(self.data[keys], self.dtype, self.taint, self.memory)
 
-    def to(self, dtype, fp_downcast_rounding=None, bitcast=False):
-        if fp_downcast_rounding is not None or self.memory is not None or dtype.is_ptr():
-            raise NotImplementedError("other roundings than to nearest even, and casts of pointers")
+    def to(self, dtype, bitcast=False):
+        if self.memory is not None or dtype.is_ptr():
+            raise NotImplementedError("casts of pointers")
         convert = bits_as if bitcast else cast
         return Tensor(convert(self.data, self.dtype, dtype), dtype, self.taint)
 
@@ -117,9 +114,6 @@ class Tensor:
 
     def permute(self, *order):
         return Tensor(self.data.permute(several(order)), self.dtype, self.taint, self.memory)
-
-    def trans(self, *order):
-        return self.permute(*(order or range(len(self.shape))[::-1]))
 
 
 def _operator(function: Callable) -> tuple[Callable, Callable]:
@@ -263,7 +257,7 @@ def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
     """Return both operands in their common type, that type, and their taint. ``weak`` constants
-    adopt the other type.
+    adopt a type.
     """
     x, y = tensor(a), tensor(b)
     kind = x.dtype

@@ -1,6 +1,4 @@
-"""Compare the bits of tensors: digests, and the first place at which two results of attention
-part.
-"""
+"""Compare the bits of tensors."""
 
 import hashlib
 from typing import NamedTuple
@@ -10,9 +8,7 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """The first token and head with other bits, and the largest distances there in units of the
-    last place.
-    """
+    """The first token and head with other bits, and the largest `distance` there."""
 
     token: int
     head: int
@@ -33,8 +29,8 @@ def patterns(x: Tensor) -> Tensor:
 
 
 def distance(x: Tensor, y: Tensor) -> Tensor:
-    """Return |x - y| in units of the last place of the larger number, elementwise. It is infinite
-    if one is not finite.
+    """Return |x - y| in units of the last place of the larger number; infinite if one is not
+    finite.
     """
     if x.dtype != y.dtype:
         raise ValueError(f"expected tensors of one dtype, got {x.dtype} and {y.dtype}")

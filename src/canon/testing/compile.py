@@ -3,8 +3,8 @@ memory.
 
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
-The launcher of `canon.fast` gets CPU tensors and a driver that only returns a target, so types,
-alignment and specialisation are those of a real launch.
+The launchers of `canon.fast` get CPU tensors and a driver that only returns a target, so types and
+specialisation are those of a real launch.
 """
 
 import argparse
@@ -15,9 +15,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -53,6 +55,7 @@ NO_MMA = (
     "sink_backward",
     *ROWS,
 )
+FLAGS = "key_order", "short", "seen", "ordered", "plain"
 # bytes of a CTA: CUDA Programming Guide, 16.2
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}
 
@@ -100,81 +103,52 @@ class Compiled:
 
     def __str__(self) -> str:
         case, c = self.case, self.config
-        if case.backend == "gluon":
-            flags = {
-                "in order": case.key_order,
-                "packed": case.short,
-                f"sees {case.seen}": case.seen,
-                "ordered": case.ordered,
-                "plain": case.plain,
-            }
-            how = next((text for text, flag in flags.items() if flag), "gluon")
-            warps = 16 if c.rows == 192 else 12
-        else:
-            how, warps = (
-                "in order" if case.key_order else "descriptors" if c.tma else "pointers",
-                c.warps,
-            )
+        flags = [name for name in FLAGS if getattr(case, name)]
+        flags += ["descriptors"] if getattr(c, "tma", False) else []
         text = (
-            f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} {how:11s} "
+            f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} "
+            f"{case.backend} {', '.join(flags):11s} {c.rows:3d}x{c.columns:<3d} {c.stages} stages  "
+            f"{self.registers:3d} registers {self.spilled:5d} B spilled "
+            f"{self.shared / 1024:6.1f} KB shared"
         )
-        text += (
-            f"{c.rows:3d}x{c.columns:<3d} {warps:2d} warps {c.stages} stages  "
-            f"{self.registers:3d} registers "
-        )
-        text += f"{self.spilled:5d} B spilled {self.shared / 1024:6.1f} KB shared"
         return "\n  ".join((text, *self.warnings))
 
 
 def main_cases(arch: int) -> list[Case]:
     """Return the cases of one architecture."""
+    widths, of = (64, 128, 256), partial(Case, arch=arch)
+    descriptors = (False, True) if arch >= 90 else (False,)
     cases = [
-        Case(kernel, arch, "bfloat16", d, d) for kernel in config.KERNELS for d in (64, 128, 256)
+        of(kernel, d=d, dv=d, describable=describable)
+        for describable, kernel, d in product(descriptors, config.KERNELS, widths)
     ]
-    if arch >= 90:
-        cases += [
-            Case(kernel, arch, "bfloat16", d, d, True)
-            for kernel in config.KERNELS
-            for d in (64, 128, 256)
-        ]
-    for d, dv in ((96, 96), (192, 128), (40, 24)):
-        cases += [Case(kernel, arch, "float16", d, dv) for kernel in ("forward", "dkdv")]
-    cases += [Case(kernel, arch, "float32", 128, 128) for kernel in config.KERNELS]
-    cases += [Case("forward", arch, "float64", 64, 64), Case("dkdv", arch, "float64", 64, 64)]
-    cases += [Case(kernel, arch, key_order=True) for kernel in ("forward", "dq", "dkdv")]
-    cases += [Case(kernel, arch) for kernel in NO_MMA]
+    for (d, dv), kernel in product(((96, 96), (192, 128), (40, 24)), ("forward", "dkdv")):
+        cases.append(of(kernel, dtype="float16", d=d, dv=dv))
+    cases += [of(kernel, dtype="float32") for kernel in config.KERNELS]
+    cases += [of(kernel, dtype="float64", d=64, dv=64) for kernel in ("forward", "dkdv")]
+    cases += [of(kernel, key_order=True) for kernel in ("forward", "dq", "dkdv")]
+    cases += [of(kernel) for kernel in NO_MMA]
     return cases + _hopper_cases() if arch == 90 else cases
 
 
 def _hopper_cases() -> list[Case]:
-    cases = [Case(name, 90, "bfloat16", *pads, True, "gluon") for name, pads in hopper_config.TABLE]
-    cases += [Case(name, 90, "float16", 96, 80, True, "gluon") for name in ("forward", "dkdv")]
-    cases += [
-        Case(name, 90, "bfloat16", 192, 128, True, "gluon")
-        for name in ("forward", "dq", "dkdv_hdim256")
-    ]
-    packed = [(name, d) for name in ("forward", "dq") for d in (64, 128, 256)]
-    cases += [Case(name, 90, "bfloat16", d, d, True, "gluon", short=True) for name, d in packed]
-    cases += [
-        Case(name, 90, "bfloat16", *pads, True, "gluon", seen=seen)
-        for (name, pads), choices in hopper_config.LONG_TABLE.items()
-        for seen in choices
-    ]
-    cases += [Case("forward", 90, dtype, *pads, True, "gluon", plain=True)
-              for pads in hopper_config.PLAIN for dtype in ("bfloat16", "float16")]  # fmt: skip
+    def of(kernel: str, pads: tuple[int, int], dtype: str = "bfloat16", **flags: Any) -> Case:
+        return Case(kernel, 90, dtype, *pads, True, "gluon", **flags)
+
+    cases = [of(*key) for key in hopper_config.TABLE]
+    cases += [of(name, (96, 80), "float16") for name in ("forward", "dkdv")]
+    cases += [of(name, (192, 128)) for name in ("forward", "dq", "dkdv_hdim256")]
+    packed = product(("forward", "dq"), (64, 128, 256))
+    cases += [of(name, (d, d), short=True) for name, d in packed]
+    for key, choices in hopper_config.LONG_TABLE.items():
+        cases += [of(*key, seen=seen) for seen in choices]
+    plain = product(hopper_config.PLAIN, ("bfloat16", "float16"))
+    cases += [of("forward", pads, dtype, plain=True) for pads, dtype in plain]
     ordered = ("forward", 128), ("forward", 256), ("dq", 128), ("dkdv", 128), ("dkdv_hdim256", 256)
-    cases += [
-        Case(name, 90, "bfloat16", d, d, True, "gluon", key_order=True) for name, d in ordered
-    ]
-    forward = [pads for name, pads in hopper_config.TABLE if name == "forward"]
-    cases += [
-        Case("few_queries", 90, "bfloat16", *pads, True, "gluon", key_order=True)
-        for pads in forward
-    ]
-    fused = [pads for name, pads in hopper_config.TABLE if name == "fused"]
-    return cases + [
-        Case("fused", 90, "bfloat16", *pads, True, "gluon", ordered=True) for pads in fused
-    ]
+    cases += [of(name, (d, d), key_order=True) for name, d in ordered]
+    pads_of = lambda kernel: [pads for name, pads in hopper_config.TABLE if name == kernel]
+    cases += [of("few_queries", pads, key_order=True) for pads in pads_of("forward")]
+    return cases + [of("fused", pads, ordered=True) for pads in pads_of("fused")]
 
 
 def compile_case(case: Case) -> list[Compiled]:
@@ -198,22 +172,21 @@ def _compile_hopper(case: Case) -> list[Compiled]:
             _report(case, used, binary, hopper_config.shared_bytes(case.kernel, used, d, dv))
         )
 
-    calls = {
-        "forward": lambda: hopper.forward(q, k, v, mask, 0.1, dout, lse),
-        "dq": lambda: hopper.dq(q, k, v, dout, softmax_stats, mask, 0.1, q),
-        "fused": lambda: hopper.dkdv(
-            q, k, v, dout, softmax_stats, mask, 0.1, k, v, wide, case.ordered
-        ),
-    }
     plain = {"forward": hopper_config.PLAIN[case.d, case.dv]} if case.plain else {}
+    backward = q, k, v, dout, softmax_stats, mask, 0.1
     with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
-        calls.get(case.kernel, lambda: hopper.dkdv(q, k, v, dout, softmax_stats, mask, 0.1, k, v))()
+        if case.kernel == "forward":
+            hopper.forward(q, k, v, mask, 0.1, dout, lse)
+        elif case.kernel == "dq":
+            hopper.dq(*backward, q)
+        else:
+            hopper.dkdv(*backward, k, v, *((wide, case.ordered) if case.kernel == "fused" else ()))
     return results
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile the kernels of `few_queries_launch`, each variant once: slices of V, few and many
-    rows, one rank and several.
+    """Compile each variant of `few_queries_launch` once: slices of V, few and many rows, one rank
+    and several.
     """
     few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose(
@@ -361,20 +334,10 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [
-            get_ptxas(case.arch).path,
-            "-v",
-            f"--gpu-name={target}",
-            source,
-            "-o",
-            source.with_suffix(".cubin"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        listing = ""
-        if "wgmma" in ptx:
-            disassemble = [nvidia.nvdisasm.path, "--print-code", source.with_suffix(".cubin")]
-            listing = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
-    log = done.stderr + done.stdout
+        binary_file, tool = source.with_suffix(".cubin"), get_ptxas(case.arch).path
+        log = _printed(tool, "-v", f"--gpu-name={target}", source, "-o", binary_file)
+        disassemble = nvidia.nvdisasm.path, "--print-code", binary_file
+        listing = _printed(*disassemble) if "wgmma" in ptx else ""
     numbers = lambda pattern: [int(number) for number in re.findall(pattern, log)]
     return Compiled(
         binary.metadata.name,
@@ -393,8 +356,13 @@ def _report(case: Case, used: Config, binary, expected: int) -> Compiled:
     )
 
 
+def _printed(*command: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stderr + done.stdout
+
+
 def main() -> None:
-    """Compile the main cases, print a line for each kernel, and write a record with --record."""
+    """Compile the main cases, and print a line for each kernel."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
     parser.add_argument("--json", action="store_true", help="print one JSON object for each kernel")

@@ -77,8 +77,8 @@ def emulated(
     sources: Path = KERNELS,
     backwards: bool = False,
 ) -> Iterator[None]:
-    """Compute with the CUDA kernels of a folder, on a CPU. ``backwards``: the last warps of a CTA
-    run ahead of the first.
+    """Compute with the CUDA kernels of a folder. ``backwards``: the last warps of a CTA run ahead
+    of the first.
     """
     run = partialmethod(_emulate, sources=sources, backwards=backwards)
     with (

@@ -1,9 +1,7 @@
-"""Make types of interpreted tensors once, because Triton's interpreter spends a third of its time
-on them.
+"""Make the types of interpreted tensors once: Triton's interpreter spends a third of its time on
+them.
 
-Each operation of the interpreter makes a tensor, with a block type and a tuple of compile-time
-numbers for its shape. These are equal for all tensors of one shape and one dtype. Nothing writes
-them, so tensors may share them."""
+They are equal for all tensors of one shape and dtype, and nothing writes them."""
 
 from triton.language import core
 
@@ -21,9 +19,7 @@ PLAIN = {
 
 
 def share_types() -> None:
-    """Let all block types and tensors of one shape share what Triton computes from the shape. A
-    second call does nothing.
-    """
+    """Let tensors of one shape share what Triton computes from it. A second call does nothing."""
     if core.block_type.__init__.__module__ == __name__:
         return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__

@@ -1,15 +1,12 @@
-"""Judge whether a result of attention is correct: compare its error with that of dense attention in
-the same dtype.
+"""Judge a result of attention: compare its error with that of dense attention in the same dtype.
 
-    exact = oracle(q, k, v, dout, mask)          float64 dense attention on the same rounded inputs
-    honest = orders(q, k, v, dout, mask)         dense attention in the dtype of q, in four orders
-                                                 of summation
-    verdict = agreement(got, exact, honest)      error <= 2 x honest error + one rounding, for each
-                                                 tensor and norm
+    exact = oracle(q, k, v, dout, mask)        float64, on the same rounded inputs
+    honest = orders(q, k, v, dout, mask)       the dtype of q, four orders of summation
+    verdict = agreement(got, exact, honest)    error <= 2 x honest error + one rounding, for each
+                                               tensor and norm
 
-**Bound.** The honest error is the largest of four evaluations, which sum in different orders and
-merge 1, 2, 4 and 8 parts of the keys through lse. The factor 2 allows for other roundings of a
-kernel. For float64 the bound is 1e-12.
+**Bound.** The honest error is the largest of four evaluations. The factor 2 allows for other
+roundings of a kernel. For float64 the bound is 1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``,
 with L2 over heads and width. Attention over n keys has size 1 / sqrt(n), so the first two norms may
@@ -27,9 +24,9 @@ Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
 
-**NaN and infinities** reach exactly the results of the cells that see them: a sum over keys or
-queries leaves out hidden cells. The judge compares their places, and the errors everywhere else. A
-module that multiplies hidden elements by 0 spreads them: ``spread`` holds the places where it may.
+**NaN and infinities** reach exactly the results of the cells that see them. The judge compares
+their places, and the errors everywhere else. A module that multiplies hidden elements by 0 spreads
+them: ``spread`` holds the places where it may.
 
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
@@ -51,14 +48,12 @@ EXACT = 1e-12
 UNIT = 2.0**-24  # one rounding of float32
 NORMS = ("l2", "max", "token")
 LOG2E = 1.4426950408889634
-# number of scores in memory at a time, all heads together
+# scores in memory at a time
 _BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class Attended(NamedTuple):
-    """Results of attention, forward and backward.
-    None for results that a function does not return.
-    """
+    """Results of attention; None for those that a function does not return."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -119,16 +114,12 @@ def dense(
 def orders(
     q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None
 ) -> list[Results]:
-    """Return four results of `dense`, with different orders of summation and 1, 2,
-    4 and 8 parts.
-    """
+    """Return the results of `dense` for the orders 0 to 3."""
     return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
-    """Let a function (q, k, v, dout, mask, scale, dlse, sink, ...) also take packed tensors, and a
-    tuple of masks.
-    """
+    """Let a function of `oracle`'s arguments also take packed tensors, and a tuple of masks."""
 
     def called(q, k, v, dout, mask=None, scale=None, dlse=None, sink=None, *more) -> Results:
         if q.dim() == 3:
@@ -256,9 +247,7 @@ def _softmax(
 
 
 def _over_seen(weights: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """Return weights @ x over the cells that are ``seen``. A weight of 0 does not hide a NaN,
-    because 0 * NaN is NaN.
-    """
+    """Return weights @ x over the cells that are ``seen``: a weight of 0 does not hide a NaN."""
     finite = x.isfinite()
     rest = (~finite).any(-1).flatten(0, 1).any(0)
     cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
@@ -283,9 +272,7 @@ def _shuffled(n: int, order: int, device) -> Tensor:
 
 
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (queries, bool [queries, keys]), so that the whole score matrix need not fit into
-    memory.
-    """
+    """Yield the `visible_blocks` whose scores fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     yield from visible_blocks(mask, q.device, step)
 
@@ -321,7 +308,7 @@ def visible_blocks(
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
-    """Return q k^T. 16-bit operands: add 16 products at a time and truncate, like a tensor core."""
+    """Return q k^T, of 16-bit operands as a tensor core."""
     if narrow not in (torch.float16, torch.bfloat16):
         return q @ k.mT
     total = q.new_zeros(*q.shape[:3], k.shape[2])
@@ -373,7 +360,7 @@ def short(ratio: float) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """The verdict: all measures, and all faults as text."""
+    """All measures, and all faults as text."""
 
     measures: tuple[Measure, ...]
     faults: tuple[str, ...]
@@ -401,8 +388,8 @@ def agreement(
     roundings: Results | None = None,
     spread: Results | None = None,
 ) -> Agreement:
-    """Compare the error of ``got`` with the error of ``honest``, both against ``exact``. Tensors
-    that are None are not judged.
+    """Compare the errors of ``got`` and ``honest`` against ``exact``. Tensors that are None are not
+    judged.
 
     The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds. ``spread``:
     booleans, more places where ``got`` may be NaN or infinite. Raises ValueError if all tensors are

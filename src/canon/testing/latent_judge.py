@@ -1,9 +1,9 @@
 """The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project
 the gradients back.
 
-Honest results round K and V, and their gradients, to the dtype of q, as operands of matrix
-products. ``latent`` and ``k_rope``, (b, t, 1, width) or without b, have the axis of one head, as
-their gradients here. Only hidden tokens may hold NaN."""
+Honest results round K, V and their gradients to the dtype of q. ``latent``, ``k_rope`` and their
+gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold
+NaN."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,9 +18,7 @@ from canon.testing.roundings import roundings
 
 
 class AttendedLatent(NamedTuple):
-    """Results of latent attention. On several ranks, dup_weight and dsink are the sums of their
-    gradients.
-    """
+    """Results of latent attention; dup_weight and dsink are sums over all ranks."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -34,9 +32,7 @@ class AttendedLatent(NamedTuple):
 def keys_of(
     latent: Tensor, k_rope: Tensor, up_weight: Tensor, heads: int, d: int
 ) -> tuple[Tensor, Tensor]:
-    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``, from the
-    definition.
-    """
+    """Return K (*b, t, heads, d) and V (*b, t, heads, dv) in the dtype of ``latent``."""
     nope = d - k_rope.shape[-1]
     by_head = (latent @ up_weight.mT).squeeze(-2).unflatten(-1, (heads, -1))
     k_rope = k_rope.expand(*k_rope.shape[:-2], heads, -1)
@@ -44,15 +40,15 @@ def keys_of(
 
 
 def latent_oracle(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    up_weight: Tensor,
-    dout: Tensor,
+    q,
+    latent,
+    k_rope,
+    up_weight,
+    dout,
     mask: Masks,
     scale: Scale | None = None,
-    dlse: Tensor | None = None,
-    sink: Tensor | None = None,
+    dlse=None,
+    sink=None,
 ) -> AttendedLatent:
     """Return dense latent attention and its gradients in float64."""
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
@@ -60,26 +56,26 @@ def latent_oracle(
 
 
 def latent_dense(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    up_weight: Tensor,
-    dout: Tensor,
+    q,
+    latent,
+    k_rope,
+    up_weight,
+    dout,
     mask: Masks,
     scale: Scale | None = None,
-    dlse: Tensor | None = None,
-    sink: Tensor | None = None,
+    dlse=None,
+    sink=None,
     *,
     order: int = 0,
 ) -> AttendedLatent:
     """Return the same in the dtype of q, with an order of summation of `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    tensors = [x.detach() for x in (q, latent, k_rope, up_weight, dout)]
+    tensors = (x.detach() for x in (q, latent, k_rope, up_weight, dout))
     return _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse, sink)
 
 
 def latent_orders(*arguments: Any) -> list[AttendedLatent]:
-    """Return four results of `latent_dense`, as `judge.orders` does."""
+    """Return the results of `latent_dense` for the orders 0 to 3."""
     return [latent_dense(*arguments, order=order) for order in range(4)]
 
 
@@ -92,16 +88,13 @@ def _attend(
     k_rope: Tensor,
     up_weight: Tensor,
     dout: Tensor,
-    mask: Masks,
-    scale: Scale | None,
-    dlse: Tensor | None,
-    sink: Tensor | None,
+    *options: Any,
 ) -> AttendedLatent:
     latent, weight = torch.where(latent.isfinite(), latent, 0).to(wide), up_weight.to(wide)
     k, v = (
         x.to(narrow) for x in keys_of(latent, k_rope.to(wide), weight, q.shape[-2], q.shape[-1])
     )
-    of_keys = judge(q, k, v, dout, mask, scale, dlse, sink)
+    of_keys = judge(q, k, v, dout, *options)
     assert of_keys.dk is not None
     assert of_keys.dv is not None
     nope = q.shape[-1] - k_rope.shape[-1]
@@ -116,21 +109,10 @@ def _attend(
     )
 
 
-def latent_roundings(
-    q: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    up_weight: Tensor,
-    dout: Tensor,
-    mask: Masks,
-    scale: Scale | None,
-    dlse: Tensor | None,
-    sink: Tensor | None,
-) -> AttendedLatent:
-    """Return the distances of `roundings` in float64, for the roundings of K, V and the projected
-    gradients, too.
+def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
+    """Return the distances of `roundings`, with the roundings of K, V and the projected gradients.
 
-    K and V move up or down by one rounding, drawn at random, four times. The largest change is
+    K and V move up or down by one rounding, drawn at random, four times: the largest change is
     their distance. Independent distances of dK and dV add as root of the sum of squares.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
@@ -141,13 +123,13 @@ def latent_roundings(
     sizes = keys_of(c.abs(), torch.zeros_like(k_rope, dtype=torch.float64), weight.abs(), h, d)
     sizes = [wide * size + narrow * x.abs() for size, x in zip(sizes, keys, strict=True)]
     sizes[0][..., nope:] = 0  # no rounding changes k_rope
-    exact, draw = oracle(q, *keys, dout, mask, scale, dlse, sink), torch.Generator().manual_seed(0)
-    reach = roundings(q, *keys, dout, mask, scale, dlse, sink)
+    exact, draw = oracle(q, *keys, dout, *options), torch.Generator().manual_seed(0)
+    reach = roundings(q, *keys, dout, *options)
     changes = []
     for _ in range(4):
         signs = (2 * torch.randint(2, x.shape, generator=draw).to(x.device) - 1 for x in keys)
         moved = (x + sign * size for x, sign, size in zip(keys, signs, sizes, strict=True))
-        changed = oracle(q, *moved, dout, mask, scale, dlse, sink)
+        changed = oracle(q, *moved, dout, *options)
         changes.append([(x - y).abs().nan_to_num(0.0) for x, y in zip(changed, exact, strict=True)])
     reach = [x + torch.stack(moved).amax(0) for x, *moved in zip(reach, *changes, strict=True)]
     rows = torch.cat([exact.dk[..., :nope], exact.dv], -1).flatten(-2).abs()

@@ -1,15 +1,13 @@
-"""Run one program on every rank of a process group: on threads, on gloo processes, or on one NCCL
-process per GPU.
+"""Run one program on every rank of a process group.
 
-    process_groups.threads(program, ranks=4)      ranks are threads of this process: fast, and
-                                                  output is in rank order
-    process_groups.processes(program, ranks=4)    ranks are processes on the CPU: takes seconds, and
-                                                  sends may block
-    process_groups.gpus(program)                  ranks are processes, each with its own GPU
+    process_groups.threads(program, ranks=4)      threads of this process: fast
+    process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds,
+                                                  and sends may block
+    process_groups.gpus(program)                  processes with a GPU each, over NCCL
 
-If a rank fails, RuntimeError names the first such rank, with its exception as the cause. No
-function hangs: threads that all wait for each other raise at once, and processes end at a timeout,
-whose error has the stacks of the unfinished ranks."""
+Results and output are in rank order. RuntimeError names the first rank that fails, with its
+exception as the cause. Threads that all wait for each other raise at once. Processes end at a
+timeout, whose error has the stacks of the unfinished ranks."""
 
 import contextvars
 import os
@@ -32,11 +30,10 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads of this process, on the CPU or one shared GPU. Return the
-    results by rank.
+    """Run ``program()`` on threads, on the CPU or one shared GPU.
 
     Backward passes run in the thread of their rank. The ranks get a copy of the caller's context
-    variables. Raises RuntimeError that names the first rank that failed, or the waits of all ranks.
+    variables. Raises RuntimeError that names the first failed rank, or the waits of all ranks.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -56,8 +53,7 @@ class _Threads:
         self.output = _OutputByRank(sys.stdout, ranks)
         self.results: list[Any] = [None] * ranks
         self.failures: dict[int, BaseException] = {}
-        # Not Thread.join: in Python 3.11, an interrupt during a join marks a running thread as
-        # ended.
+        # in Python 3.11, an interrupt during Thread.join marks a running thread as ended
         self.ended = [threading.Event() for _ in range(ranks)]
         self.cores = torch.get_num_threads()
         self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -132,7 +128,7 @@ def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
 
 @contextmanager
 def _one_launch_at_a_time() -> Iterator[None]:
-    """Let one thread compile a kernel. Otherwise every thread compiles it at its first launch."""
+    """Let one thread compile a kernel, which all would compile at their first launch."""
     from triton.runtime.jit import JITFunction
 
     lock, launch = threading.Lock(), JITFunction.run
@@ -179,20 +175,15 @@ class _OutputByRank:
 
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
-    """Run the picklable ``program()`` on processes on the CPU, over gloo. Return the results by
-    rank.
-
-    Raises RuntimeError that names the first failed rank, and TimeoutError ``timeout`` seconds after
-    the start of the processes."""
+    """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after the start
+    of all. Raises RuntimeError or TimeoutError."""
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Run the picklable ``program()`` on processes, each with its own GPU, over NCCL. Return the
-    results by rank, on the CPU.
-
-    Raises the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
+    """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU. Raises
+    the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
@@ -204,16 +195,14 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
 
 
 def run(kind: str, program: Program, ranks: int, timeout: float) -> list[Any]:
-    """Run the program by `threads`, which need no timeout, `processes` or `gpus`, the ``kind``."""
+    """Run the program by the function ``kind``; `threads` need no timeout."""
     if kind == "threads":
         return threads(program, ranks)
     return {"processes": processes, "gpus": gpus}[kind](program, ranks, timeout=timeout)
 
 
 def kernel_gpus() -> int:
-    """Return the number of GPUs for Triton's kernels:
-    0 if TRITON_INTERPRET keeps them on the CPU.
-    """
+    """Return the number of GPUs, 0 if TRITON_INTERPRET keeps the kernels on the CPU."""
     values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
     return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0

@@ -1,8 +1,7 @@
-"""Run a program on processes as ranks, with a timeout, and read back their results, output and
-errors.
+"""Run a program on processes as ranks, with a timeout.
 
-A child joins the group through a file (no ports), and writes its result, output and error into a
-file.
+A child joins the group through a file (no ports), and writes its result, output and error into
+another.
 """
 
 import contextlib
@@ -35,9 +34,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 def run_processes(
     program: Callable[[], Any], ranks: int, backend: str, timeout: float
 ) -> list[Any]:
-    """Return the results of ``program()`` by rank.
-    Raises the errors of `process_groups.processes`.
-    """
+    """Return the results by rank. Raises the errors of `process_groups.processes`."""
     try:
         packed = pickle.dumps(program)
     except _UNPICKLABLE as error:

@@ -18,7 +18,7 @@ import canon
 
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
-    """Write command, commit, date, machine, ``more`` and one entry per result."""
+    """Write a record with further fields ``more``."""
     entry = {
         "command": command,
         "canon": canon.__version__,
@@ -34,9 +34,7 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
 
 
 def command(*words: str, **options: Any) -> str:
-    """Return a command line. A list repeats its option, a tuple gives it several words, and nothing
-    leaves it out.
-    """
+    """Return a command line. A list repeats its option, a tuple gives it several words."""
     line = [*words]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:

@@ -1,13 +1,12 @@
-"""Record the order in which a schedule posts messages, waits for them and computes, to assert
-overlap on CPUs.
+"""Record the order in which a schedule posts messages, waits for them and computes.
 
     with recording(reference.strided) as log:
         process_groups.threads(program, ranks=4)
     log.of(rank=1)      [posted gather 0, waited gather 0, posted gather 1, computed forward 0, ...]
 
 Messages are recorded at torch.distributed and at `BlockRing.hop`, computations at the names of
-`KINDS`. A `StepBackward` is recorded at `dkdv`, as "computed", and at `dq`, as "finished". Ranks
-that are threads share a recording."""
+`KINDS`. A `StepBackward` is "computed" at `dkdv`, and "finished" at `dq`. Threads as ranks share a
+recording."""
 
 import sys
 import threading
@@ -41,10 +40,10 @@ KINDS = {
 @dataclass(frozen=True)
 class Event:
     """The ``number``-th message ("gather", "reduce", "hop") or computation ("forward", "backward")
-    of a ``kind``.
+    of a kind.
 
-    ``items`` and ``nbytes`` count what a rank receives, and the visible cells times query heads of
-    a computation."""
+    ``items`` and ``nbytes`` count what a rank receives; ``items`` of a computation, visible cells
+    times query heads."""
 
     rank: int
     what: str  # "posted", "waited", "computed" or "finished"
@@ -58,8 +57,8 @@ class Event:
 
 
 class Log:
-    """The events of all ranks. ``spans``: (event, start, stop) in seconds; a message ends with the
-    wait for it.
+    """The events of all ranks. ``spans``: (event, start, stop) in seconds, until a message has been
+    waited for.
     """
 
     def __init__(self):

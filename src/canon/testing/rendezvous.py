@@ -1,4 +1,4 @@
-"""Let the ranks of a group of threads wait for each other, and detect when no rank can continue."""
+"""Let threads as ranks wait for each other, and detect when no rank can continue."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits in vain. It is no Exception, so no program catches it."""
+    """Ends a rank that waits in vain. A program that catches Exception does not catch it."""
 
 
 class Rendezvous:
@@ -25,9 +25,7 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. Raises Ended if another rank has failed, or if no rank can
-        continue.
-        """
+        """Wait until ``ready()``. Raises Ended if a rank has failed, or none can continue."""
         with self.changed:
             if self.interrupted:
                 raise Ended(self.ended)

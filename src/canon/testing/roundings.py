@@ -28,7 +28,7 @@ Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A b
 |s|, for the error of tanh. dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A /
 c), for the error of the slope.
 
-A kernel rounds both out and dout a second time, so the distances of 16 bits are doubled.
+A kernel rounds both out and dout a second time, which doubles the distances of 16 bits.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
 error analysis."""
@@ -153,9 +153,7 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tupl
 def _narrow(
     q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float
 ) -> tuple[Tensor | None, ...]:
-    """Return the second table. The rounding error of p and ds is at least that of size
-    ``least``.
-    """
+    """Return the second table. ``least``: the least size of p and ds in it."""
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
     ds = (
@@ -174,9 +172,7 @@ def _narrow(
 
 
 class _Cap(NamedTuple):
-    """The ratios t of scores to a soft-cap, and the slopes of tanh there; without a soft-cap, 0 and
-    1.
-    """
+    """The ratios t of scores to a soft-cap and the slopes of tanh; without a soft-cap, 0 and 1."""
 
     softcap: float
     ratio: Tensor | float
@@ -201,16 +197,12 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
 
 
 def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
-    """Return w q k^T: the root of the sum of squares of the partial sums of each score, for q and k
-    >= 0 of equal size.
-    """
+    """Return w q k^T, for q and k >= 0 of equal size."""
     return max(1.0, (q.shape[-1] / 3) ** 0.5) * q @ k.mT
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. NaN becomes 0, and inf a number: the judge reads no
-    distance that depends on them.
-    """
+    """Return q k^T, -inf in hidden cells. The judge reads no distance that depends on a NaN."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 

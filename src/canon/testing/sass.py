@@ -1,7 +1,7 @@
 """Find instructions in SASS that write a register of an asynchronous MMA in flight.
 
-Until a wait, the tensor cores write the accumulator registers, and read the left operand if it is
-in registers. The assembler chooses these registers, and a run shows a mistake only sometimes.
+The assembler chooses registers of accumulators and left operands, and a run shows a mistake only
+sometimes.
 
     HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88         writes R88 to R151, reads R152 on
     HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0   the last MMA of a group
@@ -33,12 +33,12 @@ def waits(listing: str) -> int:
 
 
 def skipped_waits(listing: str) -> int:
-    """Return the number of waits at the end of a branch that has no MMA before them."""
+    """Return the number of waits that end a branch without MMA."""
     return len(_SKIPPED_WAIT.findall(listing))
 
 
 def overwritten(listing: str) -> list[str]:
-    """Return the instructions, with addresses, that write registers of an MMA in flight."""
+    """Return such instructions, with addresses."""
     groups: list[set[int]] = []  # registers of the groups in flight, oldest first
     started: set[int] = set()  # registers of the incomplete group
     found = []

@@ -1,19 +1,11 @@
 """Implement a torch.distributed backend with threads of one process as ranks.
 
-    rank 0   all_gather ──┐ posts, waits
-    rank 1   all_gather ──┤ posts, waits
-    rank 2   all_gather ──┘ posts last: moves, wakes
+Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others. CUDA
+events order the work of ranks that share one GPU. torch's private group of threads has no send and
+receive, and waits forever for a rank that has returned.
 
-Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others. A send
-leaves a copy of its tensor for the receive with the same number.
-
-torch's private group of threads is not used: it has no send and receive, waits forever for a rank
-that has returned, and casts silently if ranks disagree on a dtype. CUDA events order the work of
-ranks that share one GPU.
-
-Limits: it has the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send
-without a receive returns. A receive must name its source. Reductions are SUM, AVG, PRODUCT, MIN and
-MAX, in rank order."""
+Limits: the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a
+receive returns. A receive must name its source. Reductions are in rank order."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -136,7 +128,7 @@ class ThreadGroup(dist.ProcessGroup):
         return "threads"
 
     def _get_backend(self, device) -> "ThreadGroup":
-        """Return the group itself: torch 2.15 looks up the backend of a batch of sends."""
+        """torch 2.15 looks up the backend of a batch of sends."""
         return self
 
     @property
