@@ -297,6 +297,17 @@ class Layout(metaclass=OpaqueMeta):
             self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several)
         )
 
+    def divided(self, heads: int) -> "Layout":
+        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
+
+        A plan for the rows of a mesh ("tokens", "heads") so becomes a layout for its ranks:
+        ``dispatch(mask, rows).divided(heads)``. The parts of a row follow its local order, and
+        their sizes differ by at most one token.
+        """
+        from canon.masks.rows import divided
+
+        return divided(self, heads)
+
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask in the colours of their ranks, and the visible cells of each
         rank. Return the figure.
