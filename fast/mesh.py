@@ -58,15 +58,13 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. q, k, v, out, lse: of the column, or of a compiled
-    call the rank's own.
-    """
+    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
     schedule = call.computed
     b, t, h, _ = call.shapes[0]
     # every rank sends dlse: others may need it
     dlse = lse.new_zeros(b, h, t) if dlse is None else dlse
     of_results = to_column(call, dout, dlse)
-    if q.shape[2] == h:
+    if q.shape[2] == h:  # a compiled call keeps the rank's own
         q, k, v, out, lse = to_column(call, q, k, v, out, lse)
     grads = schedule.passes[1](schedule, needs_grad, *of_results, q, k, v, out, lse, *others)
     returned = iter(to_tokens(call, *(x for x in grads if x is not None)))

@@ -16,24 +16,19 @@ keeps the exchanged q, k, v, out and lse. A compiled call keeps its own tokens, 
 again. A sink is applied afterwards, to the rank's own tokens. T = 1 is Ulysses.
 
 A row holds its tokens by position (`canon.masks.rows`), so the parts of ``zigzag(n, T H)`` make the
-rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``.
+rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. Values move
+unchanged, and no sum crosses a column, so rank_invariant=True gives the bits of one rank. All ranks
+of the mesh compare a call: a column with another mask would compute wrong heads without an error.
 
-Bits: values move unchanged, and no sum crosses a column. With rank_invariant=True the bits are
-those of one rank. All ranks of the mesh compare the arguments of a call, because a column with
-another mask would compute wrong heads without an error.
-
-Cost of a rank with t tokens, for elements of e bytes, E in partial results. The schedule adds its
-own cost for T ranks, T H t tokens and h / H and g / H heads:
-
-                 bytes sent inside the row, as many received
-    forward      (1 - 1 / H) t b (h (d + dv) e + g (d + dv) e + h E)
-    backward     the same
+Cost of a rank with t tokens, for elements of e bytes, E in partial results: in each pass it sends
+(1 - 1 / H) t b ((h + g) (d + dv) e + h E) bytes inside its row, and receives as many. The schedule
+adds its own cost for T ranks of T H t tokens, with h / H and g / H heads.
 
 Limits: H divides the key heads g. Repeating key heads would move the same bytes between rows as a
 mesh of gcd(g, H) columns. Nothing hides the exchanges.
 
-Sources: Jacobs et al., DeepSpeed Ulysses (2023), the exchange; Fang and Zhao, USP (2024), and
-TransformerEngine's "a2a+p2p", both dimensions.
+Sources: Jacobs et al., DeepSpeed Ulysses (2023), the exchange; Fang and Zhao, USP (2024), both
+dimensions.
 """
 
 import torch
@@ -66,11 +61,9 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. q, k, v, out, lse: of the column, or of a compiled
-    call the rank's own.
-    """
+    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
     schedule = call.computed
-    if q.shape[2] == call.shapes[0][2]:
+    if q.shape[2] == call.shapes[0][2]:  # a compiled call keeps the rank's own
         q, k, v, out = (to_column(call, x) for x in (q, k, v, out))
         lse = statistic(to_column(call, statistic(lse)))
     # every rank sends dlse: others may need it
@@ -82,9 +75,7 @@ def mesh_backward(
 
 
 def to_column(call: Call, x: Tensor) -> Tensor:
-    """Return the row's tokens (b, sum of t, n / H, d) of this column's heads, from x (b, t, n,
-    d).
-    """
+    """Return (b, sum of t, n / H, d): the row's tokens, this column's heads, of x (b, t, n, d)."""
     row, column = divmod(call.rank, call.heads)
     sizes = sizes_of_row(call)
     rows = x.unflatten(2, (call.heads, -1)).permute(2, 1, 0, 3, 4)  # (H, t, b, n / H, d)

@@ -6,6 +6,7 @@ import functools
 import os
 import pickle
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -145,9 +146,10 @@ def replays_exchanges(layout, several):
         return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
 
     replayed = [train(tensors) for tensors in several][1]
+    plans: Any = PLANS.plans
     passes = [
         (key[0].__name__, plan.reason)
-        for key, (plan, _) in list(PLANS.plans.items())
+        for key, (plan, _) in list(plans.items())
         if isinstance(plan, recordings.PreparedPass)
     ]
     dist.barrier()

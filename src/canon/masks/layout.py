@@ -254,8 +254,8 @@ class Layout(metaclass=OpaqueMeta):
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is
-                all ranks.
+            group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), with
+                ``ranks`` ranks; None is all ranks.
             partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the
                 owner of a token adds the gradients of the ranks in rank order, in float32 (float64
                 for float64), and rounds once.
