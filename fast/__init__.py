@@ -19,6 +19,7 @@ from canon.fast.magi import (
     magi_attention,
     plan_report,
 )
+from canon.fast.mesh import mesh_backward, mesh_forward
 from canon.fast.preparation import prepare
 from canon.fast.ring import ring_attention, striped_attention, zigzag_attention
 from canon.fast.strided import strided_attention
@@ -38,6 +39,7 @@ def _compile_for(call: Call) -> None:
 
 
 FAST.compile_for = _compile_for
+FAST.over_mesh = mesh_forward, mesh_backward
 
 __all__ = [
     "Band",

@@ -73,10 +73,11 @@ class Assignment:
         """Return for each rank the tokens that it receives or those that it sends, whichever are
         more.
         """
-        # for each cell: the ranks that need it
+        # for each cell: the ranks that need it; for each chunk: the tokens that its rank sends
         self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)
-        sent = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))[self.slots].sum(1)
-        return np.maximum(self.received, sent)
+        self.sends = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))
+        self.sent = self.sends[self.slots].sum(1)
+        return np.maximum(self.received, self.sent)
 
     def score(self) -> tuple[int, int]:
         moved, chunks = self.moved(), self.chunks
@@ -100,10 +101,14 @@ class Assignment:
         pairs = np.stack(np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others)))
         if not pairs.size:
             return False
-        rows, block = (
-            (chunks.rows(mine), chunks.rows(theirs)),
-            max(1, LARGEST_BLOCK // self.once.shape[1]),
-        )
+        needs = chunks.rows(mine), chunks.rows(theirs)
+        holder = np.empty(self.slots.size, np.int64)  # of each chunk
+        holder[self.slots] = np.arange(chunks.ranks)[:, None]
+        # only the demand for these cells may change, here in the order of their holders
+        cells = np.flatnonzero(needs[0].any(0) | needs[1].any((0, 1)))
+        cells = cells[np.argsort(holder[chunks.owner[cells]], kind="stable")]
+        rows = cells, holder[chunks.owner[cells]], needs[0][:, cells], needs[1][..., cells]
+        block = max(1, LARGEST_BLOCK // (len(cells) + chunks.ranks))
         parts = np.split(pairs, range(block, pairs.shape[1], block), axis=1)
         moved, traffic = np.concatenate(
             [self._relieved(rank, others, part, rows) for part in parts], axis=1
@@ -130,20 +135,27 @@ class Assignment:
         """Return after each swap the tokens that the busiest rank moves, and the traffic."""
         chunks, (which, x, y) = self.chunks, pairs
         give, take = self.slots[rank, x], self.slots[others[which], y]
-        mine, theirs = rows
+        cells, holders, mine, theirs = rows
+        sizes = chunks.cells[cells]
         gone, come = mine[x].astype(np.int64), theirs[which, y].astype(np.int64)
         here, there = mine.sum(0), theirs.sum(1)[which]  # chunks of the rank that need a cell
         here_then, there_then = here - gone + come > 0, there - come + gone > 0
-        demand = self.demand + here_then - (here > 0) + there_then - (there > 0)
-        of_chunks = chunks.own_sums(chunks.cells * (demand - 1))
-        sent, each = of_chunks[:, self.slots].sum(2), np.arange(len(x))
-        change = of_chunks[each, take] - of_chunks[each, give]
+        demand = here_then.astype(np.int64) - (here > 0) + there_then - (there > 0)  # its change
+        holding, first = np.unique(holders, return_index=True)
+        sent, each = np.tile(self.sent, (len(x), 1)), np.arange(len(x))
+        sent[:, holding] += np.add.reduceat(sizes * demand, first, axis=1)
+        of_take, of_give = (
+            self.sends[some]
+            + np.where(chunks.owner[cells] == some[:, None], sizes * demand, 0).sum(1)
+            for some in (take, give)
+        )
+        change = of_take - of_give
         sent[:, rank] += change
         sent[each, others[which]] -= change
         received, own = np.tile(self.received, (len(x), 1)), chunks.own[take] - chunks.own[give]
-        received[:, rank] = here_then @ chunks.cells - chunks.own[self.slots[rank]].sum() - own
+        received[:, rank] = here_then @ sizes - chunks.own[self.slots[rank]].sum() - own
         received[each, others[which]] = (
-            there_then @ chunks.cells - chunks.own[self.slots[others]].sum(1)[which] + own
+            there_then @ sizes - chunks.own[self.slots[others]].sum(1)[which] + own
         )
         moved = np.maximum(received, sent).max(1)
         return np.stack([moved, chunks.ranks * moved + WEIGHT * received.sum(1)])

@@ -58,6 +58,9 @@ class Chunks:
         self.own_first, self.own_last = np.zeros((2, total, len(own[0]) // self.count), np.int64)
         for cell, token in zip((self.own_first, self.own_last), own, strict=True):
             cell[: self.count] = np.searchsorted(edges, token).reshape(-1, self.count).T
+        order = np.argsort(self.own_first.ravel(), kind="stable")
+        held = (self.own_last - self.own_first).ravel()[order]
+        self.owner = np.repeat(order // self.own_first.shape[1], held)  # the chunk of each cell
         self.cells = np.diff(edges) * self.cells_per_us
         place = np.arange(len(owner)) - np.searchsorted(owner, owner)
         self.first, self.last = np.zeros((2, total, place.max(initial=0) + 1), np.int64)

@@ -27,6 +27,7 @@ from canon.fast.backward import plan_gradients
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
 from canon.fast.local import empty_result, forward_for
+from canon.fast.mesh import plan_exchange
 from canon.fast.tables.device_plans import META
 from canon.route.call import Call
 
@@ -49,6 +50,9 @@ def _on(device: Any) -> AbstractContextManager:
 
 def _run(call: Call, backward: bool) -> None:
     """Look up the plans of a call."""
+    if call.heads > 1:
+        plan_exchange(call)
+        call = call.computed
     for part in call.algorithm.parts(call, backward):
         _launch(call, part, backward)
 

@@ -6,6 +6,7 @@ files in this order:
     group_collectives, magi, planner     each rank receives only the keys that its queries see
     owner_computes                       equal bits on any number of ranks
     latent, decode, preparation          latents that travel; few queries; plans made ahead
+    mesh                                 two dimensions: heads are exchanged for tokens before
 
 A call of `zigzag_attention` takes six steps to the product of queries and keys, because both halves
 share its route:
@@ -24,7 +25,13 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.reference.decode import decode_attention
 from canon.reference.latent import latent_attention
-from canon.reference.local import attention, attention_backward, attention_forward, merge
+from canon.reference.local import (
+    REFERENCE,
+    attention,
+    attention_backward,
+    attention_forward,
+    merge,
+)
 from canon.reference.magi import (
     cast_plan,
     dispatch,
@@ -33,9 +40,12 @@ from canon.reference.magi import (
     magi_attention,
     plan_report,
 )
+from canon.reference.mesh import mesh_backward, mesh_forward
 from canon.reference.preparation import prepare
 from canon.reference.ring import ring_attention, striped_attention, zigzag_attention
 from canon.reference.strided import strided_attention
+
+REFERENCE.over_mesh = mesh_forward, mesh_backward
 
 __all__ = [
     "Band",

@@ -36,7 +36,7 @@ __all__ = ["prepare"]
 
 def _run(call: Call, backward: bool) -> None:
     """Look up the plans of a call."""
-    for _ in call.algorithm.parts(call, backward):
+    for _ in call.algorithm.parts(call.computed, backward):
         pass
 
 

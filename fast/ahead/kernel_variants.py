@@ -50,6 +50,7 @@ class Model:
     rank_invariant: bool = False
     softcap: float | None = None
     max_logits: bool = False  # of return_max_logits
+    over_mesh: bool = False  # heads are exchanged
 
     @property
     def method(self) -> str:
@@ -110,7 +111,8 @@ def steps(model: Model) -> list[Callable[["Inputs"], None]]:
         unused |= {whole_backward}
     unused |= OF_PARTS if model.rank_invariant else {few_queries_in_order, few_queries_on_ranks}
     found = dict.fromkeys(x for name in model.functions for x in variants_of(name))
-    return [step for step in found if step not in unused]
+    exchanges = [exchanged_rows] if model.over_mesh else []
+    return [step for step in found if step not in unused] + exchanges
 
 
 def _is_ring(function: str) -> bool:
@@ -121,7 +123,8 @@ def _is_ring(function: str) -> bool:
 def identities(model: Model) -> list[tuple]:
     """Return all that decides the variants of each step, for stamps."""
     reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
-    key = replace(model, functions=(), ranks=(), reduce_dtype=reduced, has_sink=True)
+    shared = {"functions": (), "ranks": (), "has_sink": True, "over_mesh": False}
+    key = replace(model, reduce_dtype=reduced, **shared)
     places = {rank_sums: model.ranks}
     return [
         (key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))
@@ -354,6 +357,14 @@ def cast_rows(x: Inputs) -> None:
         statistic = x.q.new_zeros(batch, h, tokens, dtype=accumulate)
         sent = statistic.new_empty(TOKENS, batch, h, 2).transpose(0, 1)
         operations.take_rows(*[statistic.transpose(1, 2)[..., None]] * 2, x.indices, sent)
+
+
+def exchanged_rows(x: Inputs) -> None:
+    """Launch the copies to and from the messages of a mesh."""
+    for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
+        operations = rows_for(y)
+        operations.copy_tokens(y, torch.empty_like(y))
+        operations.copy_rows(y, torch.empty_like(y), x.indices)
 
 
 def packs_heads(kernels: ModuleType) -> bool:

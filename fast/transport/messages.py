@@ -355,11 +355,13 @@ class Transport:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return gather(buffer, own, group=self.gathers, async_op=True)
 
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Start to send the r-th equal part of ``sent`` to rank r, and to receive its part for this
-        rank.
+    def all_to_all(self, received: Tensor, sent: Tensor, *sizes: list[int]) -> dist.Work:
+        """Start to send the r-th part of ``sent`` to rank r, and to receive its part for this rank.
+
+        ``sizes``: the elements that are received from each rank, then those sent; by default equal
+        parts.
         """
-        return dist.all_to_all_single(received, sent, group=self.reductions, async_op=True)
+        return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
         """Launch the block's work on the communication stream, with ``after_compute`` after the

@@ -216,6 +216,19 @@ def test_every_function_of_several_ranks_computes_the_same(name, function, optio
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
+def test_a_mesh_of_tokens_and_heads_computes_the_same(name):
+    layout, model = Layout.zigzag(N, 2).divided(2), tiny(name, "canon")
+
+    def step():
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
+        options = {"half": "reference", "function": "magi", "group": mesh}
+        return sharded_step(model, batch_of(), Mask.causal(N), layout, **options)
+
+    for found in process_groups.threads(step, 4):
+        assert_close(found, eager(name))
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
 def test_the_kernels_of_fast_compute_the_same(name):
     layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)
     expected = whole_step(tiny(name), batch)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band, Layout, Mask
+from canon.masks.rows import arrival_order, united
 
 
 def dense_between(mask, layout, q_rank, k_ranks):
@@ -245,3 +246,29 @@ def test_equal_layouts_have_equal_digests():
     assert Layout.striped(5, 5) == Layout.contiguous(5, 5)
     assert Layout.striped(5, 5).digest == Layout.contiguous(5, 5).digest
     assert Layout.striped(6, 5).digest != Layout.contiguous(6, 5).digest
+
+
+# --- rows of a mesh
+
+
+@given(layouts(37), st.sampled_from([1, 2, 3, 5, 40]))
+def test_the_parts_of_a_row_hold_its_tokens_in_order(rows, heads):
+    parts = rows.divided(heads)
+    assert parts.ranks == rows.ranks * heads
+    ordered = united(parts, heads)
+    for row in range(rows.ranks):
+        ranks = range(row * heads, (row + 1) * heads)
+        sizes = [parts.size(rank) for rank in ranks]
+        assert max(sizes) - min(sizes) <= 1
+        held = torch.cat([parts.positions(rank) for rank in ranks])
+        assert held.equal(rows.positions(row))
+        for order in arrival_order(parts, heads, row):
+            held = held[order]
+        assert held.equal(ordered.positions(row))
+        starts = [piece.start for piece in ordered.ranges_per_rank[row]]
+        assert starts == sorted(starts)
+
+
+def test_divided_refuses_a_number_of_heads_below_one():
+    with pytest.raises(ValueError, match="heads"):
+        Layout.contiguous(8, 2).divided(0)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.ranks import agreement as group_state_module
+from canon.ranks import group as group_module
 from canon.ranks.agreement import group_state
 from canon.reference.magi import MAGI
 from canon.reference.strided import STRIDED
@@ -221,9 +221,9 @@ def written(path, program):
 
 def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     store = dist.HashStore()
-    first = [group_state_module._own_store(store, 3) for _ in range(3)]
+    first = [group_module.own_store(store, 3) for _ in range(3)]
     first[0].set("memory", "a file that is gone")
-    second = [group_state_module._own_store(store, 3) for _ in range(3)]
+    second = [group_module.own_store(store, 3) for _ in range(3)]
     assert all(own.check(["memory"]) for own in first)
     assert not any(own.check(["memory"]) for own in second)
 

@@ -15,7 +15,11 @@ These arguments are common to all of them:
                       rank's gradient of it is the sum over its own tokens: add the gradients of all
                       ranks, as for every replicated parameter
     group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without
-                      torch.distributed this process is the only rank
+                      torch.distributed this process is the only rank. Or a DeviceMesh with the
+                      dimensions ("tokens", "heads") in this order, also a slice of a larger one:
+                      the ranks of a row exchange heads for tokens, and the schedule runs over the
+                      columns (`mesh.py` of each half). ``layout`` has a part for each rank, row
+                      after row. "heads" must divide g; `latent_attention` raises
     reduce_dtype      dtype in which dk and dv are sent; None is float32 (float64 for float64)
     backward          "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`
     rank_invariant    return, on any number of ranks, the bits that one rank would return

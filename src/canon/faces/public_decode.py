@@ -93,8 +93,8 @@ def decode_attention(
                 below say otherwise, and the host waits: no CUDA graph can be captured. Dividing the
                     heads among ranks, and calling `attention` with this option on each, needs no
                     messages.
-            group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without
-                torch.distributed this process is the only rank.
+            group: as in `canon.faces`. A mesh ("tokens", "heads") stands for its ranks: no heads
+                are exchanged.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
 
         The result is not differentiable. Raises ValueError or TypeError on every rank, if the

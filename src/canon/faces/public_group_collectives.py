@@ -33,7 +33,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
 
         Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the
         number of the cast, from 0;
-            ``group``, a ProcessGroup or a DeviceMesh of one dimension, None for all ranks.
+            ``group``, a ProcessGroup or a DeviceMesh, None for all ranks.
         The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if
         x, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention (2025).
         """

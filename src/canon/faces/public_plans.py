@@ -43,7 +43,9 @@ def dispatch(planned: Callable[..., Layout]):
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
                 mask for each sequence: the layout serves all, and balances the sum of their areas.
-            ranks: the number of ranks.
+            ranks: the number of ranks. For a mesh ("tokens", "heads"), plan rows, then divide:
+                ``dispatch(mask, rows).divided(heads)``. Only rows need equal work, and planning
+                fewer ranks takes less time.
             chunk: the tokens that stay together; the last chunk may be short. All ranks get equally
                 many chunks, or one less, and token counts differ by at most one chunk. None is
                 1024, less for 8 chunks a rank, or more for at most 32

@@ -32,6 +32,7 @@ def prepare(
         layout: Layout | None = None,
         *,
         rank: int | None = None,
+        mesh_heads: int = 1,
         batch: int = 1,
         heads: tuple[int, int],
         widths: tuple[int, int],
@@ -50,6 +51,8 @@ def prepare(
             mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for
                 "zigzag_attention".
             rank: the rank that will make the call; None is the rank of this process.
+            mesh_heads: the dimension "heads" of the mesh ("tokens", "heads") of the call; 1 is a
+                group of one dimension.
             batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
                 `latent_attention` projects K and V of (h, h) heads.
             device: the device of the call. the plans of the reference are the same on all devices.
@@ -62,7 +65,17 @@ def prepare(
         """
         options = {"backward": backward, **options}
         given = Preparation(
-            function, mask, layout, rank, batch, heads, widths, dtype, requires_grad, options
+            function,
+            mask,
+            layout,
+            rank,
+            mesh_heads,
+            batch,
+            heads,
+            widths,
+            dtype,
+            requires_grad,
+            options,
         )
         with recorded("prepare"), noted_plans() as plans, on(device):
             run(given.call(side), requires_grad)

@@ -53,11 +53,12 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: a ProcessGroup or a DeviceMesh of one dimension, of successive ranks; None is all
-        ranks. Each
-            rank passes its own group. Different groups read different batches.
+        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), of successive
+            ranks; None is all ranks. Each rank passes its own group. Different groups read
+            different batches.
         half, function, options: of `sharded`.
-        layout: returns the layout for a mask and a number of ranks. None is `dispatch`.
+        layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
+            pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
 
     Raises TypeError or ValueError for arguments that have no place here.
     """

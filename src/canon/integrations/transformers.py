@@ -109,7 +109,8 @@ def sharded(
         mask: of the whole sequence, for all b sequences; None is causal, with a warning if
             position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
-        group: a ProcessGroup or a DeviceMesh of one dimension; None is all ranks.
+        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"); None is all
+            ranks.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
         options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.

@@ -254,8 +254,8 @@ class Layout(metaclass=OpaqueMeta):
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: a ProcessGroup or a DeviceMesh of one dimension, with ``ranks`` ranks; None is
-                all ranks.
+            group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), with
+                ``ranks`` ranks; None is all ranks.
             partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the
                 owner of a token adds the gradients of the ranks in rank order, in float32 (float64
                 for float64), and rounds once.
@@ -296,6 +296,17 @@ class Layout(metaclass=OpaqueMeta):
         return _local_mask(
             self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several)
         )
+
+    def divided(self, heads: int) -> "Layout":
+        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
+
+        A plan for the rows of a mesh ("tokens", "heads") so becomes a layout for its ranks:
+        ``dispatch(mask, rows).divided(heads)``. The parts of a row follow its local order, and
+        their sizes differ by at most one token.
+        """
+        from canon.masks.rows import divided
+
+        return divided(self, heads)
 
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask in the colours of their ranks, and the visible cells of each

@@ -33,7 +33,14 @@ import torch
 import torch.distributed as dist
 
 from canon.ranks.digests import Fields, digest_of, versioned
-from canon.ranks.group import ENDED, abort_group, digests_of, is_from_messages
+from canon.ranks.group import (
+    ENDED,
+    Mesh,
+    abort_group,
+    digests_of,
+    is_from_messages,
+    own_store,
+)
 
 KNOWN = 65536  # the most digests that a group remembers
 ANSWER_SECONDS = 5.0
@@ -164,8 +171,9 @@ class GroupState:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.transports: dict[torch.device, Any] = {}  # of `canon.fast.transport.messages`
         self.aborted: list[Any] = []  # other groups, aborted with this one
+        self.meshes: set[Mesh] = set()  # of these ranks: their rows and columns, likewise
         self._group = ref(group)  # weak: the group may end before the state
-        store = _own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)
+        store = own_store(dist.distributed_c10d._get_process_group_store(group), self.ranks)
         self.liveness = Liveness(store, self.rank, self.ranks)
         self.digests = digests_of(group, store, self.rank, self.ranks)
         self.calls = 0
@@ -354,9 +362,18 @@ class GroupState:
         """Write the error to the log, and end all messages in flight and all waits for digests."""
         logging.getLogger(__name__).error("%s", error)
         self.digests.abort()
-        for group in (self._group(), *self.aborted):
+        for group in self._groups():
             with suppress(Exception):
                 abort_group(group)
+
+    def _groups(self) -> Iterator[Any]:
+        """Yield all groups whose messages belong to the calls of this one."""
+        yield from (self._group(), *self.aborted)
+        for mesh in self.meshes:
+            for group in mesh.parts():
+                with _lock:
+                    state = _states.get(group)
+                yield from (group, *(() if state is None else state.aborted))
 
     def _read_late(self, call: PendingCall) -> None:
         """Compare the digests of a call in flight if all have arrived."""
@@ -412,12 +429,6 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
     """Return `GroupState.failures` of a group, or an empty context for a single rank."""
     return group_state(group).failures(name) if ranks > 1 else nullcontext()
-
-
-def _own_store(store: Any, ranks: int) -> Any:
-    """Return a part of the store for this group: an ended group may have left the same names."""
-    generation = (store.add("canon/generation", 1) - 1) // ranks
-    return dist.PrefixStore(f"canon/{generation}", store)
 
 
 def watch(group_state: Any) -> None:

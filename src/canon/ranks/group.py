@@ -1,10 +1,16 @@
 """The argument ``group`` of every distributed function, and the backends of process groups.
 
 A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
-all ranks, or this process alone without torch.distributed.
+all ranks, or this process alone without torch.distributed. Or it is a DeviceMesh with the
+dimensions ("tokens", "heads"): attention exchanges heads inside its rows, and for all other
+functions it is the group of its ranks, row after row.
+
+    T = 2, H = 3        row 0: ranks 0 1 2        column 0: ranks 0 3
+                        row 1: ranks 3 4 5        column 1: ranks 1 4, ...
 """
 
 import os
+import threading
 import uuid
 import warnings
 from collections.abc import Iterator
@@ -12,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -21,8 +27,10 @@ from canon.masks.arguments import shown
 from canon.ranks.digests import GatheredDigests, SharedDigests, shared_memory
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
+TOKENS_HEADS = ("tokens", "heads")  # the dimensions of a mesh of two dimensions
 ENDED = "the process group has ended: make a new one, and keep it until the backward pass"
 UNUSED_TAG = 2**31 - 2  # of a receive that nothing answers
+BETWEEN = " x "  # the names of a column and a row
 GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
 
 
@@ -36,7 +44,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
         raise ValueError(
             f"{name}: this process is not a member of group: call it on the members only"
         )
-    if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh):
+    if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh | Mesh):
         raise TypeError(
             f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
             f"{shown(group)}: "
@@ -50,7 +58,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
             )
         _warn_of_one_rank()
         return None, 0, 1
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, dist.DeviceMesh | Mesh):
         group = _group_of_mesh(name, group)
     if group is not None and group not in dist.distributed_c10d._world.pg_map:
         raise ValueError(f"{name}: {ENDED}")
@@ -78,9 +86,74 @@ def _warn_of_one_rank() -> None:
         )
 
 
-def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names
+class Mesh:
+    """This rank's groups in a DeviceMesh ("tokens", "heads").
+
+    Its ``row`` exchanges heads. Its ``column`` has a rank of every row. ``everyone``: all ranks,
+    row after row. ``heads``: the ranks of a row. The references to the groups are weak, because
+    the cache of calls keeps a mesh.
+    """
+
+    def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
+        self.heads = dist.get_world_size(row)
+        everyone = _everyone(mesh.mesh.flatten().tolist(), column, row)
+        self._column, self._row, self._everyone = ref(column), ref(row), ref(everyone)
+
+    column = property(lambda self: self._alive(self._column))
+    row = property(lambda self: self._alive(self._row))
+    everyone = property(lambda self: self._alive(self._everyone))
+
+    def parts(self) -> list[Any]:
+        """Return the row and the column, if they have not ended."""
+        return [group for x in (self._row, self._column) if (group := x()) is not None]
+
+    def _alive(self, reference: Any) -> Any:
+        group = reference()
+        if group is None or group not in dist.distributed_c10d._world.pg_map:
+            raise ValueError(ENDED)
+        return group
+
+
+_lock = threading.Lock()  # ranks may be threads
+_meshes: WeakKeyDictionary[Any, dict[str, Mesh]] = WeakKeyDictionary()  # by column, name of the row
+
+
+def mesh_of(name: str, group: Any) -> Mesh | None:
+    """Return the groups of a mesh of two dimensions; None for other groups, and for rows of one
+    rank. The first call of a mesh is a collective of its ranks.
+    """
+    if isinstance(group, Mesh):
+        return group
+    if not isinstance(group, dist.DeviceMesh) or group.ndim == 1:
+        return None
+    _check_mesh(name, group)
+    column, row = (group.get_group(dim) for dim in TOKENS_HEADS)
+    if dist.get_world_size(row) == 1:
+        return None
+    with _lock:
+        found = _meshes.setdefault(column, {}).get(row.group_name)
+    if found is None or found._row() is not row:
+        found = Mesh(group, column, row)  # only this rank's thread uses its groups
+        with _lock:
+            _meshes[column][row.group_name] = found
+    return found
+
+
+def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
+    """Return the group of all ranks of a mesh. It ends with the column, if it is a new one."""
+    for group in (row, dist.group.WORLD):
+        if dist.get_process_group_ranks(group) == ranks:
+            return group
+    store = dist.distributed_c10d._get_default_store()
+    store = own_store(dist.PrefixStore(f"canon mesh {ranks}", store), len(ranks))
+    return _made_group(column, ranks, store, "mesh", dist.get_backend_config(row))
+
+
+def _check_mesh(name: str, mesh: dist.DeviceMesh) -> None:
+    """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads") of ascending
+    ranks.
+    """
+    if (names := mesh.mesh_dim_names) != TOKENS_HEADS:
         dimensions = (
             (f"dimensions {', '.join(map(repr, names))}")
             if names
@@ -88,11 +161,30 @@ def _group_of_mesh(name: str, mesh: dist.DeviceMesh) -> dist.ProcessGroup:
         )
         remedy = 'mesh["cp"]' if not names or "cp" in names else f'mesh["{names[-1]}"]'
         raise ValueError(
-            f"{name}: group is a DeviceMesh with {dimensions}, expected one: pass the dimension "
-            "of the sequence, "
+            f"{name}: group is a DeviceMesh with {dimensions}, expected one, or 'tokens', 'heads' "
+            "in this order: pass the dimension of the sequence, "
             f"for example {remedy}"
             + ("" if names else (", and give mesh_dim_names to init_device_mesh"))
         )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
+            "the members only"
+        )
+    ranks = mesh.mesh
+    if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+        raise ValueError(
+            f"{name}: the ranks of a mesh must ascend in its rows and columns, got "
+            f"{ranks.tolist()}: make it by init_device_mesh"
+        )
+
+
+def _group_of_mesh(name: str, mesh: "dist.DeviceMesh | Mesh") -> dist.ProcessGroup:
+    if (found := mesh_of(name, mesh)) is not None:
+        return found.everyone
+    assert isinstance(mesh, dist.DeviceMesh)
+    if mesh.ndim != 1:  # rows of one rank
+        return mesh.get_group(TOKENS_HEADS[0])
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
@@ -110,20 +202,34 @@ def companion_of(
     ``store``: of this group alone. ``name``: no other companion of the group has it.
     `dist.new_group` would need all ranks, or reuse the names of groups that have ended, and then
     the addresses that these left in the store."""
-    c10d, ranks, backend = (
-        dist.distributed_c10d,
-        dist.get_process_group_ranks(group),
-        dist.Backend(backend),
-    )
+    return _made_group(group, dist.get_process_group_ranks(group), store, name, backend, timeout)
+
+
+def own_store(store: Any, ranks: int) -> Any:
+    """Return a part of the store for this group: an ended group may have left the same names."""
+    generation = (store.add("canon/generation", 1) - 1) // ranks
+    return dist.PrefixStore(f"canon/{generation}", store)
+
+
+def _made_group(
+    owner: Any,
+    ranks: list[int],
+    store: Any,
+    name: str,
+    backend: str,
+    timeout: timedelta | None = None,
+) -> Any:
+    """Return a new group of these ranks, which ends with ``owner``. A collective."""
+    c10d, backend = dist.distributed_c10d, dist.Backend(backend)
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
-    place = len(ranks), dist.get_rank(group), ranks
+    place = len(ranks), ranks.index(dist.get_rank()), ranks
     with _unbound():
         made, _ = c10d._new_process_group_helper(
             *place, backend, store, f"canon-{unique}", timeout=timeout
         )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    finalize(group, _end, made).atexit = False
+    finalize(owner, _end, made).atexit = False
     return made
 
 
@@ -167,20 +273,35 @@ def name_of(group: Any) -> str:
     if isinstance(group, dist.ProcessGroup):
         return group.group_name
     if isinstance(group, dist.DeviceMesh):
-        return group.get_group().group_name
+        return group.get_group().group_name if group.ndim == 1 else _name_of_mesh(group)
     raise TypeError(
         "group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
         f"{type(group).__name__}"
     )
 
 
-def group_named(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of a name. Raise RuntimeError if it has ended."""
+def _name_of_mesh(mesh: dist.DeviceMesh) -> str:
+    found = mesh_of("canon", mesh)
+    if found is None:
+        return mesh.get_group(TOKENS_HEADS[0]).group_name
+    return f"{found.column.group_name}{BETWEEN}{found.row.group_name}"
+
+
+# As in `canon.route.operators`: a traced program holds the name.
+_name_of_mesh._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
+    """Return the process group or the mesh of a name. Raise RuntimeError if it has ended."""
     if not name:
         return None
+    first, _, row = name.partition(BETWEEN)
     for group, its_name in dist.distributed_c10d._world.pg_names.items():
-        if its_name == name:
-            return group
+        if its_name == first:
+            if not row:
+                return group
+            with _lock:
+                return _meshes[group][row]
     raise RuntimeError(
         f"the process group {name!r} of a compiled function has ended: compile the function again"
     )

@@ -158,6 +158,11 @@ def _no_kernels(call: "Call") -> None:
     """Compile nothing: this side has no kernels."""
 
 
+def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
+    """Raise: this side has no passes over a mesh."""
+    raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
+
+
 @dataclass(eq=False)
 class Side:
     """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
@@ -166,7 +171,8 @@ class Side:
     settings that change the kernels of a call, and ``restored`` is a context with these settings,
     for its later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel
     supports q. ``compile_for(call)`` compiles the kernels that calls of this dtype and these heads
-    can need."""
+    can need. ``over_mesh``: both passes of a call on a mesh, as those of an `Algorithm`; the side
+    hands them in."""
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -174,6 +180,7 @@ class Side:
     restored: Callable[[Any], AbstractContextManager] = nullcontext
     check_device: Callable[[Tensor], None] = any_device
     compile_for: Callable[["Call"], None] = _no_kernels
+    over_mesh: Passes = _no_mesh, _no_mesh
 
     def __post_init__(self):
         SIDES[self.name] = self

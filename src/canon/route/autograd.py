@@ -53,7 +53,8 @@ class Attention(torch.autograd.Function):
             maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
             out, lse, *others = call.passes[0](call, *tensors, **maxima)
             max_logits = call.largest(**maxima) if maxima else None
-        ctx.save_for_backward(*tensors, out, lse, *others)
+        own = () if call.heads > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
+        ctx.save_for_backward(*own, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)
         if max_logits is not None:
@@ -68,8 +69,7 @@ class Attention(torch.autograd.Function):
         saved, call = ctx.saved_tensors, ctx.call
         q = saved[0]
         if dout is None:
-            out = saved[len(needs_grad)]
-            dout = out.new_zeros(()).expand(out.shape)
+            dout = q.new_zeros(()).expand(*call.shapes[0][:-1], call.value_width)
         create_graph = torch.is_grad_enabled()
         if call.ranks > 1:
             call.agree("backward", needs_grad)

@@ -8,7 +8,7 @@ between all ranks, in every pass. A bad argument on one rank raises on every ran
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
@@ -23,7 +23,7 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
 from canon.ranks.agreement import GroupState, group_state, refused_together
 from canon.ranks.digests import Fields, digest_of
-from canon.ranks.group import ENDED, Group, place_in
+from canon.ranks.group import ENDED, Group, Mesh, mesh_of, place_in
 from canon.route.algorithm import Algorithm, Declaration, Passes
 from canon.route.checks import (
     Scale,
@@ -37,6 +37,7 @@ from canon.route.checks import (
     transpose_hint,
     warn_of_heads_first,
 )
+from canon.route.mesh_columns import check_heads, of_column
 from canon.route.plan_arguments import check_size, warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
@@ -61,11 +62,15 @@ class Arguments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process group of a call, this process's rank in it, and the number of its ranks."""
+    """The process group of a call, this process's rank in it, the number of its ranks, and the
+    ranks that share the heads of a token. ``mesh``: their groups.
+    """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
+    heads: int = 1
+    mesh: Mesh | None = None
 
 
 ALONE = Place()
@@ -78,7 +83,8 @@ class Call:
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. So it can be the key of everything that depends on the kind of a
     call. ``layout`` is None for `attention`. ``options``: the function's other options.
-    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis."""
+    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis. ``heads``: the ranks of
+    a row of the ``mesh``, 1 without a mesh."""
 
     algorithm: Algorithm
     rank: int
@@ -95,6 +101,8 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     sink: str | None = None
+    heads: int = 1
+    mesh: Mesh | None = None
 
     @property
     def function(self) -> str:
@@ -109,12 +117,35 @@ class Call:
     @property
     def passes(self) -> Passes:
         """Both passes: with rank_invariant=True those that give equal bits on any number of
-        ranks.
+        ranks. On a mesh, they exchange heads and run those of `computed`.
         """
         algorithm = self.algorithm
+        if self.heads > 1:
+            return algorithm.side.over_mesh
         if algorithm.invariant is not None and self.options["rank_invariant"]:
             return algorithm.invariant
         return algorithm.forward, algorithm.backward
+
+    @property
+    def computed(self) -> "Call":
+        """The call whose passes compute: on a mesh, that of a column with its share of the heads,
+        over the tokens of its rows.
+        """
+        return self if self.heads == 1 else self._of_column
+
+    @cached_property
+    def _of_column(self) -> "Call":
+        layout, shapes = of_column(self.layout, self.shapes, self.rank, self.heads)
+        return replace(
+            self,
+            rank=self.rank // self.heads,
+            ranks=self.ranks // self.heads,
+            group_reference=None if self.mesh is None else ref(self.mesh.column),
+            layout=layout,
+            shapes=shapes,
+            heads=1,
+            mesh=None,
+        )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
         """Return the keyword arguments with which the forward pass finds the largest score of each
@@ -184,6 +215,7 @@ class Call:
             ("half", self.algorithm.side.name),
             ("mask", self.mask),
             ("layout", self.layout),
+            ("ranks that share the heads", self.heads),
             ("dtype", self.dtype),
             ("device", self.device.type),
             *(
@@ -254,11 +286,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
 
     Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
     """
-    place = (
-        ALONE
-        if algorithm.declaration.is_local
-        else Place(*place_in(algorithm.function, given.group))
-    )
+    place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
         options = {
@@ -273,6 +301,8 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
             algorithm, given, place, algorithm.side.settings(None) if key is None else key[-1]
         )
     algorithm.side.compile_for(call)
+    if place.mesh is not None:
+        call.state.meshes.add(place.mesh)
     # Calls with equal arguments share one object, however the arguments were passed.
     scale, softcap = split_scale(call.scale)
     filled = {
@@ -291,6 +321,12 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     return call if key is None else PLANS.put(key, call)
 
 
+def place_of(name: str, group: Group) -> Place:
+    """Return the place of this process in a group or a mesh. Raises like `place_in`."""
+    place, mesh = place_in(name, group), mesh_of(name, group)
+    return Place(*place) if mesh is None else Place(*place, mesh.heads, mesh)
+
+
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
     """Return a key of calls that need the same checks and the same kernels, None for arguments of
     unusual types.
@@ -302,13 +338,12 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
         return None
     if not (layout is None or type(layout) is Layout):
         return None
-    group, rank, ranks = place
-    group = None if group is None else ref(group)
+    group = None if place.group is None else ref(place.group)
     try:
         kinds = [
             (type(x), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors
         ]
-        key = (algorithm, mask, layout, group, rank, ranks, sink, values, types, *kinds)
+        key = (algorithm, mask, layout, group, *place[1:], sink, values, types, *kinds)
     # no tensor, or one without strides or memory (torch.func)
     except (AttributeError, RuntimeError, TypeError):
         return None
@@ -323,7 +358,7 @@ def kinds_of(*tensors: Tensor) -> Hashable:
 def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: Any) -> Call:
     """Check the arguments on this rank, and fill in their defaults."""
     tensors, mask, layout, _, options, sink = given
-    declaration, (group, rank, ranks) = algorithm.declaration, place
+    declaration, (group, rank, ranks, heads, _) = algorithm.declaration, place
     declaration.check(*tensors)
     q, k, *_ = tensors
     passed = mask, layout
@@ -337,9 +372,13 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     else:
         mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, invariant)
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
-    options = declaration.resolve(options, shapes, q.element_size(), layout)
+    computed = layout, shapes
+    if heads > 1:
+        check_heads(declaration, shapes, ranks, heads)
+        computed = of_column(layout, shapes, rank, heads)
+    options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
-        check_tiled(algorithm.function, layout)
+        check_tiled(algorithm.function, computed[0])
     own = {
         name: x
         for name, x in options.items()
@@ -355,7 +394,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
         default_scale(q, options["scale"], options["softcap"]),
         default_reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
-        settings, shapes, q.dtype, q.device, sink,
+        settings, shapes, q.dtype, q.device, sink, heads, place.mesh,
     )  # fmt: skip
 
 

@@ -25,15 +25,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
+from canon.masks.rows import united
 from canon.ranks.group import group_named
 from canon.route.algorithm import DECLARATIONS, Declaration, Shapes
-from canon.route.call import mask_and_layout
+from canon.route.call import mask_and_layout, place_of
 from canon.route.checks import batched, default_mask
 
 Named = Callable[[Declaration, tuple, dict[str, Any]], dict[str, Any]]
@@ -65,9 +65,9 @@ def _forward(
 ) -> int:
     number = len(declaration.tensors)
     tensors, options = batched(*given[:number]), named(declaration, given[number:], keywords)
-    local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
+    (local, heads), shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
     both = tensors[0].shape[-1] + declaration.value_width(shapes)
-    return 2 * _cells(tensors[0], local) * both + declaration.more_flops(shapes, local)
+    return 2 * _cells(tensors[0], local, heads) * both + declaration.more_flops(shapes, local)
 
 
 def _backward(
@@ -82,10 +82,12 @@ def _backward(
 ) -> int:
     number = len(declaration.tensors)  # out, lse and kept follow
     tensors, options = batched(*given[:number]), named(declaration, given[number + 3 :], keywords)
-    local, shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
+    (local, heads), shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
     d, both = tensors[0].shape[-1], tensors[0].shape[-1] + declaration.value_width(shapes)
     attended = (
-        2 * _cells(tensors[0], local) * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
+        2
+        * _cells(tensors[0], local, heads)
+        * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
     )
     products = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
     return attended + products * declaration.more_flops(shapes, local)
@@ -95,25 +97,26 @@ def _shapes(tensors: Sequence[Tensor]) -> Shapes:
     return tuple(x.shape for x in tensors)
 
 
-def _cells(q: Tensor, local: Mask) -> int:
-    """Return the visible cells, over all sequences and query heads."""
-    return local.area * q.shape[0] * q.shape[2]
+def _cells(q: Tensor, local: Mask, heads: int) -> int:
+    """Return the visible cells, over all sequences and this rank's query heads."""
+    return local.area * q.shape[0] * q.shape[2] // heads
 
 
 def _local_mask(
     declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]
-) -> Mask:
-    """Return the mask between this rank's queries and all keys."""
+) -> tuple[Mask, int]:
+    """Return the mask between the queries that this rank computes and all keys, and the number of
+    ranks that share the heads.
+    """
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
     q, k, *_ = tensors
     if declaration.is_local:
-        return default_mask(q, k, mask)
-    group = group_named(options["group"])
-    rank, ranks = (
-        (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
-    )
+        return default_mask(q, k, mask), 1
+    place = place_of(declaration.name, group_named(options["group"]))
     mask, layout = mask_and_layout(
-        declaration, q, k, mask, layout, rank, ranks, options.get("rank_invariant", False)
-    )
-    return layout.local_mask(mask, rank, range(ranks))
+        declaration, q, k, mask, layout, place.rank, place.ranks,
+        options.get("rank_invariant", False),
+    )  # fmt: skip
+    rows = layout if place.heads == 1 else united(layout, place.heads)
+    return rows.local_mask(mask, place.rank // place.heads, range(rows.ranks)), place.heads

@@ -15,6 +15,9 @@ A mask or a layout is an input of the compiled graph (`opaque`), so one graph se
 are made outside of the compiled region. A group travels as its name. Results own their memory and
 are contiguous, as the fake implementations say.
 
+Over a mesh, the backward pass exchanges q, k, v, out and lse again, because an operator returns
+tensors of the rank's own tokens only.
+
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
 leave the operators out. The ranks do not compare the sink of a compiled call, so a sink that does
 not fit raises on its own rank only. An option that keeps tensors, such as ``keep_kv``, keeps as
@@ -154,10 +157,16 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
     tensors, options = _parted(declaration, given)
     packed = tensors[0].ndim == 3
     with _call(declaration.name, "forward", tensors, options) as call:
+        if call.heads > 1 and declaration.keeps and call.options[declaration.keeps]:
+            raise NotImplementedError(
+                f"{declaration.name}: a compiled call over a mesh keeps no tensors: leave "
+                f"{declaration.keeps} out"
+            )
         tensors = batched(*tensors)
         maxima = call.maxima(tensors[0]) if call.options["return_max_logits"] else NO_MAXIMA
         out, lse, *kept = call.passes[0](call, *tensors, **maxima)
         max_logits = call.largest(**maxima) if maxima else lse.new_empty(0, dtype=torch.float32)
+        kept = [] if call.heads > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
     results.append(max_logits)
     if declaration.keeps:

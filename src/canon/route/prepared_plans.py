@@ -69,6 +69,7 @@ class Preparation:
     mask: Mask
     layout: Layout | None
     rank: int | None
+    mesh_heads: int
     batch: int
     heads: tuple[int, int]
     widths: tuple[int, int]
@@ -130,9 +131,10 @@ class Preparation:
         """
         layout, rank = self.layout, self.rank
         if declaration.is_local:
-            if layout is not None or rank not in (None, 0):
+            if layout is not None or rank not in (None, 0) or self.mesh_heads != 1:
                 raise ValueError(
-                    f"prepare: {declaration.name} runs on one rank: leave out layout and rank"
+                    f"prepare: {declaration.name} runs on one rank: leave out layout, rank and "
+                    "mesh_heads"
                 )
             return Place()
         if not isinstance(layout, Layout):
@@ -153,7 +155,12 @@ class Preparation:
             raise ValueError(
                 f"rank {rank} is not one of the layout's {layout.ranks}: they count from 0"
             )
-        return Place(None, rank, layout.ranks)
+        if layout.ranks % (columns := whole("mesh_heads", self.mesh_heads, 1)):
+            raise ValueError(
+                f"prepare: mesh_heads={columns} does not divide the {layout.ranks} ranks of the "
+                "layout"
+            )
+        return Place(None, rank, layout.ranks, columns)
 
 
 def _pair(name: str, value: Any) -> tuple[int, int]:

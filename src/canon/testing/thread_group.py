@@ -123,6 +123,7 @@ class ThreadGroup(dist.ProcessGroup):
         self.rendezvous, self.group_rank, self.ranks = rendezvous, rank, size
         self.global_rank = global_rank
         self.calls, self.sent, self.received = 0, Counter(), Counter()
+        self.known_name = ""
 
     def getBackendName(self) -> str:
         return "threads"
@@ -134,6 +135,12 @@ class ThreadGroup(dist.ProcessGroup):
     @property
     def pg_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_name(self) -> str:
+        """The name, as `dist.DeviceMesh` reads it. torch also reads that of an ended group."""
+        self.known_name = dist.distributed_c10d._world.pg_names.get(self, self.known_name)
+        return self.known_name
 
     def _global_ranks(self) -> list[int]:
         return dist.get_process_group_ranks(self)

@@ -42,8 +42,8 @@ def sequence_loss(
         num_items_in_batch: divide by this number instead, counted over all ranks of the group and
             all microbatches. Then the losses of microbatches add up, and each token counts equally.
             1 gives the sum.
-        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension;
-            None is all ranks.
+        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension or
+            ("tokens", "heads"); None is all ranks.
         ignore_index: the label of tokens without a loss.
 
     If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) /

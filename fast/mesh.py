@@ -1,0 +1,236 @@
+"""Attention over two dimensions of ranks: the passes of `canon.reference.mesh`, with one packed
+message each way.
+
+Read that page first. A message has a row for each token: the values of all tensors and sequences
+for the heads of one column, side by side. So a column reads what it receives in place:
+
+                 before the all-to-all                   after it
+    to a column  q, k, v are copied to the rows of       views of the rows; copied once if the parts
+                 H parts, one for each column            of the row do not arrive by position
+    to tokens    out and lse are copied to rows, in      out and lse are copied, so that the heads
+                 the order in which they arrived         of all columns lie side by side
+
+Backward, dout and dlse travel to the columns, and dq, dk and dv to the tokens. Row kernels make the
+copies, one for each tensor and sequence; their launches are recorded and replayed. The exchange
+inside a row has a communicator of its own on NCCL (`transport/messages.py`).
+
+Cost: as the reference. A row is padded to 16 bytes for each tensor. Memory: a message that is sent
+and one that is received; the views of q, k and v keep theirs until the backward pass.
+
+Sources: as `canon.reference.mesh`.
+"""
+
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from canon.fast.device import rows_for
+from canon.fast.replay.recordings import replayed
+from canon.fast.tables.device_plans import META, device_plan
+from canon.fast.transport.messages import transport_for
+from canon.masks.layout import Layout
+from canon.masks.plan_cache import PLANS
+from canon.masks.rows import arrival_order
+from canon.route.call import Call
+
+__all__: list[str] = []  # the passes belong to the public functions
+
+ALIGNMENT = 16  # bytes, of each tensor in a row
+Kind = tuple[int, int, torch.dtype]  # heads of a column, width and dtype of a tensor
+
+
+def mesh_forward(
+    call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Return out (b, t, h, dv) and lse (b, h, t), then the tensors of the column for the backward
+    pass.
+    """
+    schedule, column = call.computed, call.rank % call.heads
+    tensors = to_column(call, q, k, v)
+    mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.heads)[column]}
+    out, lse, *others = schedule.passes[0](schedule, *tensors, **mine)
+    return *to_tokens(call, out, lse), *tensors, out, lse, *others
+
+
+def mesh_backward(
+    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
+    schedule = call.computed
+    b, t, h, _ = call.shapes[0]
+    # every rank sends dlse: others may need it
+    dlse = lse.new_zeros(b, h, t) if dlse is None else dlse
+    of_results = to_column(call, dout, dlse)
+    if q.shape[2] == h:  # a compiled call keeps the rank's own
+        q, k, v, out, lse = to_column(call, q, k, v, out, lse)
+    grads = schedule.passes[1](schedule, needs_grad, *of_results, q, k, v, out, lse, *others)
+    returned = iter(to_tokens(call, *(x for x in grads if x is not None)))
+    return tuple(None if x is None else next(returned) for x in grads)
+
+
+def to_column(call: Call, *tensors: Tensor) -> list[Tensor]:
+    """Return (b, sum of t, n / H, width) of each tensor (b, t, n, width), and contiguous statistics
+    (b, n / H, sum of t) of (b, n, t).
+    """
+    given = [as_tokens(x) for x in tensors]
+    rows = rows_of(call, *((x.shape[2] // call.heads, x.shape[3], x.dtype) for x in given))
+    everyone = [rows.tokens] * call.heads
+    sent = rows.empty(sum(everyone), given[0].device)
+    replayed(_divide_heads, (*given, sent), rows)
+    received = rows.exchange(sent, everyone, rows.sizes)
+    tokens, ordered = sum(rows.sizes), rows.orders(sent.device)
+    views = rows.views(received, tokens)
+    results = [
+        view if x.ndim == 4 and not ordered else _room(x, tokens, view.shape[2])
+        for x, view in zip(tensors, views, strict=True)
+    ]
+    copies = [
+        None if result is view else as_tokens(result)
+        for result, view in zip(results, views, strict=True)
+    ]
+    if any(x is not None for x in copies):
+        replayed(_order_tokens, (received, *copies), rows)
+    return results
+
+
+def to_tokens(call: Call, *tensors: Tensor) -> list[Tensor]:
+    """Return (b, t, n, width) of each tensor (b, sum of t, n / H, width), and (b, n, t) of
+    statistics (b, n / H, sum of t).
+    """
+    if not tensors:
+        return []
+    given = [as_tokens(x) for x in tensors]
+    rows = rows_of(call, *((*x.shape[2:], x.dtype) for x in given))
+    sent = rows.empty(sum(rows.sizes), given[0].device)
+    replayed(_reorder_tokens, (*given, sent), rows)
+    received = rows.exchange(sent, rows.sizes, [rows.tokens] * call.heads)
+    results = [
+        _room(x, rows.tokens, call.heads * heads)
+        for x, (heads, *_) in zip(tensors, rows.kinds, strict=True)
+    ]
+    replayed(_join_heads, (received, *map(as_tokens, results)), rows)
+    return results
+
+
+def as_tokens(x: Tensor) -> Tensor:
+    """Return a view of a statistic (b, h, t) as (b, t, h, 1), and x (b, t, h, d) itself."""
+    return x.transpose(1, 2).unsqueeze(-1) if x.ndim == 3 else x
+
+
+def _room(x: Tensor, tokens: int, heads: int) -> Tensor:
+    """Allocate a tensor like x, (b, t, h, d) or (b, h, t), with other tokens and heads."""
+    size = (tokens, heads, x.shape[3]) if x.ndim == 4 else (heads, tokens)
+    return x.new_empty(x.shape[0], *size)
+
+
+class TokenRows:
+    """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
+    tensors.
+
+    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh;
+    ``tokens``: of this rank. ``nbytes``: of a row.
+    """
+
+    def __init__(self, call: Call, kinds: tuple[Kind, ...]):
+        self.call, self.kinds, self.batch = call, kinds, call.shapes[0][0]
+        self.row, column = divmod(call.rank, call.heads)
+        first = self.row * call.heads
+        self.sizes = [call.layout.size(rank) for rank in range(first, first + call.heads)]
+        self.tokens = self.sizes[column]
+        sizes = (self.batch * heads * width * dtype.itemsize for heads, width, dtype in kinds)
+        *self.starts, self.nbytes = accumulate((_aligned(size) for size in sizes), initial=0)
+
+    def empty(self, rows: int, device: torch.device) -> Tensor:
+        """Allocate a message of as many rows."""
+        return torch.empty(rows * self.nbytes, dtype=torch.uint8, device=device)
+
+    def views(self, message: Tensor, rows: int) -> list[Tensor]:
+        """Return the tensors (b, rows, heads, width) of a message."""
+        views = []
+        for (heads, width, dtype), start in zip(self.kinds, self.starts, strict=True):
+            shape = self.batch, rows, heads, width
+            strides = heads * width, self.nbytes // dtype.itemsize, width, 1
+            views.append(message.view(dtype).as_strided(shape, strides, start // dtype.itemsize))
+        return views
+
+    def orders(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Return (arrived row of each token, token of each arrived row), int64, or nothing if the
+        parts arrive by position.
+        """
+        return _orders(self.call.layout, self.call.heads, self.row, device)
+
+    def exchange(self, sent: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """Send as many rows to each rank of the row of the mesh, and return those of all."""
+        received = self.empty(sum(receives), sent.device)
+        sizes = ([rows * self.nbytes for rows in x] for x in (receives, sends))
+        transport = transport_for(self.call.mesh.row, sent.device)
+        transport.all_to_all(received, sent, *sizes).wait()
+        return received
+
+
+def plan_exchange(call: Call) -> None:
+    """Look up the plan of the exchanges of a call, for `prepare`."""
+    _orders(call.layout, call.heads, call.rank // call.heads, META)
+
+
+def rows_of(call: Call, *kinds: Kind) -> TokenRows:
+    """Return the rows of tensors of these kinds."""
+    return PLANS.find((TokenRows, call, kinds), lambda: TokenRows(call, kinds))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@device_plan
+def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
+    return tuple(x for order in arrival_order(layout, heads, row) for x in (order, order.argsort()))
+
+
+def _divide_heads(*given) -> None:
+    """Copy tensors (b, t, n, width) into a message for all columns."""
+    *tensors, message, rows = given
+    n = rows.call.heads
+    for x, target in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
+        for own, part in zip(x, target, strict=True):
+            rows_for(x).copy_tokens(_by_column(own, n), part.unflatten(0, (n, -1)))
+
+
+def _order_tokens(*given) -> None:
+    """Copy the rows of a message into tensors (b, sum of t, heads, width), by position."""
+    message, *copies, rows = given
+    for copy, arrived in zip(copies, rows.views(message, sum(rows.sizes)), strict=True):
+        if copy is not None:
+            _copy(arrived, copy, rows.orders(message.device)[:1])
+
+
+def _reorder_tokens(*given) -> None:
+    """Copy tensors (b, sum of t, heads, width) to the rows of a message, in rank order."""
+    *tensors, message, rows = given
+    for x, target in zip(tensors, rows.views(message, sum(rows.sizes)), strict=True):
+        _copy(x, target, rows.orders(message.device)[1:])
+
+
+def _join_heads(*given) -> None:
+    """Copy the rows of a message from all columns into tensors (b, t, n, width)."""
+    message, *tensors, rows = given
+    n = rows.call.heads
+    for x, arrived in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
+        for own, part in zip(x, arrived, strict=True):
+            rows_for(x).copy_tokens(part.unflatten(0, (n, -1)), _by_column(own, n))
+
+
+def _by_column(x: Tensor, columns: int) -> Tensor:
+    """Return the view (H, t, n / H, width) of x (t, n, width)."""
+    return x.unflatten(1, (columns, -1)).permute(1, 0, 2, 3)
+
+
+def _copy(x: Tensor, copy: Tensor, rows: tuple[Tensor, ...]) -> None:
+    """Write copy = x, or x[:, rows[0]] if there are rows."""
+    if rows:
+        rows_for(x).copy_rows(x, copy, *rows)
+    else:
+        rows_for(x).copy_tokens(x, copy)
