@@ -3,6 +3,7 @@ sequence is divided, and the tokens of an image see one another.
 """
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tiny_models import SIZES, WINDOWED, Float64, tokens
 from canon.integrations.transformers import build_mask, register, sharded
 from canon.integrations.transformers_masks import pattern_of
 
+PAGE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 IMAGE, START, STOP = 60, 62, 63  # special tokens
 GRIDS = torch.tensor([[1, 4, 8], [1, 4, 4]])  # patches of each image; 2 x 2 of them are a token
 ENDS = [0, 17, 28]
@@ -154,6 +156,33 @@ def test_embeddings_and_positions_in_three_axes_are_made_before_the_cut(ranks, f
             assert near(gradient / ranks, true_gradients[name]), name
 
     process_groups.threads(program, ranks)
+
+
+def test_the_code_of_the_page_runs_as_printed():
+    """One document on two ranks, with the losses of eager attention."""
+    section = PAGE.read_text().split("## Images in the sequence")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    ids, pixels, grid = document(0)
+    labels, kinds = labels_of(ids), (ids == IMAGE).int()
+    with Float64():
+        logits = qwen("eager")(
+            ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, use_cache=False
+        ).logits
+    true_loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+    models, layout = [qwen("canon"), qwen("canon")], Layout.zigzag(ENDS[1], 2)
+    given = dict(ids=ids, pixels=pixels, grid=grid, image_token=IMAGE, labels=labels, layout=layout)
+    given |= dict(mask=Mask.causal(ENDS[1]), sharded=sharded, sequence_loss=sequence_loss)
+
+    def program():
+        names = dict(
+            given, __name__="page", torch=torch, rank=dist.get_rank(), model=models[dist.get_rank()]
+        )
+        with Float64():
+            exec(code, names)
+        assert names["positions"].shape == (3, 1, ENDS[1])
+        assert near(names["loss"].detach(), true_loss)
+
+    process_groups.threads(program, 2)
 
 
 # --- Gemma 3 and PaliGemma: blocks
