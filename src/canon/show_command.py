@@ -2,6 +2,8 @@
 needs matplotlib.
 
 canon show mask --window 4096,512 --out mask.svg
+canon show mask --causal 4096 --blocks 300:876,2000:2576 --out images.svg
+canon show mask --window 4096,512 --prefix 4096,64 --out union.svg
 canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
 canon show plan --documents 4096,1024,300 --ranks 8 --out plan.svg
 canon show timeline paper/data/schedules_timeline_four_h200.json --schedule "ring zigzag" --out
@@ -71,9 +73,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 help="only this one (repeatable)",
             )
             continue
-        masks = command.add_mutually_exclusive_group(required=True)
+        masks = command.add_argument_group("masks", "several make their union")
         for name, (metavar, text, _) in MASKS.items():
             masks.add_argument(f"--{name}", type=numbers, metavar=metavar, help=text)
+        masks.add_argument(
+            "--blocks",
+            type=blocks,
+            default=[],
+            metavar="START:STOP[,...]",
+            help="the tokens of each block also see each other, such as those of an image",
+        )
         if what != "mask":
             command.add_argument(
                 "--ranks", type=int, required=True, metavar="N", help="ranks that hold the tokens"
@@ -89,6 +98,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def numbers(text: str) -> list[int]:
     """Return the numbers of "4096,1024"."""
     return [int(number) for number in text.split(",")]
+
+
+def blocks(text: str) -> list[tuple[int, int]]:
+    """Return the pairs of "300:876,2000:2576"."""
+    pairs = [block.split(":") for block in text.split(",")]
+    return [(int(start), int(stop)) for start, stop in pairs]
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -157,15 +172,20 @@ def recorded(path: Path, schedules: list[str]) -> dict[str, dict[str, list[spans
 
 
 def mask_of(arguments: argparse.Namespace) -> Mask:
-    """Return the mask of the one option that is given."""
-    name, given = next(
-        (name, getattr(arguments, name)) for name in MASKS if getattr(arguments, name) is not None
-    )
-    metavar, _, make = MASKS[name]
-    try:
-        return make(*given)
-    except TypeError as error:
-        raise ValueError(f"--{name} takes {metavar}, got {','.join(map(str, given))}") from error
+    """Return the union of the masks that are given, with the blocks."""
+    masks = []
+    for name, (metavar, _, make) in MASKS.items():
+        if (given := getattr(arguments, name)) is None:
+            continue
+        try:
+            masks.append(make(*given))
+        except TypeError as error:
+            got = ",".join(map(str, given))
+            raise ValueError(f"--{name} takes {metavar}, got {got}") from error
+    if not masks:
+        raise ValueError(f"give one or more of the masks --{', --'.join(MASKS)}")
+    starts, stops = zip(*arguments.blocks, strict=True) if arguments.blocks else ((), ())
+    return Mask.union(*masks).with_blocks(starts, stops)
 
 
 def layout_of(mask: Mask, arguments: argparse.Namespace) -> Layout:

@@ -119,6 +119,58 @@ def test_cu_seqlens_divides_labels_even_if_positions_do_not_restart():
     assert part["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
+@given(st.data(), st.integers(0, 14), st.integers(1, 3))
+def test_documents_of_a_mask_are_those_of_cu_seqlens(data, n, ranks):
+    """Images inside the documents change nothing, nor does a window."""
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=4)))
+    ends = [0, *(cut for cut in cuts if cut < n), *[n] * (n > 0)]
+    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    mask = Mask.documents(ends, window=(data.draw(st.integers(1, 5)), 0))
+    images = [(a, b) for a, b in zip(ends, ends[1:], strict=False) if data.draw(st.booleans())]
+    mask = mask.with_blocks([a for a, _ in images], [b for _, b in images])
+    layout, batch = Layout.zigzag(n, ranks), {"labels": torch.arange(n)[None]}
+    expected = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)
+    for rank in range(ranks):
+        part, other = (layout.shard_batch(batch, rank, of) for of in (mask, ends))
+        assert part["shift_labels"].equal(other["shift_labels"])
+        assert part["position_ids"].equal(other["position_ids"])
+        assert layout.document_positions(rank, mask).equal(expected[layout.positions(rank)])
+
+
+def test_a_mask_without_documents_is_refused():
+    """In a tree, positions of a branch continue those of its trunk."""
+    tree = Mask.tree([-1, 0, 0], [3, 2, 3])
+    for mask in (tree, tree.with_blocks([3], [5]), Mask.union(tree, Mask.window(8, 0, 0))):
+        with pytest.raises(ValueError, match="token 5 does not see token 4, but it or a later one"):
+            Layout.zigzag(8, 2).shard_batch({"labels": IDS}, 0, mask)
+    with pytest.raises(ValueError, match="the mask is 7 x 7, the layout has 8 tokens"):
+        Layout.zigzag(8, 2).shard_batch({"labels": IDS}, 0, Mask.causal(7))
+
+
+@pytest.mark.parametrize("dim", [2, -1])
+def test_entries_are_divided_along_the_dim_that_is_named(dim):
+    """Positions (3, b, n) of a vision model; one sequence first; one axis only."""
+    layout, positions = Layout.zigzag(8, 3), torch.arange(48).view(3, 2, 8)
+    batch = {
+        "labels": torch.arange(16).view(2, 8),
+        "position_ids": positions,
+        "embeddings": torch.randn(8, 2, 5),
+        "weights": torch.randn(8),
+    }
+    dims = {"position_ids": dim, "embeddings": 0, "weights": -1}
+    for rank in range(3):
+        part, held = layout.shard_batch(batch, rank, [0, 5, 8], dims), layout.positions(rank)
+        assert part["position_ids"].equal(positions[:, :, held])
+        assert part["embeddings"].equal(batch["embeddings"][held])
+        assert part["weights"].equal(batch["weights"][held])
+        shifted = torch.tensor([1, 2, 3, 4, -100, 6, 7, -100])[held]
+        assert part["shift_labels"][0].equal(shifted)
+        alone = layout.shard_batch(
+            {"embeddings": batch["embeddings"]}, rank, None, {"embeddings": 0}
+        )
+        assert alone["position_ids"].tolist() == [held.tolist()]
+
+
 def test_given_shift_labels_are_divided_as_they_are():
     batch = {"labels": torch.zeros(1, 4), "shift_labels": torch.tensor([[5, 6, 7, 8]])}
     assert Layout.striped(4, 2).shard_batch(batch, 1)["shift_labels"].tolist() == [[6, 8]]
@@ -160,6 +212,49 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
             {},
             ValueError,
             "to find documents, got (2, 8, 3)",
+        ),
+        (
+            {"labels": IDS, "position_ids": torch.zeros(3, 2, 8)},
+            {},
+            ValueError,
+            "got (3, 2, 8): pass dims={'position_ids': 2}",
+        ),
+        (
+            {"labels": IDS, "position_ids": torch.zeros(3, 2, 8)},
+            {"dims": {"position_ids": 2}},
+            ValueError,
+            "got (3, 2, 8): pass cu_seqlens or the mask",
+        ),
+        (
+            {"labels": IDS.T},
+            {"dims": {"labels": 0}},
+            ValueError,
+            "labels must be whole numbers (b, n)",
+        ),
+        (
+            {"input_ids": IDS},
+            {"dims": {"position_ids": 2}},
+            ValueError,
+            "dims names 'position_ids', expected some of ['input_ids']",
+        ),
+        ({"input_ids": IDS}, {"dims": [1]}, TypeError, "dims must be a dict of dims by name"),
+        (
+            {"input_ids": IDS},
+            {"dims": {"input_ids": 2}},
+            ValueError,
+            "entry 'input_ids': x of shape (2, 8) has no dim 2",
+        ),
+        (
+            {"input_ids": IDS},
+            {"dims": {"input_ids": 1.0}},
+            TypeError,
+            "entry 'input_ids': dim must be a whole number",
+        ),
+        (
+            {"input_ids": IDS},
+            {"dims": {"input_ids": 0}},
+            ValueError,
+            "on dim 0, got (2, 8): pass dims={'input_ids': 1}",
         ),
         ({}, {}, TypeError, "batch must be a dict of one or more tensors, got {}"),
         (IDS, {}, TypeError, "batch must be a dict of one or more tensors"),

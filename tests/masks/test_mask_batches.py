@@ -53,6 +53,16 @@ def test_padding_with_position_0_or_1_is_refused_or_documents_of_one_token():
         Mask.from_position_ids([1, 1, 0, 1, 2])
 
 
+def test_positions_in_three_axes_are_refused():
+    """Those of an image repeat and jump, so they do not count the tokens of a document."""
+    with pytest.raises(
+        ValueError,
+        match=r"must be \(n,\) or \(b, n\), got a tensor of shape \(3, 1, 8\).*: positions "
+        r"\(3, b, n\) of a vision model do not count.*use Mask.documents\(cu_seqlens\)",
+    ):
+        Mask.from_position_ids(torch.arange(8).expand(3, 1, 8))
+
+
 @given(st.data(), st.integers(0, 9), st.booleans())
 def test_padding_sees_nothing_and_is_not_seen(data, n, causal):
     lengths = data.draw(st.lists(st.integers(0, n), max_size=4))

@@ -2,6 +2,7 @@
 refuses what it cannot draw.
 """
 
+import argparse
 import importlib
 import json
 import shlex
@@ -13,8 +14,8 @@ import pytest
 import torch
 from programs import printed
 
-from canon import Layout, Mask, __main__, fast
-from canon.show import layout_figures, spans, timeline_figures
+from canon import Layout, Mask, __main__, fast, show_command
+from canon.show import layout_figures, mask_figures, spans, timeline_figures
 from canon.show.plan_figures import plot_plan
 from canon.show.style import RANKS, plt
 
@@ -151,6 +152,7 @@ def test_a_window_of_a_mask_has_its_cells_in_the_colours_of_the_mask():
         "mask --full 8",
         "mask --window 4096,512",
         "mask --prefix 64,9",
+        "mask --window 64,9 --prefix 64,4 --blocks 8:20,30:32",
         "layout --causal 96 --layout striped",
         "plan --documents 4096,1024,300",
         f"timeline {RECORD} --schedule magi,\\ 0\\ stages",
@@ -164,10 +166,24 @@ def test_the_command_writes_its_picture(words, tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(file)
 
 
+def test_the_command_draws_the_union_of_its_masks_with_blocks():
+    words = "mask --window 24,3 --prefix 24,4 --blocks 8:20,21:23 --out x.svg"
+    arguments = argparse.ArgumentParser()
+    show_command.add_arguments(arguments)
+    drawn = show_command.drawn(arguments.parse_args(words.split())).axes[0]
+    expected = Mask.window(24, 3, 0).dense() | Mask.prefix(24, 4).dense()
+    for block in (slice(8, 20), slice(21, 23)):
+        expected[block, block] = True
+    assert torch.equal(cells(drawn) > 0, expected)
+
+
 @pytest.mark.parametrize(("words", "message"), [
     ("mask --window 4", "--window takes TOKENS,LEFT[,RIGHT], got 4"),
     ("mask --prefix 4,5", "prefix must be in 0..4, got 5"),
-    ("mask", "one of the arguments --causal --full --window --prefix --documents is required"),
+    ("mask", "give one or more of the masks --causal, --full, --window, --prefix, --documents"),
+    ("mask --causal 4 --full 5", "union needs masks of one size, got 4 x 4, 5 x 5"),
+    ("mask --causal 4 --blocks 2:5", "block 0 needs 0 <= start < stop <= 4"),
+    ("mask --causal 4 --blocks 2", "argument --blocks: invalid blocks value: '2'"),
     ("mask --causal 4 --ranks 2", "unrecognized arguments: --ranks 2"),
     ("layout --causal 4", "the following arguments are required: --ranks"),
     ("timeline "

@@ -25,9 +25,12 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
         "ranges": lambda: ranges(draw, n, n),
         "tree": lambda: _tree(draw, n),
         "concat": lambda: _concat(draw, n, lambda size: square(draw, size, False)),
+        "blocks": lambda: f"{square(draw, n, False)}.with_blocks{_intervals(draw, n)}",
+        "union": lambda: f"Mask.union({square(draw, n, False)}, {square(draw, n, False)})",
     }
     names = sorted(only) or [*kinds, "documents", "documents"]
-    return kinds[draw.choice([name for name in names if parts or name != "concat"])]()
+    of_parts = {"concat", "blocks", "union"}
+    return kinds[draw.choice([name for name in names if parts or name not in of_parts])]()
 
 
 def any_mask(draw: Random, n: int) -> str:
@@ -89,6 +92,13 @@ def _parts(draw: Random, n: int, count: int) -> Iterable[tuple[int, int]]:
 def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
     runs = [(values(), b - a) for a, b in _parts(draw, n, draw.randint(0, most)) if b > a]
     return " + ".join(f"[{value}] * {length}" for value, length in runs) or "[]"
+
+
+def _intervals(draw: Random, n: int) -> tuple[list[int], list[int]]:
+    """Return starts and stops of intervals that do not overlap, but may touch."""
+    cuts = sorted({draw.randint(0, n) for _ in range(draw.randint(0, 6))})
+    pairs = [pair for pair in pairwise(cuts) if draw.random() < 0.6]
+    return [start for start, _ in pairs], [stop for _, stop in pairs]
 
 
 def _blocks(draw: Random, n: int) -> str:

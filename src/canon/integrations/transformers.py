@@ -22,10 +22,11 @@ layer keeps its mask and group, so a checkpoint may recompute it after `sharded`
 
 `generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
 
-Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and cross-attention
-inside `sharded`. Packed `position_ids` need ``use_cache=False``: with a cache, transformers treats
-a pack as one document. Outside `sharded`, packed `position_ids` raise if the model does not give
-them to its mask, as gpt-oss; a compiled model is not checked.
+Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and inside `sharded`
+cross-attention and blocks of images, which the mask of `sharded` holds (`Mask.with_blocks`). Packed
+`position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
+Outside `sharded`, packed `position_ids` raise if the model does not give them to its mask, as
+gpt-oss; a compiled model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -54,6 +55,7 @@ from canon.integrations.transformers_masks import (
     own_masks,
     padded,
     pattern_of,
+    refuse_another_mask,
     windowed,
 )
 from canon.masks.arguments import shown
@@ -133,6 +135,7 @@ class Sharding:
     """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
 
     __slots__ = ("attention", "given", "group", "layout", "mask")
+    ndim = property(refuse_another_mask)
 
     def __init__(
         self,
@@ -225,6 +228,11 @@ def build_mask(
     rows = range(int(q_offset), int(q_offset) + q_length)
     columns = range(kv_offset, kv_offset + kv_length)
     if sharding is not None:
+        if pattern.blocks is not None:
+            raise ValueError(
+                "canon: inside sharded its mask holds the blocks of images, for all ranks: pass "
+                "Mask.with_blocks(starts, stops), and leave out token_type_ids"
+            )
         _check_decoder(pattern, config)
         _check_whole(rows, columns)
         return _narrowed(sharding, pattern, attention_mask)

@@ -20,18 +20,38 @@ from canon.masks.band import picked
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
 
-__all__ = ["LayerMask", "Pattern", "kept_queries", "own_masks", "padded", "pattern_of", "windowed"]
+__all__ = [
+    "LayerMask",
+    "Pattern",
+    "kept_queries",
+    "own_masks",
+    "padded",
+    "pattern_of",
+    "refuse_another_mask",
+    "windowed",
+]
 
 
 class Pattern(NamedTuple):
     """A mask function of transformers: causal or not, window bounds (None is no bound), documents
     (b, n) or None.
+
+    ``blocks`` (b, n) or None: tokens with the same number >= 0 see each other inside the window.
     """
 
     causal: bool = False
     left: int | None = None
     right: int | None = None
     documents: Tensor | None = None
+    blocks: Tensor | None = None
+
+
+def refuse_another_mask(_) -> int:
+    """Raise ValueError: only a model that gets a mask and makes one again reads ``ndim``."""
+    raise ValueError(
+        "canon: this model gives its mask to a language model that makes one again: call the "
+        "language model inside `sharded`, with inputs_embeds and a Mask, such as Mask.with_blocks"
+    )
 
 
 class LayerMask:
@@ -40,6 +60,7 @@ class LayerMask:
     """
 
     __slots__ = ("masks",)
+    ndim = property(refuse_another_mask)
 
     def __init__(self, masks: list[Mask]):
         self.masks = masks[0] if len(set(masks)) == 1 else tuple(masks)
@@ -97,17 +118,32 @@ def pattern_of(function: Callable) -> Pattern:
         case "remap_positions_for_packed_sequence":
             return pattern_of(held["mask_function"])
         case "and_masks.<locals>.and_mask":
-            return _both([pattern_of(part) for part in held["mask_functions"]])
+            patterns = [pattern_of(part) for part in held["mask_functions"]]
+            if not any(x.blocks is not None for x in patterns) or _only_windows(patterns[1:]):
+                return _both(patterns)
+        case "or_masks.<locals>.or_mask":
+            first, *others = held["mask_functions"]
+            pattern = pattern_of(first)
+            if pattern.left is pattern.right is None and [x.__qualname__ for x in others] == BLOCKS:
+                ids = inspect.getclosurevars(others[0]).nonlocals["block_sequence_ids"]
+                return pattern._replace(blocks=ids)
     raise ValueError(
         f"canon: the mask function {name} is not supported, only causal, bidirectional, sliding "
-        "window, padding and packed "
-        'position_ids are: use attn_implementation="flex_attention", or `sharded` with a Mask '
-        "that holds these cells"
+        "window, padding, packed position_ids, and blocks of images inside the window are: use "
+        'attn_implementation="flex_attention", or `sharded` with a Mask that holds these cells, '
+        "such as Mask.with_blocks"
     )
 
 
+BLOCKS = ["blockwise_overlay.<locals>.inner_mask"]
+
+
+def _only_windows(patterns: list[Pattern]) -> bool:
+    return all(x == Pattern(left=x.left, right=x.right) for x in patterns)
+
+
 def _both(patterns: list[Pattern]) -> Pattern:
-    """Return the intersection of patterns."""
+    """Return the intersection of patterns. Only the first may have blocks."""
     lefts, rights = (
         [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
     )
@@ -117,6 +153,7 @@ def _both(patterns: list[Pattern]) -> Pattern:
         min(lefts, default=None),
         min(rights, default=None),
         documents[0] if documents else None,
+        patterns[0].blocks,
     )
 
 
@@ -129,6 +166,9 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
     if pattern.documents is not None:
         documents = pattern.documents.cpu().expand(sequences, -1)
         rows = [Mask.documents(_ends(row), causal=pattern.causal) for row in documents]
+    if pattern.blocks is not None:
+        blocks = pattern.blocks.cpu()
+        rows = [mask.with_blocks(*_edges(ids[:n])) for mask, ids in zip(rows, blocks, strict=True)]
     if valid is not None and (valid.shape[1] < n or not valid.all()):
         rows = [_seen(mask, _runs(row[:n])) for mask, row in zip(rows, valid.cpu(), strict=True)]
     return [windowed(mask, pattern) for mask in rows]
@@ -179,6 +219,20 @@ def _runs(valid: Tensor) -> list[range]:
     edges = torch.diff(valid.int(), prepend=outside, append=outside)
     starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))
     return [range(*pair) for pair in zip(starts, stops, strict=True)]
+
+
+def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the starts and stops of the blocks of one sequence. Raise ValueError if one is in
+    parts.
+    """
+    ids, lengths = torch.unique_consecutive(blocks, return_counts=True)
+    stops, inside = lengths.cumsum(0), ids >= 0
+    if len(ids[inside].unique()) < int(inside.sum()):
+        raise ValueError(
+            "canon: tokens of one block of images are apart in the sequence: use `sharded` with a "
+            "Layout of one rank and a Mask.union that holds these cells"
+        )
+    return (stops - lengths)[inside], stops[inside]
 
 
 def _ends(documents: Tensor) -> list[int]:

@@ -91,6 +91,24 @@ class Band(_Bounds):
             min(self.hi, other.hi),
         )
 
+    def minus(self, other: "Band") -> "list[Band]":
+        """Return the cells that ``other`` lacks, as at most six disjoint bands.
+
+        ``other`` is the intersection of six half-planes. Part n lies inside the first n - 1 of them
+        and outside of half-plane n. So the parts are disjoint, and their union is the difference.
+        """
+        if not self.intersect(other).q_stop:
+            return [self]
+        parts, inside = [], list(self)
+        for start, stop, after in ((0, 1, 0), (2, 3, 0), (4, 5, 1)):  # ``hi`` is inclusive
+            below, above = list(inside), list(inside)
+            below[stop] = min(inside[stop], other[start] - after)
+            above[start] = max(inside[start], other[stop] + after)
+            parts += [_tight(*below), _tight(*above)]
+            inside[start] = max(inside[start], other[start])
+            inside[stop] = min(inside[stop], other[stop])
+        return [part for part in parts if part.q_stop]
+
     def shift(self, queries: int = 0, keys: int = 0) -> "Band":
         """Return the band moved down by ``queries`` and right by ``keys``."""
         return Band(
@@ -180,6 +198,47 @@ def joined(bands: list[Band]) -> list[Band]:
                 merged.append(band)
         bands = merged
     return bands
+
+
+def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
+    """Return disjoint bands with the cells of any bands: of each, what no larger one holds.
+
+    Raises ValueError if they are more than ``most``. Cost: O(n log n + p) for p pairs of bands with
+    a common query.
+    """
+    ranked = sorted(bands, key=lambda band: (-band.area, band))
+    larger: list[list[Band]] = [[] for _ in ranked]  # those that share cells with each, by q_start
+    opened: list[int] = []
+    for place in sorted(range(len(ranked)), key=ranked.__getitem__):
+        band = ranked[place]
+        opened = [other for other in opened if ranked[other].q_stop > band.q_start]
+        for other in opened:
+            if band.intersect(ranked[other]).q_stop:
+                larger[max(place, other)].append(ranked[min(place, other)])
+        opened.append(place)
+    found: list[Band] = []
+    for band, others in zip(ranked, larger, strict=True):
+        found += _without(band, others)
+        if len(found) > most:
+            raise ValueError(
+                f"a union of {len(ranked)} bands takes more than {most} disjoint bands"
+            )
+    return found
+
+
+def _without(band: Band, others: list[Band]) -> list[Band]:
+    """Return the cells of a band that none of the others holds. Each of them shares cells with it.
+
+    The middle one comes first: it parts neighbours of one side from those of the other.
+    """
+    if not others:
+        return [band]
+    first = others.pop(len(others) // 2)
+    return [
+        part
+        for piece in band.minus(first)
+        for part in _without(piece, [x for x in others if piece.intersect(x).q_stop])
+    ]
 
 
 class IntervalIndex:

@@ -203,11 +203,12 @@ class Layout(metaclass=OpaqueMeta):
         return self.ranges_per_rank[rank]
 
     # operations
-    def document_positions(self, rank: int, cu_seqlens: Ints) -> Tensor:
+    def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding:
         int64 [t], on the CPU.
 
-        Raises ValueError or TypeError unless ``cu_seqlens`` ends at ``tokens``.
+        ``cu_seqlens`` is as in `shard_batch`. Raises ValueError or TypeError unless it ends at
+        ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
 
@@ -227,7 +228,11 @@ class Layout(metaclass=OpaqueMeta):
         return x.index_select(dim, positions_on(self, rank, x.device))
 
     def shard_batch(
-        self, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        rank: int,
+        cu_seqlens: Ints | Mask | None = None,
+        dims: Mapping[str, int] | None = None,
     ) -> dict[str, Tensor]:
         """Return the tokens of ``rank`` from each entry of a training batch, with positions and
         shifted labels.
@@ -235,8 +240,11 @@ class Layout(metaclass=OpaqueMeta):
         Args:
             batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``,
                 ``position_ids``, others.
-            cu_seqlens: 0, then the end of each document. None: documents start where
-                ``position_ids`` is 0, or there is one.
+            cu_seqlens: 0, then the end of each document. A Mask: documents start where a token does
+                not see the one before it. None: they start where ``position_ids`` is 0, or there is
+                one.
+            dims: the dim of the tokens in other entries by name, such as ``{"position_ids": 2}``
+                for positions (3, b, n) of a vision model. Their documents need ``cu_seqlens``.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
         ``labels``: the label of the next token, -100 at the end of each document. Labels of -100
@@ -244,7 +252,7 @@ class Layout(metaclass=OpaqueMeta):
         shape or type, and where `Mask.from_position_ids` refuses the positions."""
         from canon.ranks.movement import sharded_batch
 
-        return sharded_batch(self, batch, rank, cu_seqlens)
+        return sharded_batch(self, batch, rank, cu_seqlens, dims)
 
     def unshard(
         self, x: Tensor, group: "Group" = None, dim: int = 1, *, partial_grad: bool = False

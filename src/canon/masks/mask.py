@@ -22,6 +22,7 @@ from canon.masks.band import (
     Band,
     IntervalIndex,
     check_disjoint,
+    disjoint,
     picked,
     tight_bands,
     union,
@@ -32,6 +33,7 @@ from canon.masks.mask_inputs import (
     Ints,
     Ranges,
     Rows,
+    block_squares,
     by_sequence,
     crop_range,
     document_bands,
@@ -42,6 +44,9 @@ from canon.masks.mask_inputs import (
 )
 from canon.masks.opaque import OpaqueMeta
 from canon.masks.pickles import FORMAT, check_format
+
+# of a union; a local mask of 1.1 times as many would fill the plan cache, at 300 bytes each
+MOST_BANDS = 200_000
 
 
 class Mask(metaclass=OpaqueMeta):
@@ -237,6 +242,25 @@ class Mask(metaclass=OpaqueMeta):
             queries, keys = queries + mask.queries, keys + mask.keys
         return cls.of_disjoint(bands, queries, keys)
 
+    @classmethod
+    def union(cls, *masks: "Mask") -> "Mask":
+        """Return the mask of the cells that one or more of ``masks`` hold. All have one size.
+
+            union(window(5, left=1, right=0),                    x . . . .
+                  ranges([(0, 5)], [(0, 1)], ["full"], keys=5))  x x . . .
+                                                                 x x x . .
+                                                                 x . x x .
+                                                                 x . . x x
+
+        Of each band, the cells that a larger one holds are left out, so the bands stay disjoint.
+        Raises ValueError if the sizes differ, or if this takes more than 200,000 bands."""
+        sizes = sorted({(mask.queries, mask.keys) for mask in list_of("masks", masks, cls)})
+        if len(sizes) != 1:
+            found = ", ".join(f"{queries} x {keys}" for queries, keys in sizes) or "no mask"
+            raise ValueError(f"union needs masks of one size, got {found}")
+        bands = chain.from_iterable(mask.bands for mask in masks)
+        return cls.of_disjoint(disjoint(bands, MOST_BANDS), *sizes[0])
+
     # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
@@ -383,6 +407,25 @@ class Mask(metaclass=OpaqueMeta):
             for band in self.bands
         )
         return self.of_disjoint([band for band in cut if band.q_stop], self.queries, self.keys)
+
+    def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
+        """Return the mask in which the tokens of each block also see each other, in both
+        directions: those of an image, or of an answer of a tool.
+
+            causal(5).with_blocks([1], [4])      x . . . .
+                                                 x x x x .
+                                                 x x x x .
+                                                 x x x x .
+                                                 x x x x x
+
+        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. All other cells stay. Raises
+        ValueError if the mask is not square, or a block is empty, leaves it or overlaps another."""
+        if self.queries != self.keys:
+            raise ValueError(
+                f"with_blocks needs a square mask, got {self.queries} x {self.keys}: crop it later"
+            )
+        squares = block_squares(starts, stops, self.keys)
+        return self.union(self, self.of_disjoint(squares, self.queries, self.keys))
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
         """Return the keys that some query of the ascending ranges sees, as ranges of step 1 that do

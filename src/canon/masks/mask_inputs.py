@@ -92,8 +92,37 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
     return tight_bands(bands), end
 
 
+def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
+    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart inside
+    0..tokens.
+    """
+    begins, ends = whole_numbers("starts", starts), whole_numbers("stops", stops)
+    if len(begins) != len(ends):
+        raise ValueError(f"{len(begins)} starts and {len(ends)} stops: give one of each")
+    blocks = sorted(zip(begins, ends, range(len(ends)), strict=True))
+    for start, stop, place in blocks:
+        if not 0 <= start < stop <= tokens:
+            raise ValueError(
+                f"block {place} needs 0 <= start < stop <= {tokens}, the tokens of the mask, got "
+                f"({start}, {stop})"
+            )
+    for (start, stop, place), (other_start, other_stop, other) in pairwise(blocks):
+        if stop > other_start:
+            raise ValueError(
+                f"blocks {place} and {other} overlap, ({start}, {stop}) and ({other_start}, "
+                f"{other_stop}): join them, or use Mask.union"
+            )
+    return [Band(start, stop, start, stop) for start, stop, _ in blocks]
+
+
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
     """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
+    if getattr(position_ids, "ndim", 1) == 3:
+        raise ValueError(
+            f"position_ids must be (n,) or (b, n), got {shown(position_ids)}: positions (3, b, n) "
+            "of a vision model do not count the tokens of documents, so use "
+            "Mask.documents(cu_seqlens)"
+        )
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):

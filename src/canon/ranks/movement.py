@@ -18,6 +18,7 @@ divides the sequence:
     position_ids                             0 1 0 1 2 3
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
 from canon.masks.layout import Layout, positions_on
+from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, document_ends, position_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 from canon.ranks.agreement import group_state, named_failures, refused_together
@@ -209,31 +211,65 @@ IGNORED = -100  # the label that losses ignore
 
 
 def sharded_batch(
-    layout: Layout, batch: Mapping[str, Tensor], rank: int, cu_seqlens: Ints | None
+    layout: Layout,
+    batch: Mapping[str, Tensor],
+    rank: int,
+    cu_seqlens: Ints | Mask | None,
+    dims: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
     """Return this rank's part of the batch, as `Layout.shard_batch`."""
-    _check_batch(layout, batch)
+    dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     full = dict(batch)
     if "labels" in batch and "shift_labels" not in batch:
         full["shift_labels"] = _shifted(batch["labels"], _starts(layout, batch, ends))
     part = {
-        name: x.index_select(1, positions_on(layout, rank, x.device)) for name, x in full.items()
+        name: x.index_select(dims.get(name, 1), positions_on(layout, rank, x.device))
+        for name, x in full.items()
     }
     if "position_ids" not in batch:
-        like = next(iter(batch.values()))
-        positions = document_positions(layout, rank, ends or [0, layout.tokens]).to(like.device)
-        part["position_ids"] = positions.repeat(len(like), 1)
+        like = next((x for name, x in batch.items() if dims[name] == 1), None)
+        positions = document_positions(layout, rank, ends or [0, layout.tokens])
+        rows, device = (1, "cpu") if like is None else (len(like), like.device)
+        part["position_ids"] = positions.to(device).repeat(rows, 1)
     return part
 
 
-def ends_of(layout: Layout, cu_seqlens: Ints) -> list[int]:
+def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
     """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's
     tokens.
     """
+    if isinstance(cu_seqlens, Mask):
+        if (cu_seqlens.queries, cu_seqlens.keys) != (layout.tokens, layout.tokens):
+            raise ValueError(
+                f"the mask is {cu_seqlens.queries} x {cu_seqlens.keys}, the layout has "
+                f"{layout.tokens} tokens"
+            )
+        return _document_ends(cu_seqlens)
     ends = document_ends(cu_seqlens)
     if ends[-1] != layout.tokens:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}, the layout has {layout.tokens} tokens")
+    return ends
+
+
+def _document_ends(mask: Mask) -> list[int]:
+    """Return the tokens that do not see the one before them, then the number of tokens. Raise
+    ValueError if one of them sees others before it, as in a tree.
+    """
+    starts = torch.ones(mask.keys, dtype=torch.bool, device="cpu")
+    for band in mask.bands:
+        if band.lo <= -1 <= band.hi:
+            starts[max(band.q_start, band.k_start + 1) : min(band.q_stop, band.k_stop + 1)] = False
+    ends = [*starts.nonzero().flatten().tolist(), mask.keys]
+    for band in mask.bands:
+        first = bisect_right(ends, band.q_start) - 1
+        for start in ends[first : bisect_left(ends, band.q_stop)]:
+            if max(band.k_start, max(start, band.q_start) + band.lo) < start:
+                raise ValueError(
+                    f"the mask has no documents: token {start} does not see token {start - 1}, but "
+                    "it or a later one sees others before it: pass cu_seqlens; for a tree see "
+                    "canon.trees"
+                )
     return ends
 
 
@@ -244,34 +280,45 @@ def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
 
 
-def _check_batch(layout: Layout, batch: Any) -> None:
+def _checked_dims(layout: Layout, batch: Any, dims: Any) -> dict[str, int]:
+    """Return the dim of the tokens of each entry, 1 unless named. Raise unless all tokens are
+    there.
+    """
     if not isinstance(batch, Mapping) or not batch:
         raise TypeError(
             f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}"
         )
+    if not isinstance(dims := {} if dims is None else dims, Mapping):
+        raise TypeError(f"shard_batch: dims must be a dict of dims by name, got {shown(dims)}")
+    if unknown := sorted(dims.keys() - batch.keys()):
+        raise ValueError(
+            f"shard_batch: dims names {unknown[0]!r}, expected some of {sorted(batch)}"
+        )
+    found = {}
     for name, x in batch.items():
         entry = f"shard_batch: entry {name!r}"
         if not isinstance(x, Tensor) or hasattr(x, "to_local"):  # a DTensor
             raise TypeError(
                 f"{entry} must be a plain tensor, got {shown(x)}: leave it out, or convert it"
             )
-        if x.ndim < 2 or x.shape[1] != layout.tokens:
-            remedy = (
-                "pass x[None]"
-                if x.ndim == 1
-                else ("leave it out, or use Layout.shard with the dim of its tokens")
-            )
+        found[name] = plain_tensor(entry, x, dims[name]) % x.ndim if name in dims else 1
+        if x.ndim <= found[name] or x.shape[found[name]] != layout.tokens:
+            places = [dim for dim, size in enumerate(x.shape) if size == layout.tokens]
+            remedy = "leave it out, or use Layout.shard with the dim of its tokens"
+            if len(places) == 1:
+                remedy = f"pass dims={{{name!r}: {places[0]}}}" if x.ndim > 1 else "pass x[None]"
             raise ValueError(
                 f"{entry} must be (b, {layout.tokens}, ...), with all tokens of the layout on dim "
-                "1, "
-                f"got {tuple(x.shape)}: {remedy}"
+                f"{found[name]}, got {tuple(x.shape)}: {remedy}"
             )
-    if (labels := batch.get("labels")) is None or "shift_labels" in batch:
-        return
-    if labels.ndim != 2 or labels.dtype not in (torch.int64, torch.int32):
+    labels, kinds = batch.get("labels"), (torch.int64, torch.int32)
+    if labels is None or "shift_labels" in batch:
+        return found
+    if labels.ndim != 2 or found["labels"] != 1 or labels.dtype not in kinds:
         raise ValueError(
             f"shard_batch: labels must be whole numbers (b, n), int64 or int32, got {shown(labels)}"
         )
+    return found
 
 
 def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None) -> Tensor:
@@ -282,8 +329,7 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
         if positions.ndim != 2 or len(positions) not in (1, len(labels)):
             raise ValueError(
                 "shard_batch: position_ids must be (b, n) or (1, n) to find documents, got "
-                f"{tuple(positions.shape)}: "
-                "pass cu_seqlens"
+                f"{tuple(positions.shape)}: pass cu_seqlens or the mask"
             )
         position_ends(positions)  # raises unless documents are counted from 0 on
         return positions.to(labels.device) == 0

@@ -1,0 +1,306 @@
+"""Models of transformers that see images: embeddings and positions (3, b, n) are made before the
+sequence is divided, and the tokens of an image see one another.
+"""
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from canon import Layout, Mask
+from canon.testing import process_groups
+from canon.training import sequence_loss
+
+pytest.importorskip("transformers", reason="the extra transformers is not installed")
+import transformers
+from tiny_models import SIZES, WINDOWED, Float64, tokens
+
+from canon.integrations.transformers import build_mask, register, sharded
+from canon.integrations.transformers_masks import pattern_of
+
+PAGE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
+IMAGE, START, STOP = 60, 62, 63  # special tokens
+GRIDS = torch.tensor([[1, 4, 8], [1, 4, 4]])  # patches of each image; 2 x 2 of them are a token
+ENDS = [0, 17, 28]
+TOLERANCE = 1e-9
+
+
+def near(found, expected):
+    return (found - expected).norm() < TOLERANCE * expected.norm()
+
+
+def filled(model, attention):
+    """Return the model in float64 with large weights, equal in every call."""
+    register()
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
+            parameter.copy_(0.3 * drawn + (parameter.ndim == 1))
+    model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
+    return model.double().train()
+
+
+# --- Qwen2.5-VL: positions of three axes
+
+
+def qwen(attention):
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    vision = dict(
+        depth=2,
+        hidden_size=16,
+        intermediate_size=24,
+        num_heads=2,
+        patch_size=4,
+        window_size=16,
+        fullatt_block_indexes=[1],
+        out_hidden_size=64,
+    )
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=SIZES | dict(hidden_size=64, rope_parameters=rotary),
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=61,
+        vision_start_token_id=START,
+        vision_end_token_id=STOP,
+    )
+    with Float64():
+        return filled(transformers.Qwen2_5_VLForConditionalGeneration(config), attention)
+
+
+def document(place):
+    """Return the token ids (1, n), patches and grid of a text with an image."""
+    draw = torch.Generator().manual_seed(place)
+    count = int(GRIDS[place].prod()) // 4
+    text = torch.randint(50, (ENDS[place + 1] - ENDS[place] - count - 2,), generator=draw)
+    image = torch.tensor([START, *[IMAGE] * count, STOP])
+    patches = torch.randn(4 * count, 3 * 2 * 4 * 4, generator=draw, dtype=torch.float64)
+    return torch.cat([text[:3], image, text[3:]])[None], patches, GRIDS[place : place + 1]
+
+
+def labels_of(ids):
+    return ids.masked_fill(ids >= IMAGE, -100)
+
+
+@functools.cache
+def qwen_alone():
+    """Return logits, loss and gradients of eager attention, one document after the other."""
+    model, logits, losses, labelled = qwen("eager"), [], 0, 0
+    with Float64():
+        for place in range(2):
+            ids, patches, grid = document(place)
+            found = model(
+                input_ids=ids,
+                pixel_values=patches,
+                image_grid_thw=grid,
+                mm_token_type_ids=(ids == IMAGE).int(),
+                use_cache=False,
+            ).logits
+            labels = labels_of(ids)[:, 1:].flatten()
+            losses += torch.nn.functional.cross_entropy(found[0, :-1], labels, reduction="sum")
+            labelled += int((labels >= 0).sum())
+            logits.append(found.detach())
+        (losses / labelled).backward()
+    return torch.cat(logits, 1), losses.detach() / labelled, gradients_of(model)
+
+
+def gradients_of(model):
+    return {name: x.grad for name, x in model.named_parameters()}
+
+
+def embedded(model):
+    """Return embeddings (1, n, d), positions (3, 1, n) and ids (1, n) of both documents, packed."""
+    embeddings, positions, ids = [], [], []
+    for place in range(2):
+        text, patches, grid = document(place)
+        image = torch.cat(model.model.get_image_features(patches, grid).pooler_output)
+        whole = model.get_input_embeddings()(text)
+        embeddings.append(whole.masked_scatter((text == IMAGE)[..., None], image))
+        kinds = (text == IMAGE).int()
+        positions.append(model.model.get_rope_index(text, kinds, image_grid_thw=grid)[0])
+        ids.append(text)
+    return torch.cat(embeddings, 1), torch.cat(positions, 2), torch.cat(ids, 1)
+
+
+@pytest.mark.parametrize(("ranks", "function"), [(1, "ring"), (2, "magi"), (3, "strided")])
+def test_embeddings_and_positions_in_three_axes_are_made_before_the_cut(ranks, function):
+    """Two packed documents with an image each, against eager attention of each alone: logits, loss,
+    and gradients of both parts of the model.
+    """
+    true_logits, true_loss, true_gradients = qwen_alone()
+    layout, mask, models = Layout.zigzag(ENDS[-1], ranks), Mask.documents(ENDS), [None] * ranks
+    for rank in range(ranks):
+        models[rank] = qwen("canon")
+
+    def program():
+        rank = dist.get_rank()
+        model = models[rank]
+        with Float64():
+            embeddings, positions, ids = embedded(model)
+            assert positions.shape == (3, 1, ENDS[-1])
+            batch = {"inputs_embeds": embeddings, "position_ids": positions}
+            part = layout.shard_batch(
+                batch | {"labels": labels_of(ids)}, rank, mask, dims={"position_ids": 2}
+            )
+            inputs = {name: part[name] for name in batch}
+            with sharded(mask, layout, half="reference", function=function):
+                logits = model(**inputs, use_cache=False).logits
+            loss = sequence_loss(logits, part["shift_labels"])
+            loss.backward()
+        assert near(layout.unshard(logits.detach()), true_logits)
+        assert near(loss.detach(), true_loss)
+        for name, gradient in gradients_of(model).items():
+            dist.all_reduce(gradient)
+            assert near(gradient / ranks, true_gradients[name]), name
+
+    process_groups.threads(program, ranks)
+
+
+def test_the_code_of_the_page_runs_as_printed():
+    """One document on two ranks, with the losses of eager attention."""
+    section = PAGE.read_text().split("## Images in the sequence")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    ids, pixels, grid = document(0)
+    labels, kinds = labels_of(ids), (ids == IMAGE).int()
+    with Float64():
+        logits = qwen("eager")(
+            ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, use_cache=False
+        ).logits
+    true_loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+    models, layout = [qwen("canon"), qwen("canon")], Layout.zigzag(ENDS[1], 2)
+    given = dict(ids=ids, pixels=pixels, grid=grid, image_token=IMAGE, labels=labels, layout=layout)
+    given |= dict(mask=Mask.causal(ENDS[1]), sharded=sharded, sequence_loss=sequence_loss)
+
+    def program():
+        names = dict(
+            given, __name__="page", torch=torch, rank=dist.get_rank(), model=models[dist.get_rank()]
+        )
+        with Float64():
+            exec(code, names)
+        assert names["positions"].shape == (3, 1, ENDS[1])
+        assert near(names["loss"].detach(), true_loss)
+
+    process_groups.threads(program, 2)
+
+
+# --- Gemma 3 and PaliGemma: blocks
+
+
+def gemma(attention):
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+    text = transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE
+    )
+    with Float64():
+        return filled(transformers.Gemma3ForConditionalGeneration(config), attention)
+
+
+def paligemma(attention):
+    vision = dict(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+        projection_dim=32,
+    )
+    config = transformers.PaliGemmaConfig(
+        text_config=dict(model_type="gemma", **SIZES), vision_config=vision, projection_dim=32
+    )
+    with Float64():
+        return filled(transformers.PaliGemmaForConditionalGeneration(config), attention)
+
+
+N = 26
+BLOCKS = [4, 15], [13, 21]  # longer than the window, and shorter
+
+
+KINDS = torch.zeros(2, N, dtype=torch.long)  # token_type_ids: 1 is an image
+for start, stop in zip(*BLOCKS, strict=True):
+    KINDS[0, start:stop] = 1
+KINDS[1, 20:] = 1
+
+
+@torch.no_grad()
+def test_blocks_of_images_compute_as_eager_attention_on_one_process():
+    valid = torch.ones(2, N, dtype=torch.long)
+    valid[1, 23:] = 0
+    batch = dict(input_ids=tokens(N, 2) % 60, use_cache=False)
+    for more in ({}, {"attention_mask": valid}):
+        with Float64():
+            kinds = dict(token_type_ids=KINDS, **more)
+            expected, found = (gemma(x)(**batch, **kinds).logits for x in ("eager", "canon"))
+            causal = gemma("canon")(**batch, **more).logits
+        rows = valid.bool() if more else torch.ones(2, N, dtype=torch.bool)
+        assert near(found[rows], expected[rows])
+        assert not near(causal[rows], expected[rows])
+
+
+@torch.no_grad()
+def test_a_model_that_passes_its_mask_on_names_what_to_call():
+    """PaliGemma makes a mask for its language model, which makes one again."""
+    ids, kinds = tokens(N) % 60, torch.arange(N)[None] >= 9
+    model, one = paligemma("canon"), Layout.contiguous(N, 1)
+    with Float64():
+        expected = paligemma("eager")(ids, token_type_ids=kinds.long(), use_cache=False).logits
+        with pytest.raises(ValueError, match="call the language model inside `sharded`, with"):
+            model(ids, token_type_ids=kinds.long(), use_cache=False)
+        with sharded(Mask.causal(N).with_blocks([0], [9]), one, half="reference"):
+            with pytest.raises(ValueError, match="call the language model inside `sharded`, with"):
+                model(ids, use_cache=False)
+            embeddings = model.get_input_embeddings()(ids)
+            hidden = model.model.language_model(inputs_embeds=embeddings, use_cache=False)
+        assert near(model.lm_head(hidden.last_hidden_state), expected)
+
+
+@torch.no_grad()
+def test_ranks_compute_blocks_of_images_from_the_mask_of_sharded():
+    layout, batch = Layout.zigzag(N, 2), {"input_ids": tokens(N) % 60}
+    kinds = KINDS[:1]
+    mask = Mask.causal(N).with_blocks(*BLOCKS)
+    with Float64():
+        expected = gemma("eager")(**batch, token_type_ids=kinds, use_cache=False).logits
+    model = gemma("canon")
+
+    def program():
+        part = layout.shard_batch(batch, dist.get_rank())
+        with Float64(), sharded(mask, layout, half="reference"):
+            logits = model(**part, use_cache=False).logits
+            assert near(layout.unshard(logits), expected)
+            with pytest.raises(ValueError, match=r"pass Mask.with_blocks\(starts, stops\), and"):
+                model(**part, token_type_ids=layout.shard(kinds, dist.get_rank()))
+
+    process_groups.threads(program, 2)
+
+
+def test_blocks_that_bands_cannot_order_are_refused():
+    """PaliGemma 2 adds blocks after the window; an image in parts is more than blocks."""
+    from transformers import masking_utils as theirs
+
+    ids = torch.tensor([[-1, 0, 0, -1, 0]])
+    blocks = theirs.blockwise_overlay(ids)
+    window = theirs.sliding_window_causal_mask_function(3)
+    documents = theirs.packed_sequence_mask_function(torch.tensor([[0, 0, 1, 1, 1]]))
+    causal = theirs.or_masks(theirs.causal_mask_function, blocks)
+    for function in (
+        theirs.or_masks(window, blocks),
+        theirs.or_masks(theirs.causal_mask_function, documents),
+        theirs.and_masks(causal, documents),
+        theirs.and_masks(theirs.causal_mask_function, causal),
+        blocks,
+    ):
+        with pytest.raises(ValueError, match=r"is not supported.*such as Mask.with_blocks"):
+            pattern_of(function)
+    with pytest.raises(ValueError, match="tokens of one block of images are apart"):
+        build_mask(1, 5, 5, mask_function=causal)

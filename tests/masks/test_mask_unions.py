@@ -1,0 +1,210 @@
+"""`Mask.union` and `Mask.with_blocks` have exactly the cells of their matrices, in disjoint bands,
+and serve every schedule.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from band_strategies import bands, layouts, square_masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from canon import Band, Mask, reference
+from canon.masks import band as band_module
+from canon.masks import mask as mask_module
+from canon.masks.mask_inputs import block_squares
+from canon.testing import process_groups
+from canon.testing.judge import oracle
+
+
+def check(mask, matrix):
+    """Assert that a mask has the cells of a matrix, each in one band."""
+    Mask(mask.bands, mask.queries, mask.keys)  # raises if two bands share a cell
+    assert all(type(band) is Band and band == Band(*band) for band in mask.bands), "tight"
+    assert torch.equal(mask.dense(), matrix)
+    assert mask.area == matrix.sum()
+
+
+@st.composite
+def cases(draw, most=13):
+    """Draw a mask, often with a window, starts, stops, and the matrix with these blocks."""
+    n = draw(st.integers(0, most))
+    mask = draw(square_masks(n)).windowed(draw(st.none() | st.integers(0, n)))
+    cuts = sorted(draw(st.sets(st.integers(0, n), max_size=6)))
+    pairs = draw(st.permutations(list(zip(cuts[::2], cuts[1::2], strict=False))))
+    matrix = mask.dense()
+    for start, stop in pairs:
+        matrix[start:stop, start:stop] = True
+    return mask, [start for start, _ in pairs], [stop for _, stop in pairs], matrix
+
+
+@given(bands(), bands())
+def test_minus_leaves_the_cells_that_the_other_band_lacks(one, other):
+    def of(*several):
+        return Mask([band for band in several if band.q_stop], 9, 9)
+
+    parts = one.minus(other)
+    assert len(parts) <= 6
+    check(of(*parts), of(one).dense() & ~of(other).dense())
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_blocks_add_the_cells_between_their_tokens_and_no_others(case):
+    mask, starts, stops, matrix = case
+    check(mask.with_blocks(starts, stops), matrix)
+    assert mask.with_blocks([], []) == mask
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(0, 12), st.integers(1, 4))
+def test_a_union_has_the_cells_of_its_masks_in_any_order(data, n, count):
+    masks = [data.draw(square_masks(n)) for _ in range(count)]
+    cut = data.draw(st.integers(0, n))  # also masks that are not square
+    masks = [mask.crop(queries=range(cut)) for mask in masks]
+    found = Mask.union(*masks)
+    check(found, torch.stack([mask.dense() for mask in masks]).any(0))
+    assert Mask.union(*data.draw(st.permutations(masks))) == found
+    assert Mask.union(masks[0], masks[0]) == masks[0]
+
+
+@given(st.data(), st.integers(0, 9), st.integers(0, 9))
+def test_blocks_in_documents_are_those_of_each_document(data, one, other):
+    masks, starts, stops = [], [], []
+    for offset, n in ((0, one), (one, other)):
+        cuts = sorted(data.draw(st.sets(st.integers(0, n), max_size=4)))
+        pairs = list(zip(cuts[::2], cuts[1::2], strict=False))
+        masks.append(Mask.causal(n).with_blocks([a for a, _ in pairs], [b for _, b in pairs]))
+        starts += [offset + a for a, _ in pairs]
+        stops += [offset + b for _, b in pairs]
+    packed = Mask.documents([0, one, one + other]).with_blocks(starts, stops)
+    assert torch.equal(packed.dense(), Mask.concat(masks).dense())
+
+
+def test_known_masks_are_unions():
+    assert Mask.causal(9).with_blocks([0], [9]) == Mask.full(9)
+    images = Mask.causal(9).with_blocks([1, 6], [4, 8])
+    assert images.bands == (Band(0, 9, 0, 9, None, 0), Band(1, 3, 2, 4, 1), Band(6, 7, 7, 8))
+    prefix = Mask.causal(9).with_blocks([0], [5])
+    assert torch.equal(prefix.dense(), Mask.prefix(9, 5).dense())
+    first = Mask.ranges([(0, 9)], [(0, 1)], ["full"], keys=9)
+    assert len(Mask.union(Mask.window(9, 2, 0), first).bands) == 2
+    assert Mask.union(Mask.documents(range(10)), Mask.causal(9)) == Mask.causal(9)
+
+
+def test_starts_may_be_tensors_lists_or_ranges():
+    expected = Mask.causal(9).with_blocks([1, 5], [3, 9])
+    for make in (lambda x: torch.tensor(x, dtype=torch.int32), torch.tensor, tuple):
+        assert Mask.causal(9).with_blocks(make([1, 5]), make([3, 9])) == expected
+    assert Mask.causal(9).with_blocks(range(1, 9, 4), [3, 9]) == expected
+
+
+@pytest.mark.usefixtures("own_errors")
+@pytest.mark.parametrize(
+    ("starts", "stops", "error", "message"),
+    [
+        ([1, 4], [3], ValueError, "2 starts and 1 stops: give one of each"),
+        ([4, 2], [6, 2], ValueError, r"block 1 needs 0 <= start < stop <= 8.*got \(2, 2\)"),
+        ([6], [9], ValueError, r"block 0 needs 0 <= start < stop <= 8, the tokens of the mask"),
+        ([-1], [2], ValueError, r"got \(-1, 2\)"),
+        ([4, 1], [6, 5], ValueError, r"blocks 1 and 0 overlap, \(1, 5\) and \(4, 6\): join them"),
+        ([1, 1], [3, 3], ValueError, "blocks 0 and 1 overlap"),
+        ([1.0], [3], TypeError, r"starts\[0\] must be a whole number, got 1.0"),
+        (torch.tensor([1.0]), [3], TypeError, r"starts\[0\] must be a whole number"),
+        (torch.tensor([True]), [3], TypeError, r"starts\[0\] must be a whole number, got True"),
+        (1, [3], TypeError, "starts must be a sequence or a tensor of whole numbers"),
+        ([[1]], [3], TypeError, r"starts\[0\] must be a whole number"),
+        (torch.tensor([[1]]), [3], ValueError, r"starts must have one axis, got shape \(1, 1\)"),
+    ],
+)
+def test_wrong_blocks_are_named(starts, stops, error, message):
+    with pytest.raises(error, match=message):
+        Mask.causal(8).with_blocks(starts, stops)
+
+
+@pytest.mark.usefixtures("own_errors")
+def test_wrong_masks_are_named():
+    with pytest.raises(ValueError, match="with_blocks needs a square mask, got 3 x 8: crop it"):
+        Mask.causal(3, 8).with_blocks([1], [2])
+    with pytest.raises(ValueError, match="union needs masks of one size, got 3 x 3, 3 x 8"):
+        Mask.union(Mask.causal(3, 8), Mask.full(3))
+    with pytest.raises(ValueError, match="union needs masks of one size, got no mask"):
+        Mask.union()
+    with pytest.raises(TypeError, match=r"masks\[1\] must be a Mask, got None"):
+        Mask.union(Mask.full(3), None)
+
+
+def test_a_union_of_too_many_bands_is_refused(monkeypatch):
+    monkeypatch.setattr(mask_module, "MOST_BANDS", 20)
+    lines = [(i, i + 1) for i in range(0, 9, 2)]
+    rows = Mask.ranges(lines, [(0, 9)] * 5, [0] * 5)
+    columns = Mask.ranges([(0, 9)] * 5, lines, [0] * 5)
+    with pytest.raises(ValueError, match="a union of 10 bands takes more than 20 disjoint bands"):
+        Mask.union(rows, columns)
+    monkeypatch.setattr(mask_module, "MOST_BANDS", 30)
+    check(Mask.union(rows, columns), rows.dense() | columns.dense())
+
+
+def test_a_thousand_images_in_a_million_tokens_cost_no_square_of_them():
+    """Bands that share no query are never compared: a block meets the bands of its own rows."""
+    n, met = 1 << 20, []
+    starts = torch.arange(1000) * 1024 + 300
+    intersect = Band.intersect
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Band, "intersect", lambda *given: met.append(1) or intersect(*given))
+        for mask in (
+            Mask.causal(n),
+            Mask.documents(range(0, n + 1, 4096), window=(512, 0)),
+            Mask.tree([-1, *[0] * 1023], [1024] * 1024),
+        ):
+            images = mask.with_blocks(starts, starts + 576)
+            assert images.area >= mask.area + 1000 * 576 * 575 // 2
+    assert len(met) < 9_000
+
+
+@pytest.mark.parametrize("fault", ["stop", "twice", "diagonal"])
+def test_planted_faults_are_found(fault, monkeypatch):
+    def short(starts, stops, tokens):
+        return [Band(*([a, b - 1] * 2)) for a, b, *_ in block_squares(starts, stops, tokens)]
+
+    def off_by_one(band, other):
+        return minus(band, Band(*other[:5], other.hi - 1) if other.hi > other.lo else other)
+
+    minus = Band.minus
+    if fault == "stop":
+        monkeypatch.setattr(mask_module, "block_squares", short)
+    elif fault == "twice":
+        monkeypatch.setattr(mask_module, "disjoint", lambda bands, _: list(bands))
+    else:
+        monkeypatch.setattr(band_module.Band, "minus", off_by_one)
+    with pytest.raises((AssertionError, ValueError)):
+        test_blocks_add_the_cells_between_their_tokens_and_no_others()
+
+
+@settings(max_examples=12)
+@given(st.data(), cases(24), st.sampled_from(["ring", "strided", "magi"]))
+def test_schedules_compute_dense_attention_under_blocks(data, case, name):
+    mask, starts, stops, _ = case
+    mask = mask.with_blocks(starts, stops)
+    layout = data.draw(layouts(mask.queries))
+    check_schedule(mask, layout, name)
+    if name == "magi":
+        check_schedule(mask, reference.dispatch(mask, 3, chunk=2), name)
+
+
+def check_schedule(mask, layout, name):
+    """Assert that a schedule of the reference on ranks that are threads returns dense attention."""
+    draw = torch.Generator().manual_seed(mask.queries)
+    n, heads = mask.queries, (2, 1, 1, 2)
+    q, k, v, dout = (torch.randn(1, n, h, 4, generator=draw).double() for h in heads)
+    exact = oracle(q, k, v, dout, mask)
+
+    def program():
+        rank = dist.get_rank()
+        own = [layout.shard(x, rank).requires_grad_() for x in (q, k, v)]
+        out = getattr(reference, f"{name}_attention")(*own, mask, layout)
+        out.backward(layout.shard(dout, rank))
+        for found, full in zip((out, *(x.grad for x in own)), (exact[0], *exact[2:]), strict=True):
+            torch.testing.assert_close(found, layout.shard(full, rank), rtol=0, atol=1e-12)
+
+    process_groups.threads(program, layout.ranks)
