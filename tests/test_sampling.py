@@ -2,13 +2,13 @@
 parameter comes.
 """
 
-import os
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
-from sampling import chosen
+import sampling
+from sampling import chosen, covering
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ def items_of(test, mark=None, **axes):
 
 @pytest.fixture
 def without_setting(monkeypatch):
-    monkeypatch.delenv("CANON_CASES", raising=False)
+    monkeypatch.setattr(sampling, "ALL", False)
 
 
 PAIRS = items_of("pairs", pytest.mark.sweep.mark, fault=30, dtype=3)
@@ -46,6 +46,16 @@ def test_every_value_of_a_parameter_comes_in_the_sample(without_setting):
     assert {x["fault"] for x in kept} == set(range(30))
     assert {x["dtype"] for x in kept} == {0, 1, 2}
     assert len(kept) < 40
+
+
+def test_a_test_may_sample_cases_by_their_values(without_setting, monkeypatch):
+    cases = [(letter, number) for letter in "abc" for number in range(9)]
+    kept = covering(cases, set)
+    assert set().union(*kept) == set().union(*cases)
+    assert len(kept) < 12
+    assert kept == [case for case in cases if case in kept]
+    monkeypatch.setattr(sampling, "ALL", True)
+    assert covering(cases, set) == cases
 
 
 def test_a_sample_may_have_a_number(without_setting):
@@ -62,7 +72,7 @@ def test_every_test_stays_and_only_marked_ones_are_sampled(without_setting, monk
     kept = chosen(PAIRS + others + SEEDS)
     assert [x for x in kept if x in others] == others
     assert {x.originalname for x in kept} == {"pairs", "unmarked", "seeds"}
-    monkeypatch.setenv("CANON_CASES", "all")
+    monkeypatch.setattr(sampling, "ALL", True)
     assert chosen(PAIRS + others + SEEDS) == PAIRS + others + SEEDS
 
 
@@ -75,4 +85,4 @@ def test_a_case_that_is_named_alone_runs(without_setting):
 @pytest.mark.parametrize("number", range(8))
 def test_pytest_runs_a_sample_of_this_sweep(word, number, request):
     ran = [x for x in request.session.items if x.originalname == request.node.originalname]
-    assert len(ran) == 24 if os.environ.get("CANON_CASES") == "all" else len(ran) <= 10
+    assert len(ran) == 24 if sampling.ALL else len(ran) <= 10

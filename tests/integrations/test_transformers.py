@@ -197,6 +197,7 @@ def compiled_steps(name):
     assert len(set(graphs)) == 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["Llama", "GptOss"])
 def test_a_whole_model_can_be_compiled_inside_sharded(name):
     process_groups.processes(functools.partial(compiled_steps, name), 2, timeout=300)

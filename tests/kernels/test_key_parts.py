@@ -71,6 +71,7 @@ def test_words_hold_the_visible_cells(mask):
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_parts_give_the_results_of_the_oracle(mask, heads):

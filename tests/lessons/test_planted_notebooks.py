@@ -110,6 +110,7 @@ def test_without_a_fault_the_section_passes(name, plant, capsys):
         )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "function"), CASES)
 def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant):
     plant(function, "wrong")
@@ -133,6 +134,7 @@ def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant)
         section(name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant):
     plant(FUNCTIONS[name][-1], "raises")

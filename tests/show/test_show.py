@@ -2,7 +2,6 @@
 refuses what it cannot draw.
 """
 
-import importlib
 import json
 import shlex
 import sys
@@ -53,18 +52,6 @@ def test_a_picture_of_a_mask_has_its_cells_in_the_colours_of_their_bands(mask):
     )
 
 
-@pytest.mark.parametrize("tokens", [3, 13, 17, 20])
-def test_a_picture_has_ticks_at_whole_tokens_only(tokens):
-    for axes in (
-        [Mask.causal(tokens).plot()],
-        Layout.zigzag(tokens, 2).plot(Mask.causal(tokens)).axes[:1],
-    ):
-        ticks = [
-            tick for axis in (axes[0].xaxis, axes[0].yaxis) for tick in axis.get_majorticklocs()
-        ]
-        assert all(tick == round(tick) for tick in ticks), ticks
-
-
 def test_a_picture_of_a_long_mask_has_every_nth_query_and_key_and_counts_tokens():
     mask = Mask.documents([0, 700, 1500], window=(300, 0))
     given = plt.subplots()[1]
@@ -87,12 +74,6 @@ def test_a_picture_of_a_layout_has_the_rank_of_each_row_and_the_work_of_each_ran
         assert torch.equal(cells(left)[rows], DOCUMENTS.dense()[rows] * (1 + rank % 8))
     assert heights(right) == pytest.approx([area * layout.ranks / sum(work) for area in work])
     assert torch.equal(cells(layout.plot().axes[0]) > 0, Mask.causal(32).dense())
-
-
-def test_a_picture_of_long_stripes_has_rows_of_all_ranks():
-    assert set(
-        cells(Layout.striped(4096, 8).plot(Mask.full(4096)).axes[0]).unique().tolist()
-    ) == set(range(1, 9))
 
 
 def test_masks_without_cells_and_masks_of_another_length_are_refused():
@@ -235,10 +216,3 @@ def test_masks_and_commands_load_matplotlib_only_to_draw():
         printed(f"import sys, canon, canon.show_command, canon.masks.layout; print({loaded})")
         == "[]\n"
     )
-
-
-def test_the_caller_keeps_its_settings():
-    before = dict(plt.rcParams)
-    importlib.import_module("canon.show.style")
-    Mask.causal(4).plot()
-    assert dict(plt.rcParams) == before
