@@ -30,7 +30,13 @@ test_readme test_replayed_schedules test_swap_it_in
 """.split()  # noqa: SIM905
 
 # The same examples in every run, so that a failure can be repeated.
-settings.register_profile("canon", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "canon",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=100 if sampling.ALL else 40,
+)
 settings.load_profile("canon")
 
 

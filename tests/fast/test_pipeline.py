@@ -3,14 +3,12 @@ buffers.
 """
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from canon import Layout, Mask, fast, reference
-from canon.fast import schedule
 from canon.fast.transport.messages import Transport
 from canon.testing import process_groups
 from canon.testing.recording import recording
@@ -53,48 +51,6 @@ def order(events):
 
 
 # --- the pipeline ---
-
-
-def test_messages_start_one_step_ahead_and_gradients_are_sent_before_dq():
-    events, x = [], torch.zeros(1)
-
-    def message(kind, result=None):
-        events.append(f"post {kind}")
-        return SimpleNamespace(wait=lambda: (events.append(f"wait {kind}"), result)[1])
-
-    def part(number):
-        noted = lambda what: lambda *tensors: events.append(f"{what} {number} on {tensors[-1]}")
-        step, scratch = (
-            SimpleNamespace(has_work=number != 1),
-            SimpleNamespace(empty=lambda device: f"room {number}"),
-        )
-        return SimpleNamespace(step=step, scratch=scratch, dkdv=noted("dk, dv"), dq=noted("dq"))
-
-    received = schedule.receiving(3, lambda step: message(f"keys {step}", [f"keys {step}"]))
-    assert events == ["post keys 0"], "before the backward pass begins"
-    reduce = lambda step, grads, room: message(f"reduce {grads} and {room}", f"sum {step}")
-    inputs = schedule.QueryInputs(x, x, x, x)
-    last = schedule.run_backward(
-        [part(n) for n in range(3)], received, inputs, x, iter("abc"), reduce
-    )
-    assert last == "sum 2"
-    assert events[1:] == [
-        "wait keys 0",
-        "post keys 1",
-        "dk, dv 0 on keys 0",
-        "post reduce a and room 0",
-        "dq 0 on keys 0",
-        "wait keys 1",
-        "post keys 2",
-        "wait reduce a and room 0",
-        "post reduce b and None",
-        "wait keys 2",
-        "dk, dv 2 on keys 2",
-        "wait reduce b and None",
-        "post reduce c and room 2",
-        "dq 2 on keys 2",
-        "wait reduce c and room 2",
-    ]
 
 
 @pytest.mark.parametrize(

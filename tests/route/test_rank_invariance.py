@@ -62,6 +62,7 @@ def check_world(half, ranks, mask, layout, heads, dtype, method):
     assert not different(one, got)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout", "heads", "dtype", "method"), worlds(range(1, 9), MASKS)
 )

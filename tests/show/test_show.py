@@ -146,11 +146,9 @@ def test_the_command_writes_its_picture(words, tmp_path, capsys):
 
 @pytest.mark.parametrize(("words", "message"), [
     ("mask --window 4", "--window takes TOKENS,LEFT[,RIGHT], got 4"),
-    ("mask --prefix 4,5", "prefix must be in 0..4, got 5"),
-    ("mask", "one of the arguments --causal --full --window --prefix --documents is required"),
+        ("mask", "one of the arguments --causal --full --window --prefix --documents is required"),
     ("mask --causal 4 --ranks 2", "unrecognized arguments: --ranks 2"),
-    ("layout --causal 4", "the following arguments are required: --ranks"),
-    ("timeline "
+        ("timeline "
      "paper/data/plans.json", "the record has no timeline: no result has "
                               "'kernels_of_both_by_rank'"),
     ("timeline README.md", "README.md is not JSON: Expecting value"),
@@ -165,11 +163,9 @@ def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsy
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("", "is not JSON: Expecting value: line 1 column 1"),
-    ('{"results":\n[{"schedule": ', "is not JSON: Expecting value: line 2 column"),
+        ('{"results":\n[{"schedule": ', "is not JSON: Expecting value: line 2 column"),
     ("[" * 100_000, "is not JSON: "),
-    ("[1, 2]", ", line 1: the record has no timeline"),
-    ('{"results": 3}', ", line 1: the record has no timeline"),
+        ('{"results": 3}', ", line 1: the record has no timeline"),
     (f'{{"results": [\n{{"schedule": "a", "{spans.KERNELS}": [[[1, 2, "x"]]]}},\n'
      f'{{"{spans.KERNELS}": []}}]}}',
      ", line 3: no timeline of a schedule: KeyError('schedule')"),

@@ -182,28 +182,3 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
         ends[killed[0] if all(killed) else "survives"] += 1
     print(f"{name}: {dict(sorted(ends.items()))}")
     assert survivors == wanted & set(SURVIVORS[name])
-
-
-@pytest.mark.parametrize("name", [name for name in KERNELS if "few" not in name])
-def test_the_input_is_sufficient(name, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments)
-    )
-    run(name, "late", 0)
-    work, *counters = (
-        x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32
-    )
-    kernel = KERNELS[name]
-    # of four heads
-    semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0
-    assert counters == [[0] * (1 + semaphores)] * (not kernel.config.plain)
-    work_tiles = [work[at : at + 8] for at in range(8, work[0], 8)]
-    spans = [work[at : at + 8] for work_tile in work_tiles for at in range(*work_tile[4:6], 8)]
-    assert len(work_tiles) > 3 * kernel.config.buffers, "buffers are used several times"
-    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, (
-        "the ring wraps around several times"
-    )
-    assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, (
-        "there are full spans and partial ones"
-    )
