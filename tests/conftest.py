@@ -24,8 +24,20 @@ from torch.utils._pytree import tree_leaves
 # Folders of tests of the kernels, which run interpreted without the mark.
 INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "simulator")]
 
+# These begin first, so that no worker is left alone with a long test at the end.
+SLOW = """
+test_compile test_compiled_graphs test_gluon_protocol test_kernel_variants test_planted_notebooks
+test_readme test_replayed_schedules test_swap_it_in
+""".split()  # noqa: SIM905
+
 # The same examples in every run, so that a failure can be repeated.
-settings.register_profile("canon", deadline=None, derandomize=True, database=None)
+settings.register_profile(
+    "canon",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=100 if sampling.ALL else 40,
+)
 settings.load_profile("canon")
 
 
@@ -69,7 +81,7 @@ def import_before_forks(*modules):
 
 def pytest_collection_modifyitems(config, items):
     on_gpu = config.getoption("gpu")
-    items[:] = sampling.chosen(items)
+    items[:] = sorted(sampling.chosen(items), key=lambda item: item.path.stem not in SLOW)
     for item in items:
         if marker := item.get_closest_marker("gpus"):
             (needed,) = marker.args

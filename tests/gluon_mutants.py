@@ -8,7 +8,6 @@ import ast
 import copy
 import textwrap
 from collections import Counter
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from triton.experimental.gluon._runtime import GluonJITFunction
@@ -208,6 +207,7 @@ class Mutation(ast.NodeTransformer):
 
     def __init__(self, branches: Branches, number: int):
         self.branches, self.number = dict(branches), number
+        self.source = ""
         self.changes: list[str] = []
         self.names: list[str] = []
 
@@ -236,39 +236,40 @@ class Mutation(ast.NodeTransformer):
         return node
 
 
-def mutated(
-    function: GluonJITFunction, branches: Branches, number: int = -1
-) -> tuple[str, Mutation]:
-    """Return the source of a function with change ``number``, if it has that many, and the
-    mutation.
+def changes(function: GluonJITFunction, branches: Branches, number: int = -1) -> Mutation:
+    """Return the mutation of a function, with its source after change ``number``, if it has that
+    many.
     """
     mutation = Mutation(branches, number)
     tree = mutation.visit(ast.parse(textwrap.dedent("".join(function.raw_src))))
-    return ast.unparse(tree), mutation
+    mutation.source = ast.unparse(tree)
+    return mutation
+
+
+def mutated(function: GluonJITFunction, branches: Branches, number: int) -> GluonJITFunction:
+    """Return the function with change ``number``."""
+    mutant = copy.copy(function)
+    mutant.raw_src = [changes(function, branches, number).source]
+    return mutant
 
 
 def reached(function: GluonJITFunction, branches: Branches) -> dict[str, GluonJITFunction]:
     """Return a kernel and the kernel functions that it calls."""
     found = {function.fn.__name__: function}
-    for name in mutated(function, branches)[1].names:
+    for name in changes(function, branches).names:
         used = function.fn.__globals__.get(name)
         if isinstance(used, GluonJITFunction) and name not in found:
             found |= reached(used, branches)
     return found
 
 
-def mutants(kernel: Kernel) -> Iterator[tuple[str, GluonJITFunction, GluonJITFunction]]:
-    """Yield a description of each mutant of a kernel, the original function,
-    and the changed one.
-    """
+def mutants(kernel: Kernel) -> dict[str, tuple[GluonJITFunction, int]]:
+    """Return the function and the number of each change of a kernel."""
+    found = {}
     for name, function in reached(kernel.function, kernel.branches).items():
         times = Counter()
-        for number, change in enumerate(mutated(function, kernel.branches)[1].changes):
+        for number, change in enumerate(changes(function, kernel.branches).changes):
             times[change] += 1
-            changed = copy.copy(function)
-            changed.raw_src = [mutated(function, kernel.branches, number)[0]]
-            yield (
-                f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else ""),
-                function,
-                changed,
-            )
+            what = f"{name}: {change}" + (f" ({times[change]})" if times[change] > 1 else "")
+            found[what] = function, number
+    return found

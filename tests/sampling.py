@@ -3,15 +3,18 @@ run.
 
 @pytest.mark.sweep        so many cases that each value of each parameter comes at least once
 @pytest.mark.sweep(10)    10 cases
+covering(cases, values)   inside a test: so many that each of their values comes
 """
 
 import hashlib
 import os
 
+ALL = os.environ.get("CANON_CASES") == "all"
+
 
 def chosen(items):
     """Return the items without the cases of sweeps that are not in the sample."""
-    if os.environ.get("CANON_CASES") == "all":
+    if ALL:
         return items
     sweeps, left_out = {}, set()
     for item in items:
@@ -26,11 +29,27 @@ def sample(cases, number=0):
     """Return ``number`` of the cases, chosen by the digest of their names. For 0, each value of
     each parameter comes once.
     """
+    if number:
+        return _shuffled(cases, lambda case: case.name)[:number]
+    # the same objects in all cases
+    values = lambda case: {(name, id(value)) for name, value in case.callspec.params.items()}
+    return _covering(_shuffled(cases, lambda case: case.name), values)
+
+
+def covering(cases, values):
+    """Return so many of the cases that each of ``values(case)`` comes, in their order."""
+    kept = cases if ALL else _covering(_shuffled(cases, str), values)
+    return [case for case in cases if case in kept]
+
+
+def _shuffled(cases, name):
+    return sorted(cases, key=lambda case: hashlib.sha256(name(case).encode()).digest())
+
+
+def _covering(cases, values):
     kept, seen = [], set()
-    for case in sorted(cases, key=lambda case: hashlib.sha256(case.name.encode()).digest()):
-        # the same objects in all cases
-        values = {(name, id(value)) for name, value in case.callspec.params.items()}
-        if len(kept) < number if number else not values <= seen:
+    for case in cases:
+        if not values(case) <= seen:
             kept.append(case)
-            seen |= values
+            seen |= values(case)
     return kept

@@ -2,72 +2,24 @@
 parameter comes.
 """
 
-import os
-from dataclasses import dataclass
-from itertools import product
-from types import SimpleNamespace
-
 import pytest
-from sampling import chosen
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """The parts of an item of pytest that decide the sample."""
-
-    name: str
-    originalname: str
-    callspec: SimpleNamespace
-    mark: object
-    path: str = "test_x.py"
-
-    def get_closest_marker(self, name):
-        return self.mark if name == "sweep" else None
-
-
-def items_of(test, mark=None, **axes):
-    """Return the items of a test with parameters of these lengths."""
-    places = product(*map(range, axes.values()))
-    specs = [SimpleNamespace(params=dict(zip(axes, place, strict=True))) for place in places]
-    return [Item(f"{test}[{spec.params}]", test, spec, mark) for spec in specs]
+import sampling
+from sampling import covering
 
 
 @pytest.fixture
 def without_setting(monkeypatch):
-    monkeypatch.delenv("CANON_CASES", raising=False)
+    monkeypatch.setattr(sampling, "ALL", False)
 
 
-PAIRS = items_of("pairs", pytest.mark.sweep.mark, fault=30, dtype=3)
-SEEDS = items_of("seeds", pytest.mark.sweep(10).mark, seed=80)
-
-
-def test_every_value_of_a_parameter_comes_in_the_sample(without_setting):
-    kept = [x.callspec.params for x in chosen(PAIRS)]
-    assert {x["fault"] for x in kept} == set(range(30))
-    assert {x["dtype"] for x in kept} == {0, 1, 2}
-    assert len(kept) < 40
-
-
-def test_a_sample_may_have_a_number(without_setting):
-    kept = chosen(SEEDS)
-    assert len(kept) == 10
-    assert kept == [x for x in SEEDS if x in chosen(SEEDS[::-1])], (
-        "the digest of the name decides, not the order"
-    )
-    assert chosen(SEEDS[:4]) == SEEDS[:4]
-
-
-def test_every_test_stays_and_only_marked_ones_are_sampled(without_setting, monkeypatch):
-    others = items_of("unmarked", n=20)
-    kept = chosen(PAIRS + others + SEEDS)
-    assert [x for x in kept if x in others] == others
-    assert {x.originalname for x in kept} == {"pairs", "unmarked", "seeds"}
-    monkeypatch.setenv("CANON_CASES", "all")
-    assert chosen(PAIRS + others + SEEDS) == PAIRS + others + SEEDS
-
-
-def test_a_case_that_is_named_alone_runs(without_setting):
-    assert all(chosen([x]) == [x] for x in PAIRS + SEEDS)
+def test_a_test_may_sample_cases_by_their_values(without_setting, monkeypatch):
+    cases = [(letter, number) for letter in "abc" for number in range(9)]
+    kept = covering(cases, set)
+    assert set().union(*kept) == set().union(*cases)
+    assert len(kept) < 12
+    assert kept == [case for case in cases if case in kept]
+    monkeypatch.setattr(sampling, "ALL", True)
+    assert covering(cases, set) == cases
 
 
 @pytest.mark.sweep
@@ -75,4 +27,4 @@ def test_a_case_that_is_named_alone_runs(without_setting):
 @pytest.mark.parametrize("number", range(8))
 def test_pytest_runs_a_sample_of_this_sweep(word, number, request):
     ran = [x for x in request.session.items if x.originalname == request.node.originalname]
-    assert len(ran) == 24 if os.environ.get("CANON_CASES") == "all" else len(ran) <= 10
+    assert len(ran) == 24 if sampling.ALL else len(ran) <= 10

@@ -119,43 +119,6 @@ def test_packed_tensors_and_the_default_mask_and_layout(half, call):
     torch.testing.assert_close(attend(q, k, v), expected, rtol=0, atol=1e-12)
 
 
-@every_call
-def test_tensors_of_any_strides(half, call):
-    mask, layout = Mask.causal(14), layout_of(call, 14, 2, Layout.zigzag(14, 2))
-    q, k, v, dout, dlse = whole(mask, b=2, dv=8)
-    v, dout = v[:, :, :1].expand(-1, -1, 2, -1), dout[:, :1].expand(-1, 14, -1, -1)
-
-    def attend(q, k, v):
-        q = q.transpose(0, 3).contiguous().transpose(0, 3)
-        k = k.transpose(1, 2).contiguous().transpose(1, 2)
-        return attending(half, call, mask, layout)(q, k, v[:, :, :1].expand(-1, -1, 2, -1))
-
-    got = process_groups.threads(lambda: on_this_rank(attend, layout, (q, k, v, dout, dlse)), 2)[0]
-    exact = oracle(q, k, v, dout, mask, dlse=dlse)
-    # the gradient of the expansion
-    both = torch.stack([exact.dv.sum(2), torch.zeros_like(exact.dv[:, :, 0])], 2)
-    for one, true in zip(got, exact._replace(dv=both), strict=True):
-        torch.testing.assert_close(one, true, rtol=0, atol=1e-12)
-
-
-@every_call
-def test_two_disjoint_groups_at_once(half, call):
-    mask, tensors = (
-        Mask.documents([0, 5, 17]),
-        [whole(Mask.causal(17), seed=seed) for seed in (1, 2)],
-    )
-
-    def program():
-        groups = [dist.new_group([0, 3, 4]), dist.new_group([1, 2])]
-        mine = int(dist.get_rank() in (1, 2))
-        layout = layout_of(call, 17, 3 - mine, Layout.zigzag(17, 3 - mine))
-        attend = attending(half, call, mask, layout, group=groups[mine])
-        return on_this_rank(attend, layout, tensors[mine], groups[mine])
-
-    for rank, got in enumerate(process_groups.threads(program, 5)):
-        assert_agrees(got, mask, *tensors[int(rank in (1, 2))])
-
-
 @pytest.mark.parametrize("call", ["ring", "magi"])
 def test_running_results_stay_in_float32(half, call):
     """Every query sees all keys alike, and the values of four ranks are 256, 1/3, -256 and 0."""

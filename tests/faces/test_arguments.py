@@ -141,14 +141,12 @@ WRONG = [  # functions, changed arguments, and a part of the error
     ((*ATTEND, "decode_attention"), dict(k=None), "k must be a torch.Tensor"),
     (ATTEND, dict(v=KV.half()), "q, k, v must share one dtype"),
     (ATTEND, dict.fromkeys("qkv", KV.to(torch.float8_e5m2)), "q, k, v must share one dtype"),
-    (ATTEND, dict.fromkeys("qkv", KV.int()), "q, k, v must share one dtype"),
     (ATTEND, dict(q=SPARSE), "q must be a dense tensor"),
     (ATTEND, dict(q=X[:, :, :3]), "3 query heads are not a multiple of 2"),
     (ATTEND, dict(k=KV[..., :4]), "one width"),
     (ATTEND, dict(v=KV[:, :5]), "share the batch"),
     (ATTEND, dict(q=X[0]), "(b, t, heads, width)"),
     (ATTEND, dict(scale=float("nan")), "scale must be finite"),
-    (ATTEND, dict(scale=float("inf")), "scale must be finite"),
     (
         ATTEND,
         dict(scale=torch.ones((), requires_grad=True)),
@@ -156,7 +154,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
     ),
     (ATTEND, dict(scale="1"), "scale must be a number"),
     (ATTEND, dict(softcap=0), "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
-    (ATTEND, dict(softcap=-30.0), "softcap must be None or a number from 1e-30 to 1e30, got -30.0"),
     (ATTEND, dict(softcap=float("nan")), "softcap must be finite"),
     (ATTEND, dict(softcap="30"), "softcap must be a number without a gradient"),
     (
@@ -166,12 +163,10 @@ WRONG = [  # functions, changed arguments, and a part of the error
     ),
     (ATTEND, dict(backward="fast"), "backward='fast': expected one of"),
     (ATTEND, dict(sink=zeros(3)), "sink must be (4,), a logit for each query head, got (3,)"),
-    (ATTEND, dict(sink=zeros(1, 4)), "sink must be (4,)"),
     (ATTEND, dict(sink=zeros(4).half()), "sink must be float32, got torch.float16: cast it"),
     (ATTEND, dict(sink=[0.0] * 4), "sink must be a torch.Tensor, got list"),
     (ATTEND, dict(sink=zeros(4, device="meta")), "sink is on the meta device"),
     (DISTRIBUTED, dict(reduce_dtype="float32"), "reduce_dtype must be"),
-    (DISTRIBUTED, dict(reduce_dtype=torch.int32), "reduce_dtype must be"),
     (
         DISTRIBUTED,
         dict(mask=masks_of(24, 24)),
@@ -199,7 +194,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "tokens, q holds 8",
     ),
     (LATENT, dict(latent=None), "latent must be a torch.Tensor, got NoneType"),
-    (LATENT, dict(up_weight=None), "up_weight must be a torch.Tensor, got NoneType"),
     (
         LATENT,
         dict(latent=KV),
@@ -217,16 +211,11 @@ WRONG = [  # functions, changed arguments, and a part of the error
     ),
     (LATENT, dict(k_rope=zeros(1, T, 16)), "q must be wider than k_rope"),
     (LATENT, dict(up_weight=WEIGHT.mT), "up_weight must be (h * (d - rope + dv), rank)"),
-    (LATENT, dict(up_weight=zeros(4 * 12, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
-    (LATENT, dict(up_weight=zeros(113, 6)), "up_weight must be (h * (d - rope + dv), rank)"),
     (
         LATENT,
         dict(up_weight=WEIGHT.half()),
         "must share one dtype of float64, float32, float16, bfloat16, got torch.float32",
     ),
-    (LATENT, dict(layout="zigzag"), "layout must be a canon.Layout"),
-    (LATENT, dict(mask=masks_of(24, 24)), "mask holds 2 Masks for a batch of 1"),
-    (LATENT, dict(sink=zeros(3)), "sink must be (4,)"),
     (("attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
     (("attention",), dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
     (
@@ -241,9 +230,7 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "got 4 and 2: pass x.transpose(1, 2)",
     ),
     (LOCAL, dict(mask=masks_of(9)), "mask[0] is 9 queries x 9 keys, q holds 8 tokens"),
-    (LOCAL, dict(mask=[None]), "mask[0] must be a canon.Mask, got NoneType"),
     (LOCAL, dict(mask=[masks_of(8)]), "mask[0] must be one canon.Mask"),
-    (("attention",), dict(q=X[0], k=KV[0], v=KV[0], mask=masks_of(8)), "pass one Mask"),
     (("attention_backward",), dict(method="fast"), "method='fast': expected one of"),
     (("attention_backward",), dict(dout=X[:, :5]), "dout must be (1, 8, 4, 16), got (1, 5"),
     (("attention_backward",), dict(lse=LSE[:, :3]), "lse must be"),
@@ -254,8 +241,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(mask=Mask.causal(5)),
         "mask is 5 queries x 5 keys, q holds 3 tokens and k 8",
     ),
-    (("decode_attention",), dict(sink=zeros(3)), "a logit for each query head"),
-    (("decode_attention",), dict(mask=masks_of(5, 5)), "mask holds 2 Masks for a batch of 1"),
     (
         ("strided_attention",),
         dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3),
@@ -292,13 +277,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"),
         "has no effect with",
     ),
-    (
-        ("strided_attention",),
-        dict(head_stride=2, backward_last_stride=1, backward_schedule="ring"),
-        "has no effect with",
-    ),
-    (("magi_attention", "cast_plan"), dict(casts=-1), "casts must be a whole number >= 1, got -1"),
-    (("magi_attention", "cast_plan"), dict(casts=True), "casts must be a whole number"),
     (("magi_attention", "cast_plan"), dict(casts=1.0), "casts must be a whole number"),
     (("magi_attention", "cast_plan"), dict(casts=0), "casts must be a whole number >= 1, got 0"),
     (
@@ -318,11 +296,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("dispatch",), dict(ranks=0), "ranks must be a whole number >= 1"),
     (("dispatch", "plan_report"), dict(chunk=0), "chunk must be a whole number >= 1"),
     (("dispatch",), dict(imbalance=0.9), "at least 1; got 0.9"),
-    (
-        ("dispatch",),
-        dict(imbalance=float("nan")),
-        "imbalance is the largest work divided by its lower bound",
-    ),
     (("dispatch",), dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
     (("dispatch",), dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
     (("dispatch",), dict(tokens_per_us=0), "tokens_per_us must be"),
@@ -333,7 +306,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "swaps_per_chunk must be a whole number >= 0, got -1",
     ),
     (("dispatch",), dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
-    (("dispatch",), dict(mask=[CAUSAL, Mask([], 3, 4)]), "mask[1] is 3 x 4, not square"),
     (
         ("dispatch",),
         dict(mask=[CAUSAL, Mask.causal(9)]),
@@ -389,7 +361,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (("redistribute",), dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
     (("sequence_loss",), dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
     (("sequence_loss",), dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
-    (("sequence_loss",), dict(logits=None), "logits must be a torch.Tensor, got NoneType"),
     (LOSSES, dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
     (
         LOSSES,
@@ -433,7 +404,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(linear_weight=zeros(5, 4)),
         "must be (vocabulary, 3) and not empty, got (5, 4)",
     ),
-    (("linear_sequence_loss",), dict(linear_weight=zeros(0, 3)), "and not empty, got (0, 3)"),
     (
         ("linear_sequence_loss",),
         dict(linear_weight=zeros(5, 3).double()),
@@ -481,11 +451,6 @@ WRONG = [  # functions, changed arguments, and a part of the error
         ("magi_attention",),
         dict(rank_invariant=True, own_keys_first=True),
         "with own_keys_first=False or None",
-    ),
-    (
-        ("strided_attention", "magi_attention"),
-        dict(rank_invariant=True, layout=CONTIGUOUS),
-        "multiple_of=128)",
     ),
 ]
 # arguments of one rank that are right in themselves, and the field that the error names

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Layout, Mask, fast, reference
-from canon.bench import plans
 from canon.bench.packs import sampled_packs
 from canon.fast import chunks as fast_chunks
 from canon.fast import planner as fast_planner
@@ -101,19 +100,6 @@ def test_the_plan_of_a_batch_is_balanced(half):
     """Causal rows balance rows that see all later tokens, so neighbouring chunks stay together."""
     masks = [Mask.causal(1024), Mask.window(1024, 0, None)]
     assert half.dispatch(masks, 4, chunk=32) == Layout.contiguous(1024, 4)
-
-
-@pytest.mark.parametrize(
-    "rates",
-    [{}, {"imbalance": 1.2}, {"cells_per_us": 1000, "tokens_per_us": 1, "swaps_per_chunk": 5}],
-)
-@pytest.mark.parametrize(("ranks", "chunk"), [(3, 17), (4, 20), (8, 16)])
-def test_both_halves_make_the_same_plan_of_a_deep_tree(ranks, chunk, rates):
-    """A chunk of it needs many intervals of keys."""
-    mask = plans.tree(1000, 30, 100)
-    assert reference.dispatch(mask, ranks, chunk=chunk, **rates) == fast.dispatch(
-        mask, ranks, chunk=chunk, **rates
-    )
 
 
 def nested_tree(tokens, nodes):
@@ -290,29 +276,6 @@ def test_cast_plans_are_exact(drawn, options):
             assert torch.equal(local, dense[own][:, keys])
             seen_cells[own[:, None], keys] |= local
     assert torch.equal(seen_cells, dense)
-
-
-def test_senders_and_receivers_agree_on_sizes_and_rows():
-    mask, layout = (
-        Mask.documents([0, 3, 3, 30, 61]),
-        Layout([[range(50, 61), range(9)], [range(9, 30)], [], [range(30, 50)]], 61),
-    )
-    for options in ({"own_keys_first": False}, {"casts": 3}):
-        plan = reference.cast_plan(mask, layout, **options)
-        for cast in range(plan.casts):
-            for rank in range(4):
-                assert plan.receive_sizes(cast, rank)[rank] == 0
-                assert [
-                    plan.send_sizes(cast, source)[rank] for source in range(4)
-                ] == plan.receive_sizes(cast, rank)
-                sent = layout.positions(rank)[plan.send_rows(cast, rank)].split(
-                    plan.send_sizes(cast, rank)
-                )
-                for to, tokens in enumerate(sent):
-                    pieces = [
-                        piece.tokens for piece in plan.received(cast, to) if piece.source == rank
-                    ]
-                    assert tokens.tolist() == [token for piece in pieces for token in piece]
 
 
 def test_casts_divide_the_tokens_of_each_pair_of_ranks():

@@ -5,12 +5,11 @@ halves and both passes.
 import pytest
 import torch
 from invariant_worlds import LAYOUTS, attended, different
-from sharded import attending, close, layout_of, on_this_rank, whole
+from sharded import close, whole
 
 from canon import Band, Layout, Mask, fast
 from canon.fast.kernels.cuda import launch as cuda
 from canon.route.checks import CappedScale
-from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, oracle, orders
 from canon.testing.simulated_kernels import simulated
 
@@ -64,57 +63,6 @@ def test_both_passes_equal_the_definition(half, method):
     close(passes(attend, tensors, sink), theirs)
 
 
-def test_the_raw_passes_equal_the_definition_and_hidden_tokens_may_hold_nan(half):
-    q, k, v, dout, dlse = whole(MASK)
-    out, lse, *grads = passes(lambda q, k, v: definition(q, k, v, MASK), (q, k, v, dout, dlse))
-    hidden = ~MASK.dense()
-    for x in (q, dout):
-        x[:, hidden.all(1)] = torch.nan
-    for x in (k, v):
-        x[:, hidden.all(0)] = torch.nan
-    options = dict(scale=SCALE, softcap=SOFTCAP)
-    mine = half.attention_forward(q, k, v, MASK, **options)
-    close(mine, (out, lse))
-    dlse = dlse.masked_fill(~seen(), 0)
-    for method in ("split", "fused", "head_parallel"):
-        close(
-            half.attention_backward(
-                dout, q, k, v, *mine, MASK, dlse=dlse, method=method, **options
-            ),
-            grads,
-        )
-
-
-@pytest.mark.parametrize("name", ["ring", "strided, split", "strided, ring", "magi keeps"])
-def test_several_ranks_equal_the_definition(half, name):
-    tensors, layout = whole(MASK), layout_of(name, N, 3, Layout.zigzag(N, 3))
-    attend = attending(half, name, MASK, layout, scale=SCALE, softcap=SOFTCAP)
-    q, k, v, dout, dlse = tensors
-    given = q, k, v, dout, dlse.masked_fill(~seen(), 0)
-    for got in process_groups.threads(lambda: on_this_rank(attend, layout, given), 3)[:1]:
-        close(got, passes(lambda q, k, v: definition(q, k, v, MASK), tensors))
-
-
-def test_decoding_on_several_ranks_equals_the_definition(half):
-    q, k, v, *_ = whole(MASK)
-    mask = Mask.causal(5, N)
-    expected = definition(q[:, :5], k, v, mask)
-
-    def program():
-        from torch.distributed import get_rank
-
-        layout, rank = Layout.contiguous(N, 3), get_rank()
-        keys = layout.positions(rank)
-        mine = mask.crop(keys=range(int(keys[0]), int(keys[-1]) + 1))
-        parts = layout.shard(k, rank), layout.shard(v, rank)
-        return half.decode_attention(
-            q[:, :5], *parts, mine, scale=SCALE, softcap=SOFTCAP, return_lse=True
-        )
-
-    for got in process_groups.threads(program, 3):
-        close(got, expected)
-
-
 @pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
 def test_bits_do_not_depend_on_the_number_of_ranks(half, function):
     mask = Mask.causal(200)
@@ -140,6 +88,7 @@ def test_a_replayed_pass_belongs_to_one_softcap():
     assert not torch.allclose(runs[1.0][0][0], runs[2.0][0][0])
 
 
+@pytest.mark.sweep
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
     ("d", "method", "invariant"),

@@ -2,14 +2,11 @@
 their rows.
 """
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharded import DEVICE
 
 from canon import Mask
-from canon.fast import local
 from canon.fast.active_queries import active_queries_of
 from canon.masks.layout import Layout
 
@@ -51,54 +48,3 @@ def test_one_range_is_used_in_place():
         active_queries_of(Mask.causal(5).crop(queries=range(2, 5))).take(x).data_ptr()
         == x.data_ptr()
     )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_parts_of_dq_are_added_to_their_rows(mask):
-    active, draw = active_queries_of(mask), torch.Generator().manual_seed(0)
-    total = torch.randn(2, mask.queries, 3, 4, generator=draw).to(DEVICE)
-    expected = total.clone()
-    part = torch.randn(2, active.mask.queries, 3, 4, generator=draw).to(DEVICE)
-    expected[:, mask.dense().any(1)] += part
-    active.add(total, part)
-    assert torch.equal(total, expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_parts_are_merged_into_their_rows_only(mask):
-    active, draw = active_queries_of(mask), torch.Generator().manual_seed(1)
-    random = lambda *sizes: torch.randn(*sizes, generator=draw).to(DEVICE)
-    out = random(2, mask.queries, 5, 3).transpose(2, 3)  # of any strides
-    lse, part, part_lse = (
-        random(2, 3, mask.queries),
-        random(2, active.mask.queries, 3, 5),
-        random(2, 3, active.mask.queries),
-    )
-    lse[:, :, ::3], part_lse[:, :, ::2] = -torch.inf, -torch.inf
-    out[:, ::3] = torch.nan  # in parts that see no key
-    part[:, ::2] = torch.nan
-    rows = mask.dense().any(1).nonzero()[:, 0].to(DEVICE)
-    expected = [out.clone(), lse.clone()]
-    merged = local.merge(out[:, rows], lse[:, :, rows], part, part_lse)
-    expected[0][:, rows], expected[1][:, :, rows] = merged
-    result, merged_lse = torch.empty(out.shape, dtype=torch.bfloat16, device=DEVICE), lse.clone()
-    active.merge([out.clone(), merged_lse], (part, part_lse), result)
-    # rounded once
-    torch.testing.assert_close(result, expected[0].bfloat16(), equal_nan=True, rtol=0, atol=0)
-    assert torch.equal(merged_lse, expected[1])
-    active.merge([out, lse], (part, part_lse))
-    # the result of merge on these rows
-    torch.testing.assert_close(out, expected[0], equal_nan=True, rtol=0, atol=0)
-    torch.testing.assert_close(lse, expected[1], rtol=0, atol=0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_queries_of_any_strides_are_gathered(dtype):
-    active, draw = active_queries_of(MASKS["scattered"]), torch.Generator().manual_seed(2)
-    rows = MASKS["scattered"].dense().any(1).to(DEVICE)
-    x = torch.randn(2, len(rows), 5, 3, generator=draw).to(DEVICE, dtype)
-    for each in (x, x.transpose(2, 3), x[..., :1].expand(x.shape)):
-        assert torch.equal(active.take(each), each[:, rows])

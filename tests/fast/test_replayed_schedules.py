@@ -106,6 +106,7 @@ def test_calls_with_a_mask_for_each_sequence_replay_too(function):
     assert_a_replay_has_the_bits_of_steps_as_written(*call)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(

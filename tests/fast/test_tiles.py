@@ -115,14 +115,6 @@ def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, tra
     assert times.sum() == dense.sum()
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(
-    "mask", [Mask([], 0, 0), Mask([], 5, 0), Mask([], 0, 5), Mask([], 5, 7), Mask.causal(1)]
-)
-def test_tables_of_nothing_still_own_every_row(mask, transposed):
-    assert_exact(mask, 4, 2, transposed)
-
-
 def test_tiles_start_where_documents_do():
     ends = [0, 1000, 2100, 3000]
     table = host_table(Mask.documents(ends), 128, 128, 128)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import pytest
 from programs import printed
+from sampling import covering
 
 from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
@@ -15,23 +16,38 @@ from canon.testing.sass import overwritten, skipped_waits, waits
 # Triton assembles the PTX of a kernel, and so does the report, whose statistics are tested: the
 # first time is left out.
 PROGRAM = """
+import json, os
+
 from triton.backends.nvidia.compiler import CUDABackend
 
-from canon.testing.compile import main
+from canon.testing import compile
 
 CUDABackend.make_cubin = lambda *_: b""
-main()
+every, numbers = compile.main_cases, json.loads(os.environ["NUMBERS"])
+compile.main_cases = lambda arch: [every(arch)[number] for number in numbers]
+compile.main()
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(request, tmp_path_factory):
-    """Compile the kernels of one target in a process without the interpreter, and return its
-    reports.
-    """
-    cache = str(tmp_path_factory.mktemp("triton"))
-    output = printed(PROGRAM, "--json", "--arch", request.param, TRITON_CACHE_DIR=cache)
-    return request.param, [json.loads(line) for line in output.splitlines()]
+def values(case):
+    """Return what a sample of the cases has at least once: each kind of call, dtype and width."""
+    kinds = {"seen": case.seen > 0} | {
+        name: getattr(case, name)
+        for name in ("dtype", "describable", "short", "ordered", "plain", "key_order")
+    }
+    return {(case.backend, case.d, case.dv)} | {
+        (case.backend, case.kernel, *x) for x in kinds.items()
+    }
+
+
+def compiled(arch, cache):
+    """Compile kernels in a process without the interpreter. Return their cases and reports."""
+    every = main_cases(arch)
+    cases = covering(every, values)
+    numbers = json.dumps([every.index(case) for case in cases])
+    settings = dict(NUMBERS=numbers, TRITON_CACHE_DIR=str(cache))
+    output = printed(PROGRAM, "--json", "--arch", arch, **settings)
+    return cases, [json.loads(line) for line in output.splitlines()]
 
 
 def allowed_spill(report):
@@ -73,10 +89,10 @@ def expected_waits(report):
     return 14 + rescales_early, int(rescales_early), int(rescales_early)
 
 
-@pytest.mark.parametrize("compiled", [80, 90], indirect=True)
-def test_kernels_compile_without_spills_and_fit_the_device(compiled):
-    arch, reports = compiled
-    assert len(reports) >= len(main_cases(arch))
+@pytest.mark.parametrize("arch", [90, 80])
+def test_kernels_compile_without_spills_and_fit_the_device(arch, tmp_path):
+    cases, reports = compiled(arch, tmp_path)
+    assert len(reports) >= len(cases)
     wrong = [r for r in reports if r["spilled"] > allowed_spill(r)]
     assert not wrong, f"registers are spilled: {wrong}"
     wrong = [r for r in reports if r["shared"] > r["expected_shared"]]
@@ -98,10 +114,7 @@ def test_kernels_compile_without_spills_and_fit_the_device(compiled):
     assert not wrong, f"the assembler adds or moves waits for MMAs: {wrong}"
     long = [r["config"] for r in reports if r["case"]["seen"]]
     assert long == [
-        asdict(config)
-        for choices in LONG_TABLE.values()
-        for config in choices.values()
-        if arch == 90
+        asdict(LONG_TABLE[case.kernel, (case.d, case.dv)][case.seen]) for case in cases if case.seen
     ]
     merges = [r["updates_after_reading"] for r in reports if r["name"] == "merge_kernel"]
     assert merges == [True, True], "a warp writes lse in place before other warps have read it"

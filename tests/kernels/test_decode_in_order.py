@@ -179,24 +179,6 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
         )
 
 
-def test_keys_that_begin_inside_a_tile_raise_on_every_rank():
-    q, k, v, *_ = inputs(MASKS["causal"], 1, 2, 2, 64, 64)
-    messages = []
-
-    def program():
-        held = (slice(0, 100), slice(100, N))[dist.get_rank()]
-        with pytest.raises(
-            ValueError, match="those of rank 1 begin at 100: give every rank but the last"
-        ) as error:
-            fast.decode_attention(q, k[:, held], v[:, held], rank_invariant=True)
-        messages.append(str(error.value))
-        return fast.decode_attention(q, k[:, :128], v[:, :128], rank_invariant=True)
-
-    with hopper():
-        process_groups.threads(program, 2)
-    assert len(messages) == 2
-
-
 def test_only_few_queries_on_hopper_kernels():
     q, k = (
         torch.empty(1, 64, 8, 64, dtype=torch.bfloat16),

@@ -15,7 +15,7 @@ from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launch
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_of
-from canon.fast.kernels.gluon.few_queries_plan import is_few, seen_keys, tokens_of_tile
+from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
 from canon.fast.tables.placed_mask import PlacedMask, in_place
 from canon.masks.plan_cache import PLANS
 from canon.testing.judge import Attended
@@ -167,16 +167,6 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
     assert torch.equal(lse, got[1])
 
 
-def test_a_query_keeps_its_bits_among_others(monkeypatch):
-    """The last query of a causal mask, alone and with 31 before it: other tiles, other chunks."""
-    mask = Mask.causal(32, N)
-    q, k, v, *_ = inputs(mask, 1, 4, 2, 128, 128)
-    out, lse = attend(q, k, v, mask)
-    alone = attend(q[:, -1:], k, v, Mask.causal(1, N))
-    assert torch.equal(bits(alone[0]), bits(out[:, -1:]))
-    assert torch.equal(bits(alone[1]), bits(lse[..., -1:]))
-
-
 # ------------------------------------------------------------------ tables
 @pytest.mark.sweep
 @pytest.mark.parametrize("each", [1, 2, 100])
@@ -199,16 +189,6 @@ def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(na
                 assert visit in plan.order[begin:end]
     assert (plan.first_visits >= 0).tolist() == seen.any(1).tolist()
     assert plan.tiles[-1].tolist() == [len(plan.columns), len(plan.chunks)]
-
-
-def test_seen_keys_are_those_of_the_dense_mask():
-    for mask in MASKS.values():
-        seen = mask.dense().numpy()
-        first, end = seen_keys(in_place(mask))
-        for row, keys in enumerate(map(np.flatnonzero, seen)):
-            assert (first[row], end[row]) == (
-                (keys[0], keys[-1] + 1) if len(keys) else (mask.keys, mask.keys)
-            )
 
 
 def test_queries_that_see_different_keys_do_not_share_a_tile():

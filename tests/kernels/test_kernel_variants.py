@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import sampling
 import torch
 from programs import printed
 
@@ -31,85 +32,79 @@ from canon.fast.tables import key_parts
 from canon.fast.kernels.cuda import kernel, launch as cuda
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch
+from canon.masks.plan_cache import PLANS
 from canon.check import draws
 from canon.testing import process_groups
 from canon.check.case_runner import CaseRunner
 from canon.testing.compile import SHARED_LIMIT, _target
 from canon.check.random_source import RandomSource
 
-arguments = json.loads(sys.argv[1])
-(
-    arch,
-    count,
-    backend,
-    dtype,
-    heads,
-    widths,
-    method,
-    reduce_dtype,
-    least_ranks,
-    functions,
-    softcap,
-    invariant,
-) = arguments
-draw = Random(0)
-key_parts.FEWEST_KEYS = 64
+automatic = backward.automatic
 local.check_device = backward.check_device = lambda x: None
 object.__setattr__(half.FAST, "check_device", lambda x: None)
-launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
-    kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90
-)
-cuda.is_cpu, cuda.capability = lambda device: False, lambda device: divmod(arch, 10)
-cuda.gpu_of, kernel.architecture = (
-    lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch]),
-    lambda device: arch,
-)
-METHODS = ["split", "head_parallel"][: 1 + (heads[0] > heads[1])]
-METHODS += ["fused"] * (backend == "gluon" and max(widths) <= 128)
-draws.TABLES["model"] = draws.Table(
-    900, 900, (), (), (), ((tuple(heads), tuple(widths), dtype),), unusual=False
-)
+key_parts.FEWEST_KEYS = 64
+cuda.is_cpu = lambda device: False
 
 
-def cases():
-    index = 0
+def plan_for(arch):
+    launch.choose = lambda kernel, d, dv, itemsize, device, describable: config.fitting(
+        kernel, d, dv, itemsize, SHARED_LIMIT[arch], describable and arch >= 90, arch >= 90
+    )
+    cuda.capability, kernel.architecture = lambda device: divmod(arch, 10), lambda device: arch
+    cuda.gpu_of = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch])
+
+
+def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invariant):
+    draw, index = Random(0), 0
     while True:
-        case = draws.drawn(0, index := index + 1, "model", 4)
-        usual = dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
-        usual = usual and dict(case.options).get("rank_invariant", False) == invariant
+        case = draws.drawn(0, index := index + 1, "model", 4, draws.Limits(functions))
+        given = dict(case.options)
+        usual = given.get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
+        usual = usual and given.get("rank_invariant", False) == invariant
         usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
-        if (
-            case.function in functions
-            and usual
-            and (case.variant != "plain" or method == "auto" and softcap is None)
-        ):
+        if usual and (case.variant != "plain" or method == "auto" and softcap is None):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
             options = tuple(option for option in case.options if option[0] != "softcap")
             if softcap is not None and case.function not in ("merge", "prepare"):
                 options += (("softcap", softcap),)
-            yield replace(
-                case, method=method, shape=replace(case.shape, scale=scale), options=options
-            )
+            shape = replace(case.shape, scale=scale)
+            yield replace(case, method=method, shape=shape, options=options)
 
 
-with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
-    shape = getattr(torch, dtype), *widths, heads, functions
-    model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
-    reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
-    kernel_variants.collect(
-        replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu"
-    )
-    warmed, seen, kinds = set(jobs), set(), set()
-    backward.automatic = lambda *_: draw.choice(METHODS)
-    for case, _ in zip(cases(), range(count)):
-        jobs.clear()
-        runner = CaseRunner("canon.fast", (case,), RandomSource(), "cpu", Path())
-        process_groups.threads(runner.rehearse, case.ranks)
-        seen |= set(jobs)
-        kinds |= {case.function}
-        if missing := set(jobs) - warmed:
-            sys.exit(f"{case.draws} needs {next(iter(missing))}")
-print(json.dumps(dict(warmed=len(warmed), seen=len(seen), kinds=sorted(kinds))))
+def run(
+    arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, softcap,
+    invariant, count,
+):
+    draw = Random(0)
+    methods = ["split", "head_parallel"][: 1 + (heads[0] > heads[1])]
+    methods += ["fused"] * (backend == "gluon" and max(widths) <= 128)
+    model = (tuple(heads), tuple(widths), dtype)
+    draws.TABLES["model"] = draws.Table(900, 900, (), (), (), (model,), unusual=False)
+    PLANS.clear()
+    plan_for(arch)
+    backward.automatic = automatic
+    with _target(arch), fast.backend(backend), recorded_jobs() as jobs:
+        shape = getattr(torch, dtype), *widths, heads, functions
+        model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
+        reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
+        kernel_variants.collect(
+            replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu"
+        )
+        warmed, seen, kinds = set(jobs), set(), set()
+        backward.automatic = lambda *_: draw.choice(methods)
+        drawn = cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invariant)
+        for case, _ in zip(drawn, range(count)):
+            jobs.clear()
+            runner = CaseRunner("canon.fast", (case,), RandomSource(), "cpu", Path())
+            process_groups.threads(runner.rehearse, case.ranks)
+            seen |= set(jobs)
+            kinds |= {case.function}
+            if missing := set(jobs) - warmed:
+                sys.exit(f"{case.draws} needs {next(iter(missing))}")
+    return dict(warmed=len(warmed), seen=len(seen), kinds=sorted(kinds))
+
+
+print(json.dumps([run(*model) for model in json.loads(sys.argv[1])[0]]))
 """
 # On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
 COUNT = """
@@ -139,13 +134,13 @@ warmed = [
 ]
 index = done = 0
 while done < count:
-    case = draws.drawn(1, index := index + 1, "model", 4)
+    case = draws.drawn(1, index := index + 1, "model", 4, draws.Limits(functions))
     usual = not ahead or dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32")
     usual = usual and not dict(case.options).get("rank_invariant")
     usual = usual and not (
         ahead and "softcap" in dict(case.options)
     )  # each soft-cap has kernels of its own
-    if case.function in functions and case.used not in ("sum", "lse") and usual:
+    if case.used not in ("sum", "lse") and usual:
         runner = CaseRunner(
             "canon.fast", (replace(case, method="auto"),), RandomSource(), "cuda", Path()
         )
@@ -171,41 +166,30 @@ def ran(program, *arguments, **environment):
     return json.loads(printed(program, json.dumps(arguments), **environment).splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    (
-        "arch",
-        "backend",
-        "dtype",
-        "heads",
-        "widths",
-        "method",
-        "reduce_dtype",
-        "least_ranks",
-        "functions",
-        "softcap",
-    ),
-    [
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL, None),
-        (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL, 5.0),
-        (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
-        (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
-        (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT, 5.0),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
-        (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
-        (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
-        (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
-    ],
-)
-def test_200_random_calls_need_no_other_variant(
-    arch, backend, dtype, heads, widths, method, reduce_dtype, least_ranks, functions, softcap
-):
-    model = backend, dtype, heads, widths, method, reduce_dtype, least_ranks
-    invariant = functions == INVARIANT
-    found = ran(RANDOM_CALLS, arch, 25 if invariant else 200, *model, functions, softcap, invariant)
-    assert found["kinds"] == sorted(functions), "the draws reach all functions"
-    assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
+# arch, backend, dtype, heads, widths, method, reduce_dtype, fewest ranks, functions, softcap
+MODELS = [
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", "float16", 1, ALL, None),
+    (90, "gluon", "bfloat16", (2, 2), (128, 64), "fused", "float64", 1, ALL, 5.0),
+    (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
+    (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
+    (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT, 5.0),
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
+    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
+    (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
+    (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
+]
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_random_calls_need_no_other_variant(part):
+    models = MODELS[part::2]
+    most = 200 if sampling.ALL else 100
+    given = [(*x, x[8] == INVARIANT, 25 if x[8] == INVARIANT else most) for x in models]
+    for model, found in zip(models, ran(RANDOM_CALLS, given), strict=True):
+        assert found["kinds"] == sorted(model[8]), "the draws reach all functions"
+        assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 
 
 @pytest.mark.gpus(1)

@@ -26,7 +26,6 @@ from canon.fast.tables import placed_mask
 from canon.fast.tables import work_tables as tiles
 from canon.fast.tables.placed_mask import PlacedMask, in_place
 from canon.fast.transport.tile_exchanges import TileCast, TileGather
-from canon.route.rank_invariance import pieces_of
 
 SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
 
@@ -285,9 +284,3 @@ def test_odd_strides_are_copied_and_even_ones_are_not():
         assert (copy.data_ptr() % 16, copy.is_contiguous()) == (0, True)
         assert torch.equal(copy, odd)
     assert placed_mask.canonical(x.expand(2, 128, 4, 16)[:1]).stride() == (8192, 64, 16, 1)
-
-
-def test_own_pieces_are_the_rows_of_the_shard():
-    layout = Layout.zigzag(700, 2, 128)
-    assert pieces_of(layout, 0) == ((0, range(256)), (256, range(640, 700)))
-    assert pieces_of(layout, 1) == ((0, range(256, 640)),)

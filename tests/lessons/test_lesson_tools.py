@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import forward_runs
-import kernel_events
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,24 +91,3 @@ def test_the_simulator_explains_the_absence_of_each_wait_and_arrival_of_the_plai
         forward_runs.without("q_full.index"),
     ):
         pass
-
-
-def test_warpgroups_of_the_plain_forward_wait_for_each_other_and_for_the_loader():
-    log = []
-    forward_runs.run(
-        forward_runs.PLAIN, *forward_inputs(192), Mask.full(128, 192), order="late", log=log
-    )
-    steps, waits = kernel_events.steps_of(log, "forward")
-    lanes = {(source, waiting) for (source, _), (waiting, _) in waits}
-    warpgroups = "warpgroup 0", "warpgroup 1"
-    assert lanes >= {("loader", x) for x in warpgroups} | {warpgroups, warpgroups[::-1]}
-    assert {waiting for _, waiting in lanes} == {"loader", *warpgroups}
-    started = [(step.lane, step.text, step.tile) for step in steps if step.kind != "end"]
-    assert started.count(("loader", "Q", None)) == 2
-    assert all(
-        started.count((x, name, tile)) == 1
-        for x in warpgroups
-        for name in ("S", "exp", "O")
-        for tile in range(3)
-    )
-    assert all(not any(flying["own"]) for flying in kernel_events.in_flight(steps).values())

@@ -17,8 +17,6 @@ from canon.fast.kernels.gluon import masking
 from canon.reference import local
 from canon.testing import process_groups
 
-pytestmark = pytest.mark.interpreted
-
 FOLDER = Path(__file__).parents[2] / "notebooks"
 SMALL = Place("cpu", 2, 64, h=2, g=2, d=16)
 FUNCTIONS = {
@@ -110,6 +108,7 @@ def test_without_a_fault_the_section_passes(name, plant, capsys):
         )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(("name", "function"), CASES)
 def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant):
     plant(function, "wrong")
@@ -133,6 +132,7 @@ def test_a_wrong_result_fails_an_assertion_of_the_section(name, function, plant)
         section(name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant):
     plant(FUNCTIONS[name][-1], "raises")
@@ -144,6 +144,7 @@ def test_an_exception_of_a_rank_ends_the_section_with_its_traceback(name, plant)
         section(name)
 
 
+@pytest.mark.interpreted
 def test_an_off_by_one_in_the_mask_of_triton_fails_the_section(plant):
     plant("visible_columns", "sees one more key")
     with pytest.raises(
@@ -166,6 +167,7 @@ def test_a_fault_in_the_reference_fails_the_notebook(monkeypatch):
         exec(compared, names)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("name", ["08_backward", "09_grouped_heads", "10_overlap_on_hopper"])
 def test_an_off_by_one_in_the_causal_mask_of_gluon_fails_the_notebook(name, monkeypatch):
     cells = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4).cells

@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-pytestmark = pytest.mark.interpreted
-
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "notebooks"
 SMALL = dict(steps=4, tokens=256, width=64)
@@ -167,13 +165,10 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
 
 
 def test_both_halves_train_alike(swapping, one_rank):
-    """Triton's interpreter takes a second for a step, so there are two."""
-    small = SMALL | dict(steps=2)
     for found in swapping.train(
-        [swapping.Run(name, half="fast", **small) for name in ("zigzag", "magi")], ranks=2
+        [swapping.Run(name, half="fast", **SMALL) for name in ("zigzag", "magi")], ranks=2
     ):
-        expected = {name: one_rank[name][:2] for name in ("loss", "gradient_norm")}
-        assert max(distance(found, expected)) < 1e-5  # float32 and float64
+        assert max(distance(found, one_rank)) < 1e-5  # float32 and float64
 
 
 def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):

@@ -66,20 +66,6 @@ def test_concat_gives_a_rank_its_tokens_of_each_sequence(kind, lengths, ranks):
         assert torch.equal(whole.positions(rank), torch.cat(of_each))
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_zigzag_documents_is_the_order_of_ring_flash_attention(ranks):
-    """Its documents are multiples of 2 W tokens, cut by `torch.chunk`."""
-    layout, chunks = (
-        Layout.zigzag_documents([0, 24, 72], ranks),
-        [x.chunk(2 * ranks) for x in torch.arange(72).split([24, 48])],
-    )
-    for rank in range(ranks):
-        expected = torch.cat(
-            [piece for parts in chunks for piece in (parts[rank], parts[-1 - rank])]
-        )
-        assert torch.equal(layout.positions(rank), expected)
-
-
 @given(st.sampled_from(sorted(KINDS)), st.integers(0, 40), st.integers(1, 9))
 def test_contiguous_zigzag_and_striped_follow_their_definitions(kind, n, ranks):
     layout = KINDS[kind](n, ranks)
@@ -191,21 +177,6 @@ def test_striped_hops_are_causal_squares_with_or_without_the_diagonal(n, ranks):
             queries, keys = layout.size(rank), layout.size(owner)
             hop = Band(0, queries, 0, keys, None, 0 if owner <= rank else -1)
             assert layout.local_mask(mask, rank, owner) == Mask([hop], queries, keys)
-
-
-def test_zigzag_and_striped_balance_causal_work_where_contiguous_does_not():
-    n, ranks = 96, 4
-    work = {
-        kind: [
-            make(n, ranks).local_mask(Mask.causal(n), rank, range(ranks)).area
-            for rank in range(ranks)
-        ]
-        for kind, make in KINDS.items()
-    }
-    assert len(set(work["zigzag"])) == 1  # n divides by 2 x ranks
-    # one key a query and rank
-    assert max(work["striped"]) - min(work["striped"]) == n // ranks * (ranks - 1)
-    assert max(work["contiguous"]) > 6 * min(work["contiguous"])  # 7 for many tokens: (2 ranks - 1)
 
 
 @given(st.data(), layouts())

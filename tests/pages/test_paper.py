@@ -99,20 +99,6 @@ def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path)
     )
 
 
-def test_a_value_a_table_or_a_source_that_does_not_exist_ends_the_build(paper_pdf, tmp_path):
-    for number, (old, new) in enumerate(
-        {
-            'v("plan_volumes")': 'v("plan_sizes")',
-            'records("packs"': 'records("parcels"',
-            "@liu2023ring": "@liu",
-        }.items()
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        with pytest.raises(Exception, match=new.split('"')[1] if '"' in new else "liu"):
-            paper_pdf.built(changed(folder, old, new))
-
-
 # --- numbers ---
 
 
@@ -152,15 +138,6 @@ def test_every_listing_is_the_code_of_its_function(scripts):
         # characters in a column, on a page
         width = 56 if "wide: false" in TEXT.split(names)[1][:20] else 117
         assert max(map(len, code.splitlines())) <= width, f"{place} is too wide"
-
-
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [("reference/ring.py", "ring_backwards"), ("reference/rings.py", "ring_forward")],
-)
-def test_a_listing_of_a_function_that_is_gone_raises(scripts, file, name):
-    with pytest.raises(ValueError, match=f"{name} in {file}|{file}, which is not"):
-        scripts("listings").code_of(file, name)
 
 
 def test_every_source_is_cited_and_has_authors_a_title_and_a_link():

@@ -112,17 +112,6 @@ def test_every_figure_is_drawn_from_its_records_as_they_are(scripts):
         assert path.stat().st_size < 150_000
 
 
-def test_a_template_must_use_exactly_the_values_that_are_computed(scripts):
-    measured = scripts("measured")
-    values = measured.ARTICLES["hidden_wait"].values()
-    with pytest.raises(ValueError, match="unknown \\['late'\\]"):
-        measured.filled(
-            "hidden_wait", {key: value for key, value in values.items() if key != "late"}
-        )
-    with pytest.raises(ValueError, match="unused \\['more'\\]"):
-        measured.filled("hidden_wait", values | {"more": ""})
-
-
 def test_no_record_contradicts_the_computed_choice(scripts):
     """The function that was fastest in a record is computed as fastest, up to the error of the
     model.

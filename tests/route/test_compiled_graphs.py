@@ -103,7 +103,7 @@ def distributed(half, backend, subgroup, calls):
     ("half", "backend", "subgroup", "calls"),
     [
         ("reference", "aot_eager", False, [*CALLS, *OPTIONS]),
-        ("reference", "inductor", True, CALLS),
+        ("reference", "inductor", True, CALLS[::3]),
         ("fast", "aot_eager", True, [*CALLS[1::3], OPTIONS[1], OPTIONS[3]]),
     ],
 )
@@ -210,17 +210,6 @@ def lengths():
     assert counters["stats"]["unique_graphs"] == 2
 
 
-def accumulation():
-    model = lambda q, k, v, mask: (reference.attention(q, k, v, mask).square(), torch.zeros(1))
-    compiled, sums = compiled_once(model, "aot_eager"), []
-    for f in (compiled, model):
-        leaves = inputs(TOKENS)
-        for mask in MASKS:
-            f(*leaves, mask)[0].sum().backward()
-        sums.append([x.grad for x in leaves])
-    assert_same(*sums, exact=True)
-
-
 def options():
     """Compile sinks and rank_invariant in both halves, and a choice of backend around the call."""
     for attend, option in itertools.product(
@@ -258,7 +247,7 @@ def options():
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("program", [local, lengths, accumulation, options])
+@pytest.mark.parametrize("program", [local, lengths, options])
 def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
     process_groups.processes(program, 1, timeout=200)
 

@@ -20,7 +20,6 @@ from invariant_worlds import (
     on_one_rank,
 )
 from sharded import assert_agrees
-from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
@@ -63,6 +62,7 @@ def check_world(half, ranks, mask, layout, heads, dtype, method):
     assert not different(one, got)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("ranks", "mask", "layout", "heads", "dtype", "method"), worlds(range(1, 9), MASKS)
 )
@@ -140,32 +140,6 @@ def test_sequences_and_batches_may_be_empty(half, function, tokens, batch):
     assert not different(
         one, attended(HALVES[half], function, mask, Layout.zigzag(tokens, 3, 128), tensors)
     )
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_packed_tensors_under_autocast_and_recomputation(half):
-    """A checkpoint runs the forward pass twice, the second time inside the backward pass."""
-    mask, layout = MASKS["documents"], Layout.zigzag(N, 2, 128)
-    q, k, v, dout, _ = (x[0] for x in inputs(mask, "multi-head", torch.float32))
-
-    def program(attend, held):
-        shards = [held.shard(x, dist.get_rank(), 0).requires_grad_() for x in (q, k, v)]
-        with torch.autocast("cpu", torch.bfloat16):
-            out = checkpoint(
-                functools.partial(attend, mask=mask, rank_invariant=True),
-                *shards,
-                use_reentrant=False,
-            )
-        assert out.dtype == torch.bfloat16
-        out.backward(held.shard(dout, dist.get_rank(), 0).to(out.dtype))
-        return [held.unshard(x, dim=0) for x in (out.detach(), *(x.grad for x in shards))]
-
-    one = process_groups.threads(
-        functools.partial(program, HALVES[half].attention, Layout.contiguous(N, 1)), 1
-    )[0]
-    attend = functools.partial(HALVES[half].strided_attention, layout=layout)
-    got = process_groups.threads(functools.partial(program, attend, layout), 2)[0]
-    assert all(torch.equal(x, y) for x, y in zip(one, got, strict=True))
 
 
 @pytest.mark.parametrize("half", HALVES)

@@ -279,6 +279,7 @@ def test_the_table_of_the_guide_has_every_sum():
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
 @pytest.mark.parametrize("tokens_of_chunk", [None, 512, 128])
 def test_the_head_has_the_gradient_of_one_product_at_a_million_tokens(dtype, tokens_of_chunk):

@@ -6,13 +6,12 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-from sharded import CALLS, attending, layout_of, on_this_rank, whole
+from sharded import on_this_rank, whole
 
 from canon import Layout, Mask, reference
 from canon.check.planted_values import TENSORS, plant
 from canon.testing import process_groups
-from canon.testing.judge import Attended, AttendedWithSink, agreement, dense, oracle
+from canon.testing.judge import Attended, agreement, dense, oracle
 
 MASK = Mask.documents([0, 9, 31, 40], window=(12, 3), causal=False)
 LONG = Mask.documents([0, 100, 301, 310])  # tiles of 128 tokens on two ranks
@@ -76,16 +75,6 @@ def test_on_one_rank(method, planted):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("planted", PLANTED)
-@pytest.mark.parametrize("call", CALLS)
-def test_on_several_ranks(call, planted):
-    tensors, layout = planted_in(planted, MASK), layout_of(call, 40, 2, Layout.zigzag(40, 2))
-    attend = attending(reference, call, MASK, layout)
-    got = process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0]
-    assert_exact(got, MASK, *tensors)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("planted", PLANTED)
 @pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
 def test_where_owners_compute(function, planted):
     tensors, layout = planted_in(planted, LONG), Layout.zigzag(310, 2, 128)
@@ -93,29 +82,6 @@ def test_where_owners_compute(function, planted):
     attend = functools.partial(getattr(reference, function), **options)
     got = process_groups.threads(lambda: on_this_rank(attend, layout, tensors), 2)[0]
     assert_exact(got, LONG, *tensors)
-
-
-@pytest.mark.parametrize("planted", PLANTED[:6])
-def test_decode(planted):
-    q, k, v, dout, dlse = planted_in(planted, MASK)
-
-    def program():
-        held = range(20 * dist.get_rank(), 20 * dist.get_rank() + 20)
-        own = [x[:, held.start : held.stop] for x in (k, v)]
-        return reference.decode_attention(q, *own, MASK.crop(keys=held), return_lse=True)
-
-    for out, lse in process_groups.threads(program, 2):
-        assert_exact(Attended(out, lse), MASK, q, k, v, dout, dlse)
-
-
-@pytest.mark.parametrize("planted", PLANTED)
-def test_under_a_sink(planted):
-    q, k, v, dout, dlse = planted_in(planted, MASK)
-    leaves = [x.requires_grad_() for x in (q, k, v, torch.tensor([0.5, -2, 1, 30]).double())]
-    out, lse = reference.attention(*leaves[:3], MASK, sink=leaves[3], return_lse=True)
-    grads = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    got = AttendedWithSink(out.detach(), lse.detach(), *grads)
-    assert_exact(got, MASK, q, k, v, dout, dlse, leaves[3])
 
 
 def test_a_sum_over_all_cells_of_a_tile_disagrees(monkeypatch):

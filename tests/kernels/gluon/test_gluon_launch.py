@@ -89,18 +89,6 @@ def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_m
     assert (states == -1).nonzero().aminmax() == (356, 643)
 
 
-def test_a_gap_at_the_start_of_the_keys_is_not_copied_wholly():
-    states = launch.token_states(Mask([Band(0, 9, 700, 709)], 9, 1200), True, torch.device("cpu"))
-    assert states.split([444, 256, 9, 256, 235])[0].eq(-1).all()
-    assert [x.unique().tolist() for x in states.split([444, 256, 9, 256, 235])] == [
-        [-1],
-        [0],
-        [1],
-        [0],
-        [-1],
-    ]
-
-
 @pytest.mark.skipif(ON_HOPPER, reason="the simulator logs which CTA did what")
 def test_ctas_share_the_work_tiles():
     mask, log = Mask.causal(300), []

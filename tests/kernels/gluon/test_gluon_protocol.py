@@ -13,8 +13,9 @@ from functools import cache, lru_cache
 
 import pytest
 import torch
-from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants
+from gluon_mutants import BETWEEN_CTAS, KERNELS, SURVIVORS, mutants, mutated
 from hopper import new_schedule
+from sampling import covering
 
 from canon import Mask, simulator
 from canon.fast.kernels.gluon import (
@@ -128,6 +129,24 @@ def killed_by(name: str, order: str, seed: int, right: Attended) -> str:
     )
 
 
+@cache
+def sample() -> list[tuple[str, str]]:
+    """Return kernels and their mutants. Many kernels have functions in common: in a sample, each
+    change of a function comes once.
+    """
+    every = {
+        (name, mutant): function.fn.__module__
+        for name, kernel in KERNELS.items()
+        for mutant, (function, _) in mutants(kernel).items()
+    }
+    return covering(every, lambda one: {(one[1], every[one])})
+
+
+def test_the_reasons_are_those_of_mutants():
+    for name, kernel in KERNELS.items():
+        assert set(SURVIVORS[name]) <= set(mutants(kernel))
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monkeypatch):
     kernel = KERNELS[name]
@@ -136,8 +155,10 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
     verdict = agreement(right, exact, honest)
     assert verdict.agrees, str(verdict)
     assert not any(killed_by(name, *interleaving, right) for interleaving in INTERLEAVINGS)
-    ends, survivors = Counter(), set()
-    for mutant, function, changed in mutants(kernel):
+    ends, survivors, wanted = Counter(), set(), {x for of, x in sample() if of == name}
+    for mutant in wanted:
+        function, number = mutants(kernel)[mutant]
+        changed = mutated(function, kernel.branches, number)
         with monkeypatch.context() as patch:
             if any(call in mutant for call in BETWEEN_CTAS):
                 # with three CTAs, the predecessor always finishes in time
@@ -160,29 +181,4 @@ def test_every_synchronisation_is_needed_and_its_absence_is_detected(name, monke
                 survivors.add(mutant)
         ends[killed[0] if all(killed) else "survives"] += 1
     print(f"{name}: {dict(sorted(ends.items()))}")
-    assert survivors == set(SURVIVORS[name])
-
-
-@pytest.mark.parametrize("name", [name for name in KERNELS if "few" not in name])
-def test_the_input_is_sufficient(name, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        launch, "run", lambda kernel, work_tiles, q, config, arguments, **_: seen.append(arguments)
-    )
-    run(name, "late", 0)
-    work, *counters = (
-        x.tolist() for x in seen[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32
-    )
-    kernel = KERNELS[name]
-    # of four heads
-    semaphores = 4 * -(-TOKENS // kernel.config.columns) if "ordered" in name else 0
-    assert counters == [[0] * (1 + semaphores)] * (not kernel.config.plain)
-    work_tiles = [work[at : at + 8] for at in range(8, work[0], 8)]
-    spans = [work[at : at + 8] for work_tile in work_tiles for at in range(*work_tile[4:6], 8)]
-    assert len(work_tiles) > 3 * kernel.config.buffers, "buffers are used several times"
-    assert sum(tiles for _, tiles, *_ in spans) > 3 * kernel.config.stages, (
-        "the ring wraps around several times"
-    )
-    assert {stop > 0 for _, _, _, stop, *_ in spans} == {False, True}, (
-        "there are full spans and partial ones"
-    )
+    assert survivors == wanted & set(SURVIVORS[name])
