@@ -78,7 +78,7 @@ def _forced(
     return Contender(
         name,
         partial(attention, shape, method),
-        name if tiles and tiles.kernel == "forward" else forward,
+        name if tiles and tiles.kernel in ("forward", "parts") else forward,
         declines=True,
         around=partial(forced, backend, in_order, tiles),
     )

@@ -51,12 +51,14 @@ def expect(mbarrier, bytes, pred=True):
 
 
 def arrive(mbarrier, *, count=1, pred=True):
+    """`mbarrier.arrive`."""
     if number(pred):
         mbarrier.barrier.arrive(count)
         here().program.step()
 
 
 def wait(mbarrier, phase, pred=True, deps=()):
+    """`mbarrier.wait`."""
     if number(pred):
         mbarrier.barrier.wait(int(number(phase)))
 
@@ -157,6 +159,7 @@ class Store:
 
 
 def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True):
+    """`tma.async_copy_global_to_shared`."""
     if not number(pred):
         return
     coordinates = [number(c) for c in coord]
@@ -345,6 +348,7 @@ def _waited(x: Any, products: list[Product]) -> Any:
 
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
+    """`gl.warp_specialize`."""
     if len(worker_num_warps) != len(functions_and_args) - 1:
         raise ValueError(
             f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}"

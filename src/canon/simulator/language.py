@@ -110,6 +110,7 @@ def _let_go_on() -> None:
 
 
 def where(condition, x, y):
+    """`gl.where`."""
     c = tensor(condition)
     left, right, kind, taint = promoted(x, y)
     check_ranks(c.data, left, right)
@@ -147,12 +148,14 @@ exp2, log2, tanh = map(_elementwise, (torch.exp2, torch.log2, torch.tanh))
 
 
 def capped_weights(x, lse, limit):
+    """`ptx.capped_weights`."""
     ratio = tanh(x)
     p = exp2(ratio * limit - lse)
     return p, p * (1.0 - ratio * ratio)
 
 
 def abs(x):
+    """`gl.abs`."""
     x = tensor(x)
     return Tensor(fitted(builtins.abs(x.data), x.dtype, "abs"), x.dtype, x.taint)
 
@@ -200,12 +203,14 @@ min = _extreme(math.inf, torch.amin)
 
 
 def arange(start, end, layout=None):
+    """`gl.arange`."""
     if end - start & (end - start - 1):
         raise ValueError(f"arange's range must be a power of 2, got {end - start}, at {Place()}")
     return Tensor(torch.arange(start, end), gl.int32)
 
 
 def full(shape, value, dtype, layout=None):
+    """`gl.full`."""
     if not all(type(n) is int and n > 0 and n & (n - 1) == 0 for n in shape):
         raise TypeError(f"a shape is made of constant powers of 2, got {shape}, at {Place()}")
     value = tensor(value)
