@@ -345,7 +345,7 @@ def dkdv_kernel(
     if FUSED:
         READERS: gl.constexpr = 2 + adders(ORDERED)
     else:
-        READERS: gl.constexpr = 2
+        READERS: gl.constexpr = gl.constexpr(2)
     buffers = make_buffers(descriptors, c, READERS)
     loaded = (descriptors, work, counter, buffers, padded, query_heads, c)
     if FUSED:
