@@ -34,9 +34,8 @@ def compiled(half):
             )
 
         once = compiled_once(model, "aot_eager")
-        for ends in ([0, 5, 24], [0, 7, 9, 24]):
-            given = inputs(size), Mask.documents(ends)
-            assert_same(results(once, *given), results(model, *given), exact=True)
+        given = inputs(size), Mask.documents([0, 5, 24])
+        assert_same(results(once, *given), results(model, *given), exact=True)
     torch._dynamo.config.capture_dynamic_output_shape_ops = True
     keep = lambda *qkv: module.magi_attention(*qkv, None, LAYOUT, group=group, keep_kv=True)
     with pytest.raises(NotImplementedError, match="over a mesh keeps no tensors"):
