@@ -47,9 +47,9 @@ def mesh_forward(
     """Return out (b, t, h, dv) and lse (b, h, t), then the tensors of the column for the backward
     pass.
     """
-    schedule, column = call.computed, call.rank % call.heads
+    schedule, column = call.computed, call.rank % call.columns
     tensors = to_column(call, q, k, v)
-    mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.heads)[column]}
+    mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.columns)[column]}
     out, lse, *others = schedule.passes[0](schedule, *tensors, **mine)
     return *to_tokens(call, out, lse), *tensors, out, lse, *others
 
@@ -76,8 +76,8 @@ def to_column(call: Call, *tensors: Tensor) -> list[Tensor]:
     (b, n / H, sum of t) of (b, n, t).
     """
     given = [as_tokens(x) for x in tensors]
-    rows = rows_of(call, *((x.shape[2] // call.heads, x.shape[3], x.dtype) for x in given))
-    everyone = [rows.tokens] * call.heads
+    rows = rows_of(call, *((x.shape[2] // call.columns, x.shape[3], x.dtype) for x in given))
+    everyone = [rows.tokens] * call.columns
     sent = rows.empty(sum(everyone), given[0].device)
     replayed(_divide_heads, (*given, sent), rows)
     received = rows.exchange(sent, everyone, rows.sizes)
@@ -106,9 +106,9 @@ def to_tokens(call: Call, *tensors: Tensor) -> list[Tensor]:
     rows = rows_of(call, *((*x.shape[2:], x.dtype) for x in given))
     sent = rows.empty(sum(rows.sizes), given[0].device)
     replayed(_reorder_tokens, (*given, sent), rows)
-    received = rows.exchange(sent, rows.sizes, [rows.tokens] * call.heads)
+    received = rows.exchange(sent, rows.sizes, [rows.tokens] * call.columns)
     results = [
-        _room(x, rows.tokens, call.heads * heads)
+        _room(x, rows.tokens, call.columns * heads)
         for x, (heads, *_) in zip(tensors, rows.kinds, strict=True)
     ]
     replayed(_join_heads, (received, *map(as_tokens, results)), rows)
@@ -136,9 +136,9 @@ class TokenRows:
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):
         self.call, self.kinds, self.batch = call, kinds, call.shapes[0][0]
-        self.row, column = divmod(call.rank, call.heads)
-        first = self.row * call.heads
-        self.sizes = [call.layout.size(rank) for rank in range(first, first + call.heads)]
+        self.row, column = divmod(call.rank, call.columns)
+        first = self.row * call.columns
+        self.sizes = [call.layout.size(rank) for rank in range(first, first + call.columns)]
         self.tokens = self.sizes[column]
         sizes = (self.batch * heads * width * dtype.itemsize for heads, width, dtype in kinds)
         *self.starts, self.nbytes = accumulate((_aligned(size) for size in sizes), initial=0)
@@ -160,7 +160,7 @@ class TokenRows:
         """Return (arrived row of each token, token of each arrived row), int64, or nothing if the
         parts arrive by position.
         """
-        return _orders(self.call.layout, self.call.heads, self.row, device)
+        return _orders(self.call.layout, self.call.columns, self.row, device)
 
     def exchange(self, sent: Tensor, sends: list[int], receives: list[int]) -> Tensor:
         """Send as many rows to each rank of the row of the mesh, and return those of all."""
@@ -173,7 +173,7 @@ class TokenRows:
 
 def plan_exchange(call: Call) -> None:
     """Look up the plan of the exchanges of a call, for `prepare`."""
-    _orders(call.layout, call.heads, call.rank // call.heads, META)
+    _orders(call.layout, call.columns, call.rank // call.columns, META)
 
 
 def rows_of(call: Call, *kinds: Kind) -> TokenRows:
@@ -193,7 +193,7 @@ def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
 def _divide_heads(*given) -> None:
     """Copy tensors (b, t, n, width) into a message for all columns."""
     *tensors, message, rows = given
-    n = rows.call.heads
+    n = rows.call.columns
     for x, target in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
         for own, part in zip(x, target, strict=True):
             rows_for(x).copy_tokens(_by_column(own, n), part.unflatten(0, (n, -1)))
@@ -217,7 +217,7 @@ def _reorder_tokens(*given) -> None:
 def _join_heads(*given) -> None:
     """Copy the rows of a message from all columns into tensors (b, t, n, width)."""
     message, *tensors, rows = given
-    n = rows.call.heads
+    n = rows.call.columns
     for x, arrived in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
         for own, part in zip(x, arrived, strict=True):
             rows_for(x).copy_tokens(part.unflatten(0, (n, -1)), _by_column(own, n))

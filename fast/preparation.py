@@ -50,7 +50,7 @@ def _on(device: Any) -> AbstractContextManager:
 
 def _run(call: Call, backward: bool) -> None:
     """Look up the plans of a call."""
-    if call.heads > 1:
+    if call.columns > 1:
         plan_exchange(call)
         call = call.computed
     for part in call.algorithm.parts(call, backward):

@@ -49,9 +49,9 @@ def mesh_forward(
     """Return out (b, t, h, dv) and lse (b, h, t), then the tensors of the column for the backward
     pass.
     """
-    schedule, column = call.computed, call.rank % call.heads
+    schedule, column = call.computed, call.rank % call.columns
     tensors = [to_column(call, x) for x in (q, k, v)]
-    mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.heads)[column]}
+    mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.columns)[column]}
     out, lse, *others = schedule.passes[0](schedule, *tensors, **mine)
     results = to_tokens(call, out), statistic(to_tokens(call, statistic(lse)))
     return *results, *tensors, out, lse, *others
@@ -76,23 +76,23 @@ def mesh_backward(
 
 def to_column(call: Call, x: Tensor) -> Tensor:
     """Return (b, sum of t, n / H, d): the row's tokens, this column's heads, of x (b, t, n, d)."""
-    row, column = divmod(call.rank, call.heads)
+    row, column = divmod(call.rank, call.columns)
     sizes = sizes_of_row(call)
-    rows = x.unflatten(2, (call.heads, -1)).permute(2, 1, 0, 3, 4)  # (H, t, b, n / H, d)
-    arrived = all_to_all(call, rows.flatten(0, 1), [sizes[column]] * call.heads, sizes)
-    for order in order_of_row(call.layout, call.heads, row, x.device):
+    rows = x.unflatten(2, (call.columns, -1)).permute(2, 1, 0, 3, 4)  # (H, t, b, n / H, d)
+    arrived = all_to_all(call, rows.flatten(0, 1), [sizes[column]] * call.columns, sizes)
+    for order in order_of_row(call.layout, call.columns, row, x.device):
         arrived = arrived[order]
     return arrived.transpose(0, 1)
 
 
 def to_tokens(call: Call, x: Tensor) -> Tensor:
     """Return all heads (b, t, n, d) of this rank's tokens, from x (b, sum of t, n / H, d)."""
-    row, column = divmod(call.rank, call.heads)
+    row, column = divmod(call.rank, call.columns)
     sizes, rows = sizes_of_row(call), x.transpose(0, 1)
-    for order in order_of_row(call.layout, call.heads, row, x.device):
+    for order in order_of_row(call.layout, call.columns, row, x.device):
         rows = torch.empty_like(rows).index_copy_(0, order, rows)
-    arrived = all_to_all(call, rows, sizes, [sizes[column]] * call.heads)
-    return arrived.unflatten(0, (call.heads, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
+    arrived = all_to_all(call, rows, sizes, [sizes[column]] * call.columns)
+    return arrived.unflatten(0, (call.columns, -1)).permute(2, 1, 0, 3, 4).flatten(2, 3)
 
 
 def statistic(x: Tensor) -> Tensor:
@@ -109,8 +109,8 @@ def all_to_all(call: Call, rows: Tensor, sent: list[int], received: list[int]) -
 
 def sizes_of_row(call: Call) -> list[int]:
     """Return the number of tokens of each rank of this row."""
-    first = call.rank - call.rank % call.heads
-    return [call.layout.size(rank) for rank in range(first, first + call.heads)]
+    first = call.rank - call.rank % call.columns
+    return [call.layout.size(rank) for rank in range(first, first + call.columns)]
 
 
 @cached_plan

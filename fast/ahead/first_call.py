@@ -34,7 +34,7 @@ def compile_for(call: Call) -> None:
     """Compile the kernels of the model of a call on a GPU, once. Warn if some do not compile."""
     if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
         return
-    model = replace(model_of(call.computed), over_mesh=call.heads > 1)
+    model = replace(model_of(call.computed), over_mesh=call.columns > 1)
     needed = identities(model)
     with _lock:
         if not _compiled.issuperset(needed):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from meshes import mesh
 from sharded import on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
 
@@ -38,6 +39,8 @@ CASES = {
     "magi, one step": ("magi_attention", UNEVEN, {"own_keys_first": False}),
     "magi": ("magi_attention", UNEVEN, {"casts": 2, "keep_kv": True}),
     "one rank": ("magi_attention", Layout.contiguous(40, 1), {}),
+    "ring, mesh": ("ring_attention", Layout.zigzag(40, 4), {"mesh_heads": 2}),
+    "strided, mesh": ("strided_attention", Layout.contiguous(40, 4), {"mesh_heads": 2}),
 }
 UNPREPARED = {"row_indices", "_positions_on"}  # a range, or the layout itself
 
@@ -49,7 +52,8 @@ def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
         if function in ("attention", "zigzag_attention", "striped_attention")
         else {"layout": layout}
     )
-    attend = getattr(half, function)
+    attend, options = getattr(half, function), dict(options)
+    heads = options.pop("mesh_heads", 1)
     if function == "latent_attention":  # a head of k is the latent, a head of v is k_rope
         weight = torch.linspace(-1, 1, 4 * (8 - 6 + 6) * 8).view(-1, 8).to(dtype)
         attend = lambda q, k, v, **given: half.latent_attention(
@@ -57,7 +61,12 @@ def computed(half, function, layout, options, mask=MASK, dtype=torch.float32):
         )
     attend = functools.partial(attend, mask=mask, return_lse=True, **given, **options)
     layout, tensors = layout or Layout.contiguous(40, 1), whole(MASK, dtype=dtype)
-    return process_groups.threads(lambda: on_this_rank(attend, layout, tensors), layout.ranks)
+
+    def program():
+        group = {} if heads == 1 else {"group": mesh(layout.ranks // heads, heads)}
+        return on_this_rank(functools.partial(attend, **group), layout, tensors)
+
+    return process_groups.threads(program, layout.ranks)
 
 
 def prepared(half, function, layout, options, **more):

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh
 from sharded import whole
 
 from canon import Layout, Mask, fast
@@ -107,6 +108,14 @@ def test_calls_with_a_mask_for_each_sequence_replay_too(function):
 
 
 @pytest.mark.sweep
+@pytest.mark.usefixtures("replays")
+@pytest.mark.parametrize("layout", [Layout.contiguous(N, 4), Layout.zigzag(N, 4)], ids=str)
+def test_the_exchanges_of_a_mesh_replay_too(layout):
+    tensors = [whole(MASK, d=8, dv=8, dtype=torch.float32, seed=seed) for seed in (1, 2)]
+    attend = lambda *given: fast.ring_attention(*given, group=mesh(2, 2))
+    assert_a_replay_has_the_bits_of_steps_as_written(4, tensors, attend, MASK, layout, "qkv")
+
+
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(

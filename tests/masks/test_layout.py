@@ -236,10 +236,3 @@ def test_the_parts_of_a_row_hold_its_tokens_in_order(rows, heads):
         for order in arrival_order(parts, heads, row):
             held = held[order]
         assert held.equal(ordered.positions(row))
-        starts = [piece.start for piece in ordered.ranges_per_rank[row]]
-        assert starts == sorted(starts)
-
-
-def test_divided_refuses_a_number_of_heads_below_one():
-    with pytest.raises(ValueError, match="heads"):
-        Layout.contiguous(8, 2).divided(0)

@@ -90,12 +90,12 @@ class Mesh:
     """This rank's groups in a DeviceMesh ("tokens", "heads").
 
     Its ``row`` exchanges heads. Its ``column`` has a rank of every row. ``everyone``: all ranks,
-    row after row. ``heads``: the ranks of a row. The references to the groups are weak, because
+    row after row. ``columns``: their number. The references to the groups are weak, because
     the cache of calls keeps a mesh.
     """
 
     def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
-        self.heads = dist.get_world_size(row)
+        self.columns = dist.get_world_size(row)
         everyone = _everyone(mesh.mesh.flatten().tolist(), column, row)
         self._column, self._row, self._everyone = ref(column), ref(row), ref(everyone)
 
@@ -126,13 +126,14 @@ def mesh_of(name: str, group: Any) -> Mesh | None:
         return group
     if not isinstance(group, dist.DeviceMesh) or group.ndim == 1:
         return None
-    _check_mesh(name, group)
+    _check_dimensions(name, group)
     column, row = (group.get_group(dim) for dim in TOKENS_HEADS)
     if dist.get_world_size(row) == 1:
         return None
     with _lock:
         found = _meshes.setdefault(column, {}).get(row.group_name)
     if found is None or found._row() is not row:
+        _check_order(name, group.mesh)
         found = Mesh(group, column, row)  # only this rank's thread uses its groups
         with _lock:
             _meshes[column][row.group_name] = found
@@ -149,10 +150,8 @@ def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
     return _made_group(column, ranks, store, "mesh", dist.get_backend_config(row))
 
 
-def _check_mesh(name: str, mesh: dist.DeviceMesh) -> None:
-    """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads") of ascending
-    ranks.
-    """
+def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
+    """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads")."""
     if (names := mesh.mesh_dim_names) != TOKENS_HEADS:
         dimensions = (
             (f"dimensions {', '.join(map(repr, names))}")
@@ -171,7 +170,10 @@ def _check_mesh(name: str, mesh: dist.DeviceMesh) -> None:
             f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
             "the members only"
         )
-    ranks = mesh.mesh
+
+
+def _check_order(name: str, ranks: torch.Tensor) -> None:
+    """Raise ValueError unless the ranks ascend: groups have them in this order."""
     if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
         raise ValueError(
             f"{name}: the ranks of a mesh must ascend in its rows and columns, got "

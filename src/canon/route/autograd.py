@@ -53,7 +53,7 @@ class Attention(torch.autograd.Function):
             maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
             out, lse, *others = call.passes[0](call, *tensors, **maxima)
             max_logits = call.largest(**maxima) if maxima else None
-        own = () if call.heads > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
+        own = () if call.columns > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
         ctx.save_for_backward(*own, *others)
         ctx.call = call
         ctx.set_materialize_grads(False)

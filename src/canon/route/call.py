@@ -62,14 +62,14 @@ class Arguments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process group of a call, this process's rank in it, the number of its ranks, and the
-    ranks that share the heads of a token. ``mesh``: their groups.
+    """The process group of a call, this process's rank in it, the number of its ranks, and that of
+    the columns of its mesh.
     """
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
     ranks: int = 1
-    heads: int = 1
+    columns: int = 1
     mesh: Mesh | None = None
 
 
@@ -83,8 +83,8 @@ class Call:
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. So it can be the key of everything that depends on the kind of a
     call. ``layout`` is None for `attention`. ``options``: the function's other options.
-    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis. ``heads``: the ranks of
-    a row of the ``mesh``, 1 without a mesh."""
+    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis. ``columns``: of the
+    ``mesh``, 1 without one."""
 
     algorithm: Algorithm
     rank: int
@@ -101,7 +101,7 @@ class Call:
     dtype: torch.dtype
     device: torch.device
     sink: str | None = None
-    heads: int = 1
+    columns: int = 1
     mesh: Mesh | None = None
 
     @property
@@ -120,7 +120,7 @@ class Call:
         ranks. On a mesh, they exchange heads and run those of `computed`.
         """
         algorithm = self.algorithm
-        if self.heads > 1:
+        if self.columns > 1:
             return algorithm.side.over_mesh
         if algorithm.invariant is not None and self.options["rank_invariant"]:
             return algorithm.invariant
@@ -131,19 +131,19 @@ class Call:
         """The call whose passes compute: on a mesh, that of a column with its share of the heads,
         over the tokens of its rows.
         """
-        return self if self.heads == 1 else self._of_column
+        return self if self.columns == 1 else self._of_column
 
     @cached_property
     def _of_column(self) -> "Call":
-        layout, shapes = of_column(self.layout, self.shapes, self.rank, self.heads)
+        layout, shapes = of_column(self.layout, self.shapes, self.rank, self.columns)
         return replace(
             self,
-            rank=self.rank // self.heads,
-            ranks=self.ranks // self.heads,
+            rank=self.rank // self.columns,
+            ranks=self.ranks // self.columns,
             group_reference=None if self.mesh is None else ref(self.mesh.column),
             layout=layout,
             shapes=shapes,
-            heads=1,
+            columns=1,
             mesh=None,
         )
 
@@ -215,7 +215,7 @@ class Call:
             ("half", self.algorithm.side.name),
             ("mask", self.mask),
             ("layout", self.layout),
-            ("ranks that share the heads", self.heads),
+            ("ranks that share the heads", self.columns),
             ("dtype", self.dtype),
             ("device", self.device.type),
             *(
@@ -324,7 +324,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
 def place_of(name: str, group: Group) -> Place:
     """Return the place of this process in a group or a mesh. Raises like `place_in`."""
     place, mesh = place_in(name, group), mesh_of(name, group)
-    return Place(*place) if mesh is None else Place(*place, mesh.heads, mesh)
+    return Place(*place) if mesh is None else Place(*place, mesh.columns, mesh)
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
@@ -358,7 +358,7 @@ def kinds_of(*tensors: Tensor) -> Hashable:
 def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: Any) -> Call:
     """Check the arguments on this rank, and fill in their defaults."""
     tensors, mask, layout, _, options, sink = given
-    declaration, (group, rank, ranks, heads, _) = algorithm.declaration, place
+    declaration, (group, rank, ranks, columns, _) = algorithm.declaration, place
     declaration.check(*tensors)
     q, k, *_ = tensors
     passed = mask, layout
@@ -373,9 +373,9 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, invariant)
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
     computed = layout, shapes
-    if heads > 1:
-        check_heads(declaration, shapes, ranks, heads)
-        computed = of_column(layout, shapes, rank, heads)
+    if columns > 1:
+        check_heads(declaration, shapes, ranks, columns)
+        computed = of_column(layout, shapes, rank, columns)
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0])
@@ -394,7 +394,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
         default_scale(q, options["scale"], options["softcap"]),
         default_reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
-        settings, shapes, q.dtype, q.device, sink, heads, place.mesh,
+        settings, shapes, q.dtype, q.device, sink, columns, place.mesh,
     )  # fmt: skip
 
 

@@ -118,5 +118,5 @@ def _local_mask(
         declaration, q, k, mask, layout, place.rank, place.ranks,
         options.get("rank_invariant", False),
     )  # fmt: skip
-    rows = layout if place.heads == 1 else united(layout, place.heads)
-    return rows.local_mask(mask, place.rank // place.heads, range(rows.ranks)), place.heads
+    rows = layout if place.columns == 1 else united(layout, place.columns)
+    return rows.local_mask(mask, place.rank // place.columns, range(rows.ranks)), place.columns

@@ -5,18 +5,18 @@ from canon.masks.rows import united
 from canon.route.algorithm import Declaration, Shapes
 
 
-def of_column(layout: Layout, shapes: Shapes, rank: int, heads: int) -> tuple[Layout, Shapes]:
+def of_column(layout: Layout, shapes: Shapes, rank: int, columns: int) -> tuple[Layout, Shapes]:
     """Return the layout of the rows, and the shapes of q, k and v after the exchange on ``rank``.
 
-    ``heads``: the ranks of a row.
+    ``columns``: of the mesh, the ranks of a row.
     """
-    rows = united(layout, heads)
-    tokens = rows.size(rank // heads)
-    shapes = tuple(type(x)((x[0], tokens, x[2] // heads, x[3])) for x in shapes)
+    rows = united(layout, columns)
+    tokens = rows.size(rank // columns)
+    shapes = tuple(type(x)((x[0], tokens, x[2] // columns, x[3])) for x in shapes)
     return rows, shapes
 
 
-def check_heads(declaration: Declaration, shapes: Shapes, ranks: int, heads: int) -> None:
+def check_heads(declaration: Declaration, shapes: Shapes, ranks: int, columns: int) -> None:
     """Raise ValueError unless each rank of a row gets equally many heads of q, k and v."""
     if declaration.tensors[1:] != ("k", "v"):
         raise ValueError(
@@ -24,10 +24,10 @@ def check_heads(declaration: Declaration, shapes: Shapes, ranks: int, heads: int
             "cannot share them: pass a ProcessGroup or a DeviceMesh of one dimension"
         )
     key_heads = shapes[1][2]
-    if key_heads % heads:
-        most = max(n for n in range(1, heads) if key_heads % n == 0 and ranks % n == 0)
+    if key_heads % columns:
+        most = max(n for n in range(1, columns) if key_heads % n == 0 and ranks % n == 0)
         raise ValueError(
-            f"{declaration.name}: the {heads} ranks of a row cannot share {key_heads} key heads: "
+            f"{declaration.name}: the {columns} ranks of a row cannot share {key_heads} key heads: "
             f"pass a mesh of {ranks // most} x {most} ranks ('tokens', 'heads'), the most heads "
             "that they can"
         )

@@ -157,7 +157,7 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
     tensors, options = _parted(declaration, given)
     packed = tensors[0].ndim == 3
     with _call(declaration.name, "forward", tensors, options) as call:
-        if call.heads > 1 and declaration.keeps and call.options[declaration.keeps]:
+        if call.columns > 1 and declaration.keeps and call.options[declaration.keeps]:
             raise NotImplementedError(
                 f"{declaration.name}: a compiled call over a mesh keeps no tensors: leave "
                 f"{declaration.keeps} out"
@@ -166,7 +166,7 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
         maxima = call.maxima(tensors[0]) if call.options["return_max_logits"] else NO_MAXIMA
         out, lse, *kept = call.passes[0](call, *tensors, **maxima)
         max_logits = call.largest(**maxima) if maxima else lse.new_empty(0, dtype=torch.float32)
-        kept = [] if call.heads > 1 else kept  # the backward pass exchanges its tensors again
+        kept = [] if call.columns > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
     results.append(max_logits)
     if declaration.keeps:
