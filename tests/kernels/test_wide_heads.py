@@ -6,6 +6,7 @@ from sharded import whole
 
 from canon import Mask, fast
 from canon.fast.kernels.triton.config import SMALLEST, fitting, shared_bytes
+from canon.fast.tables.cells import Cells
 from canon.testing.compile import SHARED_LIMIT
 from canon.testing.judge import Attended, agreement, oracle, orders
 
@@ -54,4 +55,4 @@ def test_the_hopper_kernels_leave_them_to_triton():
         match=r"supports heads up to \(256, 256\) wide, not \(512, 512\): use "
         r'backend\("tri',
     ):
-        launch.forward(x, x, x, Mask.causal(4), 1.0, x, torch.zeros(1, 1, 4))
+        launch.forward(x, x, x, Cells(Mask.causal(4)), 1.0, x, torch.zeros(1, 1, 4))

@@ -40,9 +40,9 @@ from canon.fast.kernels.gluon.tile_queue import (
     WORK_TILES_END,
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import expanded
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.fast.tables.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.tables.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
@@ -79,7 +79,7 @@ class Traversal(NamedTuple):
     repeat             query heads of an owner; the spans are visited once for each
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
-    full_first         the full spans of a work tile come first
+    full_first         the full spans of a work tile come first, unless keys have an order
     even_ends          the shortest tiles of so many sets of heads, the last ones, may come last
                        (`_even_ends`)
     ctas               the most CTAs, if CTA i starts with work tile i
@@ -124,23 +124,25 @@ class TileSchedule(NamedTuple):
     fully_masked_rows: tuple[slice, ...]
     loads_masked_tokens: MaskedTokens
     visits: int
+    key_order: bool
 
 
 @device_plan
-def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
-    """Return the tile schedule of a mask."""
-    costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
+def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
+    """Return the tile schedule of the cells."""
+    key_order = cells.places is not None
+    costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
-    groups, order = _order(costs, t, mask.queries)
+    groups, order = _order(costs, t, cells.sizes[0])
     loaded = [
         (first[active], t.rows // t.pack),
         (spans[:, COLUMN].astype(np.int64), t.columns * spans[:, TILES].astype(np.int64)),
     ]
     queries, keys = loaded[::-1] if t.transposed else loaded
-    masked = MaskedTokens(_holds_masked(mask, False, *queries), _holds_masked(mask, True, *keys))
-    if t.full_first:
+    masked = MaskedTokens(_holds_masked(cells, False, *queries), _holds_masked(cells, True, *keys))
+    if t.full_first and not key_order:
         spans = _full_first(spans, begin, active)
     tickets = np.zeros((0, 2), np.int32)
     if t.ordered:
@@ -163,7 +165,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
     if not number:
-        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0)
+        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0, key_order)
     work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(
         len(heads), -1, heads.shape[1], WORK_TILE
     )
@@ -172,7 +174,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     if t.even_ends:
         _even_ends(work_tiles, costs.cost[order], t.even_ends)
     visits = heads.size * int(spans[:, TILES].sum(dtype=np.int64))
-    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
+    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits, key_order)
 
 
 # ------------------------------------------------------------------ the order
@@ -340,20 +342,22 @@ def _serialised(
 
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
-def untouched(mask: AnyMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
+def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
-    if isinstance(mask, PlacedMask):
-        return mask.untouched(keys, *untouched(mask.whole, keys))
+    mask, places = cells
+    tokens = mask.keys if keys else mask.queries
+    if places is not None:
+        return places.untouched(keys, tokens, *untouched(Cells(mask), keys))
     start, stop = band_array(mask)[:, 2:4].T if keys else band_array(mask)[:, :2].T
     order = np.argsort(start, kind="stable")
     starts = np.append(0, np.maximum.accumulate(stop[order]))
-    stops = np.append(start[order], mask.keys if keys else mask.queries)
+    stops = np.append(start[order], tokens)
     return starts[starts < stops], stops[starts < stops]
 
 
-def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
+def _holds_masked(cells: Cells, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
     """Return whether a range start:start + length holds an untouched key (or query)."""
-    gaps, stops = untouched(mask, keys)
+    gaps, stops = untouched(cells, keys)
     if not len(gaps):
         return False
     after = np.searchsorted(stops, starts, side="right")  # the first gap that ends behind the start

@@ -7,9 +7,9 @@ matrix products.
 
 Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
 Tables are those of the kernels (`work_tables`). A step joins neighbouring tiles, at most 1,024
-columns wide, because each operator costs the host microseconds. For a `PlacedMask` each step is one
-tile of 128 x 128, filled up with zeros: then the bits of a product do not depend on the number of
-rows, nor those of a sum on the columns of other tiles."""
+columns wide, because each operator costs the host microseconds. In the order of keys each step is
+one tile of 128 x 128, filled up with zeros: then the bits of a product do not depend on the number
+of rows, nor those of a sum on the columns of other tiles."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import host_table
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import accumulate_dtype
@@ -47,12 +47,12 @@ class RowTile(NamedTuple):
 
 
 @cached_plan
-def row_tiles(mask: AnyMask, transposed: bool) -> tuple[RowTile, ...]:
-    """Return the tiles of all rows, fully masked ones included; of a `PlacedMask` those of the
+def row_tiles(cells: Cells, transposed: bool) -> tuple[RowTile, ...]:
+    """Return the tiles of all rows, fully masked ones included; with places those of the
     buffer.
     """
-    tiles, spans, _ = host_table(mask, TILE, TILE, TILE, transposed)
-    whole, spans = isinstance(mask, PlacedMask), spans.tolist()
+    tiles, spans, _, whole = host_table(cells, TILE, TILE, TILE, transposed)
+    spans = spans.tolist()
     return tuple(
         RowTile(
             start,
@@ -102,11 +102,9 @@ class Operands:
     share a key head are ``share`` more rows of one product. ``whole``: tiles have 128 rows and 128
     columns, and each query head has its own product."""
 
-    def __init__(self, mask: AnyMask, q: Tensor, k: Tensor, owners: int):
-        self.whole, self.owners = (
-            isinstance(mask, PlacedMask),
-            q.shape[2] if isinstance(mask, PlacedMask) else owners,
-        )
+    def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):
+        self.whole = cells.places is not None
+        self.owners = q.shape[2] if self.whole else owners
         self.dtype = accumulate_dtype(q.dtype)
 
     def heads_first(self, x: Tensor) -> Tensor:

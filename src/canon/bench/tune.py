@@ -24,6 +24,7 @@ from canon.fast.backward import make_delta
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config, launch
+from canon.fast.tables.cells import Cells
 
 SHAPES = [
     "1,16384,32,8,128,causal",
@@ -78,7 +79,7 @@ def _portable_table(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
 ) -> Config:
     visited = (k, v) if kernel in ("forward", "dq") else (q, dout)
-    return launch.plan(kernel, q, v, shape.mask, *visited)[0]
+    return launch.plan(kernel, q, v, Cells(shape.mask), *visited)[0]
 
 
 def _portable_grid(kernel: str, _: Config, __: Shape) -> list[Config]:
@@ -223,24 +224,24 @@ def tune(
 def _kernels(
     launch: ModuleType, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, shape: Shape
 ) -> dict[str, tuple[Callable[[], None], list[Tensor]]]:
-    mask, scale = shape.mask, shape.d**-0.5
+    cells, scale = Cells(shape.mask), shape.d**-0.5
     out, lse = torch.empty_like(q), torch.empty(shape.b, shape.h, shape.n, device=q.device)
-    launch.forward(q, k, v, mask, scale, out, lse)
+    launch.forward(q, k, v, cells, scale, out, lse)
     lines = launch.row_statistics(lse, make_delta(dout, out, lse, None))
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     total = torch.zeros(q.shape, device=q.device)  # of the fused kernel, which adds to it
     out_again, lse_again = torch.empty_like(out), torch.empty_like(lse)
 
     def fused() -> None:
-        launch.dkdv(q, k, v, dout, lines, mask, scale, dk, dv, total.zero_())
+        launch.dkdv(q, k, v, dout, lines, cells, scale, dk, dv, total.zero_())
 
     return {
         "forward": (
-            lambda: launch.forward(q, k, v, mask, scale, out_again, lse_again),
+            lambda: launch.forward(q, k, v, cells, scale, out_again, lse_again),
             [out_again, lse_again],
         ),
-        "dq": (lambda: launch.dq(q, k, v, dout, lines, mask, scale, dq), [dq]),
-        "dkdv": (lambda: launch.dkdv(q, k, v, dout, lines, mask, scale, dk, dv), [dk, dv]),
+        "dq": (lambda: launch.dq(q, k, v, dout, lines, cells, scale, dq), [dq]),
+        "dkdv": (lambda: launch.dkdv(q, k, v, dout, lines, cells, scale, dk, dv), [dk, dv]),
         "fused": (fused, [dk, dv, total]),
     }
 
