@@ -215,17 +215,12 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
-    place = (
-        np.arange(sets * tiles * heads)
-        .reshape(sets, tiles, heads)[:, shortest]
-        .swapaxes(0, 1)
-        .ravel()
-    )
-    # one element for each work tile
-    records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")
-    others = np.ones(len(records), bool)
-    others[short := place[: 2 * late : 2]] = False
-    short, others = records[short], records[others]
+    first = heads * (tiles * np.arange(sets) + shortest[:, None])
+    place = (first[..., None] + np.arange(heads)).ravel()[: 2 * late : 2]
+    records, gaps = work_tiles.reshape(-1, WORK_TILE), np.sort(place)
+    starts, stops = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(records)]
+    short = records[place]
+    others = np.concatenate([records[x:y] for x, y in zip(starts, stops, strict=True)])
     records[: ctas - late] = others[: ctas - late]
     records[ctas - late : ctas] = short
     records[ctas:] = others[ctas - late :]
@@ -243,14 +238,18 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
     least = each.sum() / SMS
     if sets == 1 or _latest(each) - least <= GAIN * least:
         return
+    if (time := _time(each)) - least <= GAIN * least:
+        return
     orders, times = [], []
     for number in [sets] if sets <= last_sets else range(2, last_sets + 1):
         orders.append(_short_ones_last(each, len(each) // sets * (sets - number)))
-        times.append(_time(each[orders[-1]]))
-        if times[-1] <= least + GAIN / 2 * least:
+        moved, enough = each[orders[-1]], least + GAIN / 2 * least
+        bound = _latest(moved)  # spares `_time` where it decides
+        times.append(bound if bound <= min(enough, time - GAIN * least) else _time(moved))
+        if times[-1] <= enough:
             break
-    fewest = next(i for i, time in enumerate(times) if time <= min(times) + GAIN / 2 * least)
-    if _time(each) - times[fewest] > GAIN * least:
+    fewest = next(i for i, x in enumerate(times) if x <= min(times) + GAIN / 2 * least)
+    if time - times[fewest] > GAIN * least:
         flat = work_tiles.reshape(-1, WORK_TILE)
         flat[:] = flat[orders[fewest]]
 
@@ -283,9 +282,8 @@ def _time(cost: np.ndarray) -> float:
     ends = np.zeros(SMS)  # ascending
     while len(cost):
         after = ends[: len(cost)] + cost[:SMS]
-        claimed = len(after) - np.count_nonzero(
-            ends[1 : len(after)] > np.minimum.accumulate(after)[:-1]
-        )
+        late = ends[1 : len(after)] - np.minimum.accumulate(after)[:-1]  # ascending
+        claimed = 1 + late.searchsorted(0.0, "right")
         ends[:claimed] = after[:claimed]
         ends.sort()
         cost = cost[claimed:]
@@ -322,17 +320,16 @@ def _serialised(
     work_tiles = work[WORK_TILE:first_span].reshape(
         len(heads), len(order), heads.shape[1], WORK_TILE
     )
-    each = np.zeros((len(order), 1, WORK_TILE), np.int32)
-    each[:, 0, FIRST_TOKEN], each[:, 0, STOP_TOKEN] = rows[order].T
-    each[:, 0, FIRST_SPAN], each[:, 0, SPANS_END] = (
+    of_tile = np.zeros((len(order), 1, WORK_TILE), np.int32)
+    of_tile[:, 0, FIRST_TOKEN], of_tile[:, 0, STOP_TOKEN] = rows[order].T
+    of_tile[:, 0, FIRST_SPAN], of_tile[:, 0, SPANS_END] = (
         first_span + WORK_TILE * x[order] for x in (begin, end)
     )
-    each[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
-    work_tiles[...] = each
-    work_tiles[..., BATCH_HEAD] = heads[:, None, :]
-    work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(
-        heads[:, None, :], max(1, shape.number)
-    )
+    of_tile[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
+    of_head = np.zeros((*heads.shape, WORK_TILE), np.int32)
+    of_head[..., BATCH_HEAD] = heads
+    of_head[..., BATCH], of_head[..., HEAD] = np.divmod(heads, max(1, shape.number))
+    np.add(of_tile, of_head[:, None], out=work_tiles)
     if (chained := spans[:, ROW_STOP] < 0).any():
         spans = spans.copy()
         spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
