@@ -49,7 +49,8 @@ from canon.fast.device import check_device, kernels_for, rows_for
 from canon.fast.kernels.backend import Kernels
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.replay.recordings import replayed
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.cells import Cells, Places
+from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, accumulate_dtype
 
@@ -86,12 +87,13 @@ def gradients(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    mask: AnyMask,
+    mask: Mask,
     scale: Scale,
     method: str,
     needs_grad: tuple[bool, bool, bool],
     dtype: torch.dtype | None = None,
     kind: Hashable = None,
+    places: Places | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all
     launches are one pass.
@@ -100,21 +102,22 @@ def gradients(
     except the gradients.
     """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
-    replayed(_gradients, (dout, q, k, v, out, lse, dlse, *grads), mask, scale, method, kind=kind)
+    given = (dout, q, k, v, out, lse, dlse, *grads)
+    replayed(_gradients, given, Cells(mask, places), scale, method, kind=kind)
     return grads
 
 
 def _gradients(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, mask: AnyMask, scale: Scale, method: str
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, cells: Cells, scale: Scale, method: str
 ) -> None:
-    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
-    if isinstance(mask, PlacedMask):  # the kernels that several ranks launch
+    kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
+    if cells.places is not None:  # the kernels that several ranks launch
         delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
         rows_for(q).delta(dout, out, lse, dlse, delta)
         statistics = kernels.row_statistics(lse, delta)
     else:
         statistics = kernels.make_row_statistics(dout, out, lse, dlse)
-    arguments = q, k, v, dout, statistics, mask, scale
+    arguments = q, k, v, dout, statistics, cells, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
     if dq is not None and chosen != "fused":
         kernels.dq(*arguments, dq)
@@ -139,25 +142,26 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plan_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AnyMask, method: str
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, method: str
 ) -> None:
     """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is
     launched.
     """
     grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
-    _gradients(out, q, k, v, out, lse, None, *grads, mask, 1.0, method)
+    _gradients(out, q, k, v, out, lse, None, *grads, Cells(mask), 1.0, method)
 
 
 def backward_into(
     inputs: QueryInputs,
     k: Tensor,
     v: Tensor,
-    mask: AnyMask,
+    mask: Mask,
     scale: Scale,
     method: str,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
+    places: Places | None = None,
 ) -> None:
     """Write the gradients, of any strides and dtypes. Nothing is checked.
 
@@ -165,36 +169,36 @@ def backward_into(
     """
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
-    given, options = (q, k, v, dout, lse, delta, statistics), (mask, scale, method)
+    given, options = (q, k, v, dout, lse, delta, statistics), (Cells(mask, places), scale, method)
     replayed(_dkdv, (*given, dq, dk, dv), *options)
     if dq is not None and (method != "fused" or dk is None):
         replayed(_dq, (*given, dq, dk), *options)
 
 
 def _dkdv(
-    q, k, v, dout, lse, delta, statistics, dq, dk, dv, mask: AnyMask, scale: Scale, method: str
+    q, k, v, dout, lse, delta, statistics, dq, dk, dv, cells: Cells, scale: Scale, method: str
 ) -> None:
-    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
-    arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), mask, scale
+    kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
+    arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), cells, scale
     _launch_dkdv(kernels, chosen, method, arguments, dq, dk, dv)
 
 
 def _dq(
-    q, k, v, dout, lse, delta, statistics, dq, dk, mask: AnyMask, scale: Scale, method: str
+    q, k, v, dout, lse, delta, statistics, dq, dk, cells: Cells, scale: Scale, method: str
 ) -> None:
-    kernels, chosen = _choose(q, k, v, mask, method, dq, dk)
+    kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
     if dq is None or chosen == "fused":
         return
     if statistics is None:  # else `_dkdv` has written them
         statistics = kernels.row_statistics(lse, delta)
-    kernels.dq(q, k, v, dout, statistics, mask, scale, dq)
+    kernels.dq(q, k, v, dout, statistics, cells, scale, dq)
 
 
 def _choose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AnyMask,
+    mask: Mask,
     method: str,
     dq: Tensor | None,
     dk: Tensor | None,
@@ -240,7 +244,7 @@ def rank_invariant_method(method: str) -> str:
 
 
 def automatic(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None
 ) -> str:
     """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by
     default those of q's device.
@@ -254,29 +258,30 @@ def automatic(
 
 
 def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
-    q, k, v, dout, softmax_stats, mask, scale = arguments
+    q, k, v, dout, softmax_stats, cells, scale = arguments
     accumulate, b = accumulate_dtype(q.dtype), q.shape[0]
     bytes_each_key = max(1, b) * q.shape[2] * (dk.shape[3] + dv.shape[3]) * accumulate.itemsize
-    for keys, part_mask in _key_chunks(mask, max(1, PARTIAL_BYTES // bytes_each_key)):
+    for keys, part in _key_chunks(cells, max(1, PARTIAL_BYTES // bytes_each_key)):
         chunk = slice(keys.start, keys.stop)
         parts = [
             q.new_empty(b, len(keys), q.shape[2], x.shape[3], dtype=accumulate) for x in (dk, dv)
         ]
-        kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part_mask, scale, *parts)
+        kernels.dkdv(q, k[:, chunk], v[:, chunk], dout, softmax_stats, part, scale, *parts)
         rows_for(q).sum_heads(*parts, dk[:, chunk], dv[:, chunk])
         del parts  # frees their memory before the next chunk allocates
 
 
 @cached_plan
-def _key_chunks(mask: AnyMask, most: int) -> tuple[tuple[range, AnyMask], ...]:
-    """Return ranges of at most ``most`` keys and the mask of each. Where possible they are
+def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
+    """Return ranges of at most ``most`` keys and the cells of each. Where possible they are
     multiples of 128, whole tiles.
     """
-    if mask.keys <= most:
-        return ((range(mask.keys), mask),)
-    step = most if most < 128 and not isinstance(mask, PlacedMask) else max(128, most // 128 * 128)
-    ranges = [range(start, min(start + step, mask.keys)) for start in range(0, mask.keys, step)]
-    return tuple((keys, mask.crop(keys=keys)) for keys in ranges)
+    _, size = cells.sizes
+    if size <= most:
+        return ((range(size), cells),)
+    step = most if most < 128 and cells.places is None else max(128, most // 128 * 128)
+    ranges = [range(start, min(start + step, size)) for start in range(0, size, step)]
+    return tuple((keys, cells.crop_keys(keys)) for keys in ranges)
 
 
 def _fused(
@@ -300,7 +305,7 @@ def _attention_backward(
     lse: Tensor,
     dlse: Tensor | None,
     delta: Tensor | None,
-    mask: AnyMask,
+    mask: Mask,
     *,
     scale: Scale,
     method: str,

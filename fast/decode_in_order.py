@@ -40,7 +40,7 @@ from canon.fast.device import kernels_for
 from canon.fast.local import empty_result
 from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
-from canon.fast.tables.placed_mask import in_place
+from canon.fast.tables.cells import Cells, in_place
 from canon.fast.transport.messages import transport_for
 from canon.masks.mask import Mask
 from canon.ranks.divided_keys import check_starts
@@ -86,7 +86,7 @@ def decode_in_order(
         if isinstance(mask, Mask)
         else [(slice(i, i + 1), one) for i, one in enumerate(mask)]
     )
-    parts = [(x, in_place(one)) for x, one in each]
+    parts = [(x, Cells(one, in_place(one))) for x, one in each]
     inputs = [(q[x], k[x], v[x]) for x, _ in parts]
     weights = [
         kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)

@@ -31,8 +31,8 @@ from canon.fast.backward import attention_backward, gradients, rank_invariant_me
 from canon.fast.device import backend_for, check_device, kernels_for, rows_for
 from canon.fast.half import FAST, Part
 from canon.fast.replay.recordings import replayed
+from canon.fast.tables.cells import Cells, Places, aligned, canonical, in_place
 from canon.fast.tables.key_parts import has_parts
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask, aligned, canonical, in_place
 from canon.masks.mask import Mask
 from canon.route.algorithm import Algorithm
 from canon.route.call import Call
@@ -42,26 +42,19 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
 class LocalPlan:
-    """The mask and the backward method of one kind of call, and the ``strides`` of q, k, v, out and
-    lse in its forward pass.
-
-    With ``rank_invariant`` the mask is a PlacedMask.
+    """The backward method of one kind of call, and the ``strides`` of q, k, v, out and lse in its
+    forward pass. With ``rank_invariant`` also the places of tokens.
     """
 
     def __init__(self, call: Call):
-        self.mask, self.method, self.strides = call.mask, call.backward, ()
+        self.places, self.method, self.strides = None, call.backward, ()
         if call.options["rank_invariant"]:
-            self.mask = in_place(call.mask)
+            self.places = in_place(call.mask)
             self.method = rank_invariant_method(call.backward)
 
-    @property
-    def nbytes(self) -> int:
-        """The memory on the host, in bytes (an estimate)."""
-        return self.mask.nbytes
-
     def aligned(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors, for a placed mask as every number of ranks has them."""
-        return tuple(map(aligned, tensors)) if isinstance(self.mask, PlacedMask) else tensors
+        """Return the tensors, with places as every number of ranks has them."""
+        return tensors if self.places is None else tuple(map(aligned, tensors))
 
 
 def local_forward(
@@ -72,8 +65,9 @@ def local_forward(
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
     forward_into(
-        q, k, v, plan.mask, call.scale, out, lse, kind=call, whole=True, max_logits=max_logits
-    )
+        q, k, v, call.mask, call.scale, out, lse,
+        whole=plan.places is None, kind=call, max_logits=max_logits, places=plan.places,
+    )  # fmt: skip
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
@@ -91,11 +85,12 @@ def local_backward(
         kind = call, needs_grad, dout.dtype, _strides(*given)
     if dout.dtype is not q.dtype:
         dout = dout.to(q.dtype)
-    if isinstance(plan.mask, PlacedMask):
+    if plan.places is not None:
         dout, q, k, v = canonical(dout), *plan.aligned(q, k, v)
     return gradients(
-        dout, q, k, v, out, lse, dlse, plan.mask, call.scale, plan.method, needs_grad, kind=kind
-    )
+        dout, q, k, v, out, lse, dlse, call.mask, call.scale, plan.method, needs_grad,
+        kind=kind, places=plan.places,
+    )  # fmt: skip
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -111,7 +106,7 @@ def _are_aligned(*tensors: Tensor) -> bool:
 
 
 def forward_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, *, scale: Scale, out_dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype,
     max_logits: Tensor | None = None, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of
@@ -133,7 +128,7 @@ def forward_into(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AnyMask,
+    mask: Mask,
     scale: Scale,
     out: Tensor,
     lse: Tensor,
@@ -141,13 +136,15 @@ def forward_into(
     whole: bool = False,
     kind: Hashable = None,
     max_logits: Tensor | None = None,
+    places: Places | None = None,
 ) -> None:
     """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise
     RuntimeError for unusable devices.
 
     ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
     as in `replayed`."""
-    replayed(launch_forward, (q, k, v, out, lse, max_logits), mask, scale, whole, kind=kind)
+    given = (q, k, v, out, lse, max_logits)
+    replayed(launch_forward, given, Cells(mask, places), scale, whole, kind=kind)
 
 
 def launch_forward(
@@ -157,18 +154,18 @@ def launch_forward(
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     whole: bool = False,
 ) -> None:
     """Launch what `forward_into` replays: inside another pass that is recorded."""
     check_device(q)
-    forward = forward_for(q, v, mask, whole, max_logits is not None)
-    forward(q, k, v, mask, scale, out, lse, *(() if max_logits is None else (max_logits,)))
+    forward = forward_for(q, v, cells.mask, whole, max_logits is not None)
+    forward(q, k, v, cells, scale, out, lse, *(() if max_logits is None else (max_logits,)))
 
 
 def forward_for(
-    q: Tensor, v: Tensor, mask: AnyMask, whole: bool = True, with_max_logits: bool = False
+    q: Tensor, v: Tensor, mask: Mask, whole: bool = True, with_max_logits: bool = False
 ) -> Callable[..., None]:
     """Return the launch function. In ``whole`` calls, few queries over many keys are computed in
     parts (`key_parts`).

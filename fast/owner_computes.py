@@ -1,6 +1,6 @@
 """Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
 
-Read `canon.reference.owner_computes` first. A work table of the whole mask (`placed_mask.py`) fixes
+Read `canon.reference.owner_computes` first. A work table of the whole mask (`cells.py`) fixes
 tiles and order. So a rank needs no copy of the whole sequence: kernels read received tokens where
 they lie. Alternate steps compute dq, then dk and dv:
 
@@ -33,7 +33,7 @@ from torch import Tensor
 from canon.fast.backward import QueryInputs, backward_into, make_delta, rank_invariant_method
 from canon.fast.local import empty_result, forward_into
 from canon.fast.schedule import receiving
-from canon.fast.tables.placed_mask import PlacedMask, aligned, canonical
+from canon.fast.tables.cells import Places, aligned, canonical
 from canon.fast.transport.messages import Pending
 from canon.route.call import Call
 
@@ -54,8 +54,8 @@ class Leg(NamedTuple):
 class Exchange(Protocol):
     """Bring the tokens of other ranks into buffers, for one kind of call."""
 
-    key_mask: PlacedMask  # own queries x the buffer of keys
-    query_mask: PlacedMask  # the buffer of queries x own keys
+    key_places: Places  # own queries x the buffer of keys
+    query_places: Places  # the buffer of queries x own keys
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return the function that starts the messages of a leg, by its number."""
@@ -80,8 +80,9 @@ def owner_forward(
         results = out[:, :, own], lse[:, own]
         largest = None if max_logits is None else max_logits[own]
         forward_into(
-            q[:, :, own], *keys, exchange.key_mask, call.scale, *results, max_logits=largest
-        )
+            q[:, :, own], *keys, call.mask, call.scale, *results,
+            max_logits=largest, places=exchange.key_places,
+        )  # fmt: skip
         keys = None
     return out, lse
 
@@ -95,7 +96,7 @@ def owner_backward(
     """
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    method = rank_invariant_method(call.backward)
+    options = call.mask, call.scale, rank_invariant_method(call.backward)
     needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
@@ -117,18 +118,12 @@ def owner_backward(
                 k[:, :, here],
                 v[:, :, here],
             )
-            backward_into(
-                *given,
-                exchange.query_mask,
-                call.scale,
-                method,
-                None,
-                dk[:, :, here],
-                dv[:, :, here],
-            )
+            written = None, dk[:, :, here], dv[:, :, here]
+            backward_into(*given, *options, *written, places=exchange.query_places)
         elif dq is not None:
             given = inputs.heads(own), *brought
-            backward_into(*given, exchange.key_mask, call.scale, method, dq[:, :, own], None, None)
+            written = dq[:, :, own], None, None
+            backward_into(*given, *options, *written, places=exchange.key_places)
 
     for number, brought in receiving(len(legs), exchange.fetches(legs)):
         compute(number, brought)

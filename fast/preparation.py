@@ -28,6 +28,7 @@ from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, gpu_of, meta_stands_for
 from canon.fast.local import empty_result, forward_for
 from canon.fast.mesh import plan_exchange
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import META
 from canon.route.call import Call
 
@@ -69,7 +70,7 @@ def _launch(call: Call, part: Part, backward: bool) -> None:
     out, lse = empty_result(queries, values, call.dtype)
     if part.forward:
         forward = forward_for(queries, values, mask, part.whole, call.options["return_max_logits"])
-        forward(queries, keys, values, mask, 1.0, out, lse)
+        forward(queries, keys, values, Cells(mask), 1.0, out, lse)
     if part.backward and backward:
         plan_gradients(queries, keys, values, out, lse, mask, call.backward)
 

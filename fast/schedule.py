@@ -41,6 +41,7 @@ from canon.fast.backward import QueryInputs, _dkdv, _dq
 from canon.fast.device import kernels_for
 from canon.fast.local import empty_result, launch_forward
 from canon.fast.replay.recordings import replayed
+from canon.fast.tables.cells import Cells
 from canon.ranks.profiling import named_steps
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
@@ -162,15 +163,16 @@ class Step:
         """Compute the part of the step, into ``out`` and ``lse`` of all queries. ``result``: as in
         `ActiveQueries.merge`.
         """
-        mask, scale, heads, keys = self.active.mask, self.call.scale, self.heads, self.keys(*held)
+        heads, keys = self.heads, self.keys(*held)
+        cells, scale = Cells(self.active.mask), self.call.scale
         if self.writes:
             written = out[:, :, heads], lse[:, heads]
             largest = None if max_logits is None else max_logits[heads]
-            launch_forward(q[:, :, heads], *keys, *written, largest, mask, scale)
+            launch_forward(q[:, :, heads], *keys, *written, largest, cells, scale)
         else:
             q = self.active.take(q)
             part = empty_result(q, keys[1], out.dtype)
-            launch_forward(q, *keys, *part, max_logits, mask, scale)
+            launch_forward(q, *keys, *part, max_logits, cells, scale)
             self.active.merge([out, lse], part, result)
 
 
@@ -293,7 +295,7 @@ class StepBackward:
         statistics = (
             self.scratch.view(room, "statistics") if "statistics" in self.scratch.places else None
         )
-        options = self.active.mask, self.step.call.scale, self.step.call.backward
+        options = Cells(self.active.mask), self.step.call.scale, self.step.call.backward
         launch(q, *self.step.keys(*held), dout, lse, delta, statistics, *grads, *options)
 
     def _copies(self, room: Tensor | None) -> QueryInputs:

@@ -35,9 +35,9 @@ def hopper(order="random", seed=0):
         yield
 
 
-def new_schedule(mask, traversal, device):
+def new_schedule(cells, traversal, device):
     """Return the tile schedule, not from the cache of plans."""
-    return uploaded(tile_schedule.__wrapped__(mask, traversal), device)
+    return uploaded(tile_schedule.__wrapped__(cells, traversal), device)
 
 
 def inputs(mask, b=1, h=2, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=0):

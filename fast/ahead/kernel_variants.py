@@ -21,7 +21,7 @@ from canon.fast.group_collectives import as_heads
 from canon.fast.kernels.gluon import config as gluon_config
 from canon.fast.local import forward_into, merge, merge_into
 from canon.fast.ring import VARIANTS
-from canon.fast.tables.placed_mask import in_place
+from canon.fast.tables.cells import Cells, in_place
 from canon.masks.band import Band
 from canon.masks.mask import Mask
 from canon.route.algorithm import ALGORITHMS
@@ -141,8 +141,9 @@ class Inputs:
             torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes
         )
         self.model = model
-        mask = Mask([Band(0, queries, 0, keys)], queries, keys)
-        self.mask = in_place(mask) if model.rank_invariant else mask
+        self.mask = Mask([Band(0, queries, 0, keys)], queries, keys)
+        self.places = in_place(self.mask) if model.rank_invariant else None
+        self.cells = Cells(self.mask, self.places)
         self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
@@ -182,7 +183,8 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
             launch.signed(x.q, -1.0)
         for _ in tiles_forced(x, "forward"):
             results = x.out.to(dtype), x.statistic()
-            forward_into(x.q, x.k, x.v, x.mask, x.model.scale, *results, max_logits=x.max_logits())
+            more = {"max_logits": x.max_logits(), "places": x.places}
+            forward_into(x.q, x.k, x.v, x.mask, x.model.scale, *results, **more)
 
 
 def few_queries(x: Inputs) -> None:
@@ -192,7 +194,8 @@ def few_queries(x: Inputs) -> None:
             (x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes
         ):
             results = x.out.to(dtype), x.statistic()
-            found.forward_in_parts(x.q, x.k, x.v, mask, x.model.scale, *results, x.max_logits())
+            given = x.q, x.k, x.v, Cells(mask), x.model.scale
+            found.forward_in_parts(*given, *results, x.max_logits())
 
 
 def few_queries_in_order(x: Inputs) -> None:
@@ -203,13 +206,14 @@ def few_queries_in_order(x: Inputs) -> None:
     if not packs_heads(kernels) or x.model.max_logits:
         return
     few = kernels.few_queries_launch
-    config, pack = kernels.forward_config(x.q, x.v, x.mask)[0], few.heads_of_tile(x.q, x.k)
+    config, pack = kernels.forward_config(x.q, x.v, x.cells)[0], few.heads_of_tile(x.q, x.k)
     for width, queries in product(few.SLICES, (1, few.ROWS)):  # few and many rows of a tile
         y = Inputs(x.model, x.q.device, queries, TOKENS)
-        planned = few.few_queries_plan(y.mask, pack, config.columns, 1, y.q.device)
+        planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
         with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
             for _ in tiles_forced(y, "forward"):
-                forward_into(y.q, y.k, y.v, y.mask, y.model.scale, y.out, y.statistic())
+                given = y.q, y.k, y.v, y.mask, y.model.scale
+                forward_into(*given, y.out, y.statistic(), places=y.places)
 
 
 def few_queries_on_ranks(x: Inputs) -> None:
@@ -228,11 +232,11 @@ def few_queries_on_ranks(x: Inputs) -> None:
             y.model.scale,
         )
         o, sums, qkv = y.out.float(), lse.new_zeros(2, *lse.shape, 4), (y.q, y.k, y.v)
-        weights = kernels.weights_of_rank(*qkv, y.mask)
+        weights = kernels.weights_of_rank(*qkv, y.cells)
         with _replaced(few, "slice_width", width):
-            kernels.write_first_maxima(*qkv, lse, y.mask, scale)
-            kernels.write_weights(*qkv, lse, *weights, counter, y.mask, scale, 1, 0)
-            kernels.add_values(*qkv, *weights, o, sums, y.mask)
+            kernels.write_first_maxima(*qkv, lse, y.cells, scale)
+            kernels.write_weights(*qkv, lse, *weights, counter, y.cells, scale, 1, 0)
+            kernels.add_values(*qkv, *weights, o, sums, y.cells)
         kernels.write_results(o, sums, lse, y.out, lse, counter, 1, 0)
 
 
@@ -255,6 +259,7 @@ def whole_backward(inputs: Inputs) -> None:
                     model.scale,
                     model.method,
                     needed,
+                    places=x.places,
                 )
 
 
@@ -273,7 +278,8 @@ def backward_parts(inputs: Inputs) -> None:
                     y.to(z) if wanted else None
                     for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True)
                 )
-                backward.backward_into(rows, x.k, x.v, x.mask, model.scale, model.method, *grads)
+                given = rows, x.k, x.v, x.mask, model.scale, model.method
+                backward.backward_into(*given, *grads, places=x.places)
 
 
 def masked_rows(x: Inputs) -> None:

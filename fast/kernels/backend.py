@@ -22,7 +22,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.cells import Cells
+from canon.masks.mask import Mask
 from canon.route.checks import Scale
 
 # configurations that are forced, by kernel: a dict for each backend that has some
@@ -39,7 +40,7 @@ class Kernels(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        mask: AnyMask,
+        cells: Cells,
         scale: Scale,
         out: Tensor,
         lse: Tensor,
@@ -57,7 +58,7 @@ class Kernels(Protocol):
         v: Tensor,
         dout: Tensor,
         statistics: Any,
-        mask: AnyMask,
+        cells: Cells,
         scale: Scale,
         dq: Tensor,
         /,
@@ -72,7 +73,7 @@ class Kernels(Protocol):
         v: Tensor,
         dout: Tensor,
         statistics: Any,
-        mask: AnyMask,
+        cells: Cells,
         scale: Scale,
         dk: Tensor,
         dv: Tensor,
@@ -86,7 +87,7 @@ class Kernels(Protocol):
         ...
 
     def choose_method(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int, /
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int, /
     ) -> str:
         """Return the backward method for "auto"."""
         ...

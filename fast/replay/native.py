@@ -71,33 +71,39 @@ def packed(operation: Launch | Zero, place: Callable[[Place], Place]) -> tuple:
     maps = iter(metadata.tensordesc_meta or ())
     parameters: list[tuple] = []
     for kind, value in zip(compiled.src.signature.values(), values, strict=True):
-        parameters += _parameters(kind, value, maps, operation, place)
+        _add(parameters, kind, value, maps, operation, place)
     parameters += [("b", bytes(8)), ("b", bytes(8))]  # scratch memory, which the kernel lacks
     return compiled.function, operation.blocks, 32 * warps, shared, tuple(parameters)
 
 
-def _parameters(
-    kind: Any, value: Any, maps: Iterator, launch: Launch, place: Callable[[Place], Place]
-) -> Iterator[tuple]:
+def _add(
+    parameters: list[tuple],
+    kind: Any,
+    value: Any,
+    maps: Iterator,
+    launch: Launch,
+    place: Callable[[Place], Place],
+) -> None:
+    """Add what a kernel reads of an argument."""
     if isinstance(kind, tuple):
         for some, x in zip(kind, value, strict=True):
-            yield from _parameters(some, x, maps, launch, place)
+            _add(parameters, some, x, maps, launch, place)
     elif kind == "constexpr":
         return
+    elif kind in _NUMBERS:
+        parameters.append(("b", struct.pack(_NUMBERS[kind], value)))
     elif kind.startswith("*"):
         p = place(launch.places[id(value)])
-        yield "p", p.slot, p.offset
+        parameters.append(("p", p.slot, p.offset))
     elif kind.startswith("tensordesc"):
-        yield from _tensor_map(value, next(maps), launch, place)
-    elif kind in _NUMBERS:
-        yield "b", struct.pack(_NUMBERS[kind], value)
+        parameters += _tensor_map(value, next(maps), launch, place)
     else:
         raise NotReplayable(f"a kernel has a parameter of type {kind}")
 
 
 def _tensor_map(
     value: Any, metadata: dict | None, launch: Launch, place: Callable[[Place], Place]
-) -> Iterator[tuple]:
+) -> list[tuple]:
     p = place(launch.places[id(value.base)])
     if (
         metadata is None
@@ -111,7 +117,7 @@ def _tensor_map(
     size, element = metadata["elem_size"], metadata["elem_type"]
     strides = tuple(stride * size for stride in value.strides[:-1])
     box, shape = tuple(metadata["block_size"]), tuple(value.shape)
-    yield (
+    tensor_map = (
         "m",
         p.slot,
         p.offset,
@@ -121,5 +127,5 @@ def _tensor_map(
         shape,
         strides,
     )
-    yield from (("b", struct.pack("<i", n)) for n in value.shape)
-    yield from (("b", struct.pack("<q", n)) for n in value.strides)
+    shapes = [("b", struct.pack("<i", n)) for n in value.shape]
+    return [tensor_map, *shapes, *[("b", struct.pack("<q", n)) for n in value.strides]]

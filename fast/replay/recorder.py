@@ -79,12 +79,15 @@ class Recorder(TorchDispatchMode):
 
     def __post_init__(self):
         super().__init__()
+        for slot, given in enumerate(self.tensors):
+            self._begins(given, Place(slot, 0))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name, device = func._schema.name, self.tensors[0].device
         if name in _MAKES or name in _MAKES_ZEROS:
             if result.device == device and not self.reason:
+                self._begins(result, Place(-2 - len(self.temporaries), 0))
                 self.temporaries.append(result)
                 if name in _MAKES_ZEROS:
                     self.zeroed.add(len(self.temporaries) - 1)
@@ -118,6 +121,8 @@ class Recorder(TorchDispatchMode):
 
     def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
         self.plans += tensors
+        for x in tensors:
+            self._begins(x, Place(-1, x.data_ptr()))
         self.uploads += [] if upload is None else [upload]
 
     def _zero(self, x: Tensor) -> None:
@@ -143,13 +148,17 @@ class Recorder(TorchDispatchMode):
         else:
             self.zeroed.add(-2 - place.slot)
 
+    def _begins(self, x: Tensor, place: Place) -> None:
+        """Note the place of a whole tensor, so that `_place` need not search for it."""
+        if x.numel():  # empty tensors may share an address
+            self.places.setdefault(x.data_ptr(), place)
+
     def _place(self, x: Tensor) -> Place:
         """Return where ``x`` begins. Raises NotReplayable if that is uncertain."""
         address = x.data_ptr()
         if (place := self.places.get(address)) is None:
             place = self._searched(x, address)
-            if x.numel():  # empty tensors may share an address
-                self.places[address] = place
+            self._begins(x, place)
         return place
 
     def _searched(self, x: Tensor, address: int) -> Place:

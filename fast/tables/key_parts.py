@@ -28,7 +28,6 @@ import numpy as np
 
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
-from canon.fast.tables.placed_mask import AnyMask
 from canon.fast.tables.work_tables import band_array
 from canon.masks.mask import Mask
 
@@ -39,11 +38,11 @@ WORD = 64  # keys of a word
 ALL = np.uint64(2**64 - 1)
 
 
-def has_parts(mask: AnyMask) -> bool:
+def has_parts(mask: Mask) -> bool:
     """Return whether a call with this mask is computed in parts, if its function and options allow
     it.
     """
-    return isinstance(mask, Mask) and 0 < mask.queries <= MOST_QUERIES and mask.keys >= FEWEST_KEYS
+    return 0 < mask.queries <= MOST_QUERIES and mask.keys >= FEWEST_KEYS
 
 
 class PartTable(NamedTuple):

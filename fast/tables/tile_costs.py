@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import host_table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
@@ -35,12 +35,12 @@ class TileCosts(NamedTuple):
 
 @cached_part
 def tile_costs(
-    mask: AnyMask, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
+    cells: Cells, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
 ) -> TileCosts:
     """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat``
     times.
     """
-    tiles, spans, _ = host_table(mask, rows, columns, columns, transposed, boxes)
+    tiles, spans, *_ = host_table(cells, rows, columns, columns, transposed, boxes)
     # visited tiles before each span
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])
     _, _, begin, full, end = tiles.T
@@ -110,5 +110,5 @@ def largest_divisor(number: int, each: float, room: float) -> int:
 
 
 def _active_costs(mask: Mask, rows: int, columns: int, each: int) -> np.ndarray:
-    costs = tile_costs(mask, rows, columns, True, each, BOX)
+    costs = tile_costs(Cells(mask), rows, columns, True, each, BOX)
     return costs.cost[costs.active]

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon.fast.tables.cells import Cells, Places
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.key_order import SPAN_FIELDS, Cut, everywhere_banded, ordered_table
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.route.rank_invariance import TILE
 
@@ -40,27 +41,29 @@ class WorkTable(NamedTuple):
     spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the
     band in the table's
         orientation: row start, stop, column start, stop, lo, hi; zeros if full. `key_order` has
-        those of a `PlacedMask`.
-    visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. Of a
-    `PlacedMask`: of all ranks."""
+        those of rows that sum in the order of keys.
+    visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. With
+    places: of all ranks.
+    key_order: whether rows sum in the order of keys."""
 
     tiles: Any  # an array, or a tensor on a device
     spans: Any
     visits: float
+    key_order: bool
 
 
 @device_plan
 def work_table(
-    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, chained: bool
+    cells: Cells, rows: int, columns: int, small: int, transposed: bool, chained: bool
 ) -> WorkTable:
-    """Return `host_table` without boxes, as int32. All spans of a `PlacedMask` have a band."""
-    tiles, spans, visited = host_table(mask, rows, columns, small, transposed, chained=chained)
-    spans = everywhere_banded(spans) if isinstance(mask, PlacedMask) else spans
-    return WorkTable(tiles.astype(np.int32), spans.astype(np.int32), visited)
+    """Return `host_table` without boxes, as int32. In the order of keys, all spans have a band."""
+    table = host_table(cells, rows, columns, small, transposed, chained=chained)
+    spans = everywhere_banded(table.spans) if table.key_order else table.spans
+    return table._replace(tiles=table.tiles.astype(np.int32), spans=spans.astype(np.int32))
 
 
 def host_table(
-    mask: AnyMask,
+    cells: Cells,
     rows: int,
     columns: int,
     small: int,
@@ -68,46 +71,46 @@ def host_table(
     boxes: int = 0,
     chained: bool = True,
 ) -> WorkTable:
-    """Return the table of ``mask`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x
+    """Return the table of ``cells`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x
     queries if ``transposed``.
 
-    A `PlacedMask` has the own tiles of the whole mask's `ordered_table`. Its tiles and spans begin
+    With places, these are the own tiles of the whole mask's `ordered_table`. Tiles and spans begin
     at multiples of their sizes.
 
     Args:
-        small: columns of partial tiles, a divisor of ``columns``; of a `PlacedMask`, ``columns``.
+        small: columns of partial tiles, a divisor of ``columns``; with places, ``columns`` instead.
         boxes: spans begin at multiples of it, for kernels that load boxes of this many columns;
             else 0. A tile with fewer than ``rows`` rows then has partial spans only, which mask the
             rows behind its end.
-        chained: as in `ordered_table`, for a `PlacedMask`.
+        chained: as in `ordered_table`, with places.
 
     Raises ValueError if the mask is too large for 32-bit coordinates.
     """
-    if isinstance(mask, PlacedMask):
-        cut = _own_part(mask, _even_cut(mask.whole, rows, columns, transposed), transposed)
-        tiles, spans = mask.moved(*ordered_table(cut, rows, columns, chained), columns, transposed)
-    else:
-        cut = _best_cut(mask, rows, columns, small, transposed, boxes)
-        tiles, spans = _table(cut, rows, columns, small, boxes)
-    return WorkTable(tiles, spans, cut.visits)
+    mask, places = cells
+    if places is not None:
+        cut = _own_part(places, _even_cut(mask, rows, columns, transposed), transposed)
+        table = ordered_table(cut, rows, columns, chained)
+        return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
+    cut = _best_cut(mask, rows, columns, small, transposed, boxes)
+    return WorkTable(*_table(cut, rows, columns, small, boxes), cut.visits, False)
 
 
 @cached_plan
 def visits(
-    mask: AnyMask, rows: int, columns: int, transposed: bool = False, boxes: int = 0
+    cells: Cells, rows: int, columns: int, transposed: bool = False, boxes: int = 0
 ) -> tuple[float, int]:
-    """Return the ``visits`` and number of tiles of `work_table` without the table. A `PlacedMask`
-    counts as a whole.
+    """Return the ``visits`` and number of tiles of `work_table` without the table. With places, the
+    whole mask counts.
     """
-    if isinstance(mask, PlacedMask):
-        cut = _even_cut(mask.whole, rows, columns, transposed)
+    if cells.places is not None:
+        cut = _even_cut(cells.mask, rows, columns, transposed)
     else:
-        cut = _best_cut(mask, rows, columns, columns, transposed, boxes)
+        cut = _best_cut(cells.mask, rows, columns, columns, transposed, boxes)
     return cut.visits, len(cut.starts)
 
 
 @cached_plan
-def band_array(mask: AnyMask) -> np.ndarray:
+def band_array(mask: Mask) -> np.ndarray:
     """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi. Columns are
     contiguous.
     """
@@ -116,7 +119,7 @@ def band_array(mask: AnyMask) -> np.ndarray:
 
 
 @cached_plan
-def area(mask: AnyMask) -> int:
+def area(mask: Mask) -> int:
     """Return ``mask.area``, the number of visible cells, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
@@ -134,9 +137,7 @@ def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np
 
 
 @cached_part  # `visits` and the table share a cut
-def _best_cut(
-    mask: AnyMask, rows: int, columns: int, small: int, transposed: bool, boxes: int
-) -> Cut:
+def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> Cut:
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs
     about a visit.
     """
@@ -147,7 +148,7 @@ def _best_cut(
     return min(cuts, key=lambda cut: len(cut.starts) + cut.visits)
 
 
-def _even_cut(mask: AnyMask, rows: int, columns: int, transposed: bool) -> Cut:
+def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool) -> Cut:
     """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError
     unless both divide 128.
     """
@@ -159,8 +160,8 @@ def _even_cut(mask: AnyMask, rows: int, columns: int, transposed: bool) -> Cut:
     return _cut(bands, size, np.arange(0, size, rows), 1, columns, boxes=columns)
 
 
-def _own_part(mask: PlacedMask, cut: Cut, transposed: bool) -> Cut:
-    own = mask.owned(cut.starts, transposed)[cut.tile]
+def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
+    own = places.owned(cut.starts, transposed)[cut.tile]
     kept = {
         name: getattr(cut, name)[own] for name in ("band", "tile", "first", "last", "begin", "end")
     }
@@ -168,7 +169,7 @@ def _own_part(mask: PlacedMask, cut: Cut, transposed: bool) -> Cut:
 
 
 def _bands_and_size(
-    mask: AnyMask, rows: int, columns: int, transposed: bool
+    mask: Mask, rows: int, columns: int, transposed: bool
 ) -> tuple[np.ndarray, int]:
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(

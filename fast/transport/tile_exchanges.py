@@ -23,8 +23,8 @@ from torch import Tensor
 
 from canon.fast.group_collectives import Transfer, begin_cast, granular_plan
 from canon.fast.owner_computes import Leg
+from canon.fast.tables.cells import Places, shifted
 from canon.fast.tables.device_plans import device_plan
-from canon.fast.tables.placed_mask import PlacedMask, shifted
 from canon.fast.transport.messages import HeadGroup, Pending, transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
@@ -44,10 +44,8 @@ class OwnTokens:
     rows = ()  # nothing is kept: see `TileCast`
 
     def __init__(self, call: Call):
-        own = pieces_of(call.layout, 0)
-        self.key_mask = self.query_mask = _placed(
-            call.mask, own, own, call.layout.tokens, call.layout.tokens
-        )
+        own, size = pieces_of(call.layout, 0), call.layout.tokens
+        self.key_places = self.query_places = Places(own, own, size, size)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return a function whose result holds the own tensors of a leg."""
@@ -59,7 +57,7 @@ class TileGather:
 
     def __init__(self, call: Call):
         self.call, self.room = call, _room(call.layout)
-        self.key_mask, self.query_mask = _gathered_masks(call.layout, call.mask, call.rank)
+        self.key_places, self.query_places = _gathered_places(call.layout, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Allocate the buffers, and return the function that starts to gather the tensors of a
@@ -115,10 +113,7 @@ class TileCast:
             of_queries: _cast_of(call.layout, call.mask, call.rank, of_queries)
             for of_queries in (False, True)
         }
-        own, size = pieces_of(call.layout, call.rank), call.layout.size(call.rank)
-        keys, queries = self.plans[False], self.plans[True]
-        self.key_mask = _placed(call.mask, own, keys.pieces, size, keys.rows)
-        self.query_mask = _placed(call.mask, queries.pieces, own, queries.rows, size)
+        self.key_places, self.query_places = _cast_places(call.layout, call.mask, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
         """Return the function that starts to cast the tensors of a leg."""
@@ -210,6 +205,14 @@ def _cast_of(layout: Layout, mask: Mask, rank: int, of_queries: bool) -> CastOfT
 
 
 @cached_plan
+def _cast_places(layout: Layout, mask: Mask, rank: int) -> tuple[Places, Places]:
+    own, size = pieces_of(layout, rank), layout.size(rank)
+    keys, queries = (_cast_of(layout, mask, rank, of_queries) for of_queries in (False, True))
+    key_places = Places(own, keys.pieces, size, keys.rows)
+    return key_places, Places(queries.pieces, own, queries.rows, size)
+
+
+@cached_plan
 def _room(layout: Layout) -> int:
     """Return the room of each rank in a gathered buffer: the most tokens of a rank,
     in whole tiles.
@@ -218,13 +221,13 @@ def _room(layout: Layout) -> int:
 
 
 @cached_plan
-def _gathered_masks(layout: Layout, mask: Mask, rank: int) -> tuple[PlacedMask, PlacedMask]:
+def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
     room, own = _room(layout), pieces_of(layout, rank)
     everyone = [
         piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)
     ]
     everyone, rows, size = _joined(everyone), layout.ranks * room, layout.size(rank)
-    return _placed(mask, own, everyone, size, rows), _placed(mask, everyone, own, rows, size)
+    return Places(own, everyone, size, rows), Places(everyone, own, rows, size)
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
@@ -242,10 +245,3 @@ def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
             row, tokens = first, range(before.start, tokens.stop)
         joined.append((row, tokens))
     return tuple(joined)
-
-
-@cached_plan
-def _placed(
-    mask: Mask, queries: tuple[Piece, ...], keys: tuple[Piece, ...], query_rows: int, key_rows: int
-) -> PlacedMask:
-    return PlacedMask(mask, queries, keys, query_rows, key_rows)

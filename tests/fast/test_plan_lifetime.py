@@ -14,6 +14,7 @@ from canon.bench.shapes import documents
 from canon.fast import preparation
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
@@ -66,7 +67,7 @@ def test_a_call_has_one_key_however_it_passes_its_arguments(monkeypatch):
 def test_masks_and_tables_state_their_size():
     mask = Mask.documents(list(range(0, 3001, 3)))
     assert 100 * len(mask.bands) < sizes(mask)["cpu"] < 1000 * len(mask.bands)
-    table = work_table(mask, 128, 128, 128, False, True, "cpu")
+    table = work_table(Cells(mask), 128, 128, 128, False, True, "cpu")
     assert sizes(table)["cpu"] >= table.tiles.nbytes + table.spans.nbytes
     plan = reference.cast_plan(Mask.full(3000), reference.Layout.zigzag(3000, 4))
     assert sizes(plan.casts_of(plan, 0))["cpu"] > 100 * len(plan.received(0, 0))

@@ -15,6 +15,7 @@ from canon.fast import backward, device, local
 from canon.fast.kernels.triton import launch
 from canon.fast.replay import recorder
 from canon.fast.replay import recordings as prepared
+from canon.fast.tables.cells import Cells
 from canon.masks.plan_cache import PLANS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.interpreted, pytest.mark.usefixtures("replays")]
@@ -29,7 +30,7 @@ def inputs(seed, h=4, g=2, d=16, dv=8, b=2):
 
 
 def forward(q, k, v, out, lse):
-    launch.forward(q, k, v, MASK, 0.25, out, lse)
+    launch.forward(q, k, v, Cells(MASK), 0.25, out, lse)
 
 
 def room(q, v):
@@ -210,8 +211,8 @@ def test_a_pass_whose_kernels_were_not_seen_runs_as_written(zeroed):
 def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch):
     """It launches one kernel through the launcher, and writes lse past it."""
 
-    def library_forward(q, k, v, mask, scale, out, lse):
-        launch.forward(q, k, v, mask, scale, out, torch.empty_like(lse))
+    def library_forward(q, k, v, cells, scale, out, lse):
+        launch.forward(q, k, v, cells, scale, out, torch.empty_like(lse))
         with _disable_current_modes():
             lse.fill_(q.sum().item())
 

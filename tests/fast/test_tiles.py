@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Band, Mask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import area, host_table
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
@@ -18,7 +19,7 @@ def coverage(mask, rows, columns, small, transposed):
     """Return how often the spans of a table compute each cell, the cells of full spans, the tiles
     of each row, the work.
     """
-    table = host_table(mask, rows, columns, small, transposed)
+    table = host_table(Cells(mask), rows, columns, small, transposed)
     height, width = (mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)
     times = np.zeros((height, width), int)
     full = np.zeros((height, width), bool)
@@ -98,7 +99,7 @@ def test_every_visible_cell_is_covered_once_and_full_spans_are_full(
 @given(masks(), SIZES, st.sampled_from([4, 8, 16]), st.booleans(), st.booleans())
 def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, transposed, aligned):
     boxes = columns if aligned else 4
-    table = host_table(mask, rows, columns, columns, transposed, boxes)
+    table = host_table(Cells(mask), rows, columns, columns, transposed, boxes)
     dense = mask.dense().numpy().T if transposed else mask.dense().numpy()
     height, width = dense.shape
     times = np.zeros((height + rows, width + columns), int)
@@ -117,7 +118,7 @@ def test_boxes_show_no_cell_after_the_end_of_their_tile(mask, rows, columns, tra
 
 def test_tiles_start_where_documents_do():
     ends = [0, 1000, 2100, 3000]
-    table = host_table(Mask.documents(ends), 128, 128, 128)
+    table = host_table(Cells(Mask.documents(ends)), 128, 128, 128)
     assert set(ends[:-1]) <= set(table.tiles[:, 0].tolist())
     assert table.visits == sum(n * (n + 1) // 2 for n in (8, 9, 8))  # no tile reads two documents
 
@@ -126,7 +127,7 @@ def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
     ends = np.cumsum([0, *np.random.default_rng(0).integers(1, 2048, 1000)]).tolist()
     mask = Mask.documents(ends)
     begin = time.perf_counter()
-    table = host_table(mask, 128, 64, 64)
+    table = host_table(Cells(mask), 128, 64, 64)
     print(
         f"{ends[-1]} tokens: {len(table.tiles)} tiles, {table.visits} visits in "
         f"{time.perf_counter() - begin:.3f} s"
@@ -136,7 +137,7 @@ def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
 
 def test_more_tokens_than_32_bits_count_raise():
     with pytest.raises(ValueError, match="32 bits"):
-        host_table(Mask([], 1 << 30, 1), 128, 128, 128)
+        host_table(Cells(Mask([], 1 << 30, 1)), 128, 128, 128)
 
 
 def test_the_area_of_many_bands_is_that_of_the_mask():

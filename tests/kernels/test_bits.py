@@ -21,7 +21,7 @@ from canon.fast.kernels.gluon import stale_maximum
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.config import HOPPER, Config, forced
 from canon.fast.tables import work_tables
-from canon.fast.tables.placed_mask import in_place
+from canon.fast.tables.cells import Cells, in_place
 from canon.masks.plan_cache import PARTS, PLANS
 
 N = 300
@@ -223,8 +223,8 @@ def test_partial_tiles_have_the_width_of_full_ones():
     config = KINDS["triton-64-bfloat16"][3]
     q, *_ = inputs("triton-64-bfloat16")
     with forced(forward=replace(config, tma=False)):
-        used, _ = launch.plan("forward", q, q, in_place(CAUSAL))
-        other, _ = launch.plan("forward", q, q, CAUSAL)
+        used, _ = launch.plan("forward", q, q, Cells(CAUSAL, in_place(CAUSAL)))
+        other, _ = launch.plan("forward", q, q, Cells(CAUSAL))
     assert (used.partial_columns, other.partial_columns) == (0, config.partial_columns)
     assert config.partial_columns, "the configuration of a GPU has narrow partial tiles"
 

@@ -17,6 +17,7 @@ from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.tile_costs import BOX
 from canon.fast.tables.work_tables import host_table
 from canon.testing import simulated_kernels
@@ -55,7 +56,7 @@ def shared_tiles(
     """Return the pairs (queries, keys), bool. Kernels with ``boxes`` load all columns of a tile,
     others those of its band.
     """
-    table = host_table(mask, rows, columns, columns, transposed, boxes if transposed else 0)
+    table = host_table(Cells(mask), rows, columns, columns, transposed, boxes if transposed else 0)
     pairs = torch.zeros(
         *((mask.keys, mask.queries) if transposed else (mask.queries, mask.keys)), dtype=torch.bool
     )

@@ -16,7 +16,7 @@ from canon.fast.kernels.gluon import few_queries_launch, few_queries_plan, launc
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_of
 from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
-from canon.fast.tables.placed_mask import PlacedMask, in_place
+from canon.fast.tables.cells import Cells, Places, in_place
 from canon.masks.plan_cache import PLANS
 from canon.testing.judge import Attended
 
@@ -46,6 +46,10 @@ MASKS = {
     ),
     "no bands": Mask([], 4, N),
 }
+
+
+def in_order(mask):
+    return Cells(mask, in_place(mask))
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +177,7 @@ def test_softcap_sink_strides_and_masks_by_sequence(monkeypatch):
 @pytest.mark.parametrize("name", MASKS)
 def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(name, each):
     mask, columns = MASKS[name], 128
-    plan = plan_of.__wrapped__(in_place(mask), 2, columns, each)
+    plan = plan_of.__wrapped__(in_order(mask), 2, columns, each)
     own = [visit for _, begin, own, end in plan.chunks for visit in plan.order[own:end]]
     assert own == list(range(len(plan.columns)))
     seen = mask.dense().numpy()
@@ -193,24 +197,22 @@ def test_chunks_cover_all_visits_and_begin_with_the_first_tiles_of_their_rows(na
 
 def test_queries_that_see_different_keys_do_not_share_a_tile():
     apart = Mask([Band(i, i + 1, 1000 * i, 1000 * i + 1000) for i in range(8)], 8, 8000)
-    assert tokens_of_tile(in_place(apart), 4, 128) == 1
-    assert tokens_of_tile(in_place(Mask.full(8, 8000)), 4, 128) == 8
+    assert tokens_of_tile(in_order(apart), 4, 128) == 1
+    assert tokens_of_tile(in_order(Mask.full(8, 8000)), 4, 128) == 8
 
 
 def test_only_whole_sequences_with_few_queries_and_many_keys_qualify(monkeypatch):
     monkeypatch.setattr(few_queries_plan, "FEWEST_VISITS", 16)
-    assert is_few(in_place(Mask.causal(64, 2048)), 128)
-    assert not is_few(in_place(Mask.causal(65, 2048)), 128)
-    assert not is_few(in_place(Mask.causal(64, 2047)), 128)
-    assert not is_few(Mask.causal(64, 2048), 128)
-    moved = PlacedMask(
-        Mask.causal(64, 4096), ((0, range(64)),), ((0, range(2048, 4096)),), 64, 2048
-    )
-    assert not is_few(moved, 128)
+    assert is_few(in_order(Mask.causal(64, 2048)), 128)
+    assert not is_few(in_order(Mask.causal(65, 2048)), 128)
+    assert not is_few(in_order(Mask.causal(64, 2047)), 128)
+    assert not is_few(Cells(Mask.causal(64, 2048)), 128)
+    moved = Places(((0, range(64)),), ((0, range(2048, 4096)),), 64, 2048)
+    assert not is_few(Cells(Mask.causal(64, 4096), moved), 128)
     q, k = torch.empty(1, 1, 8, 64), torch.empty(1, 1 << 20, 8, 64)
-    mask = in_place(Mask.causal(1, 1 << 20))
+    mask = in_order(Mask.causal(1, 1 << 20))
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132)
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=100, ctas=132) is None
-    q, mask = torch.empty(1, 64, 8, 64), in_place(Mask.causal(64, 1 << 20))
+    q, mask = torch.empty(1, 64, 8, 64), in_order(Mask.causal(64, 1 << 20))
     # 1 GB of weights
     assert few_queries_launch.few_queries(q, k, mask, CONFIG, work_tiles=8, ctas=132) is None

@@ -14,10 +14,14 @@ from sharded import ON_HOPPER
 
 from canon import Band, Mask, fast
 from canon.fast.kernels.gluon import masking
-from canon.fast.tables.placed_mask import in_place
+from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.work_tables import host_table, work_table
 from canon.route.rank_invariance import transposed
 from canon.testing.judge import Attended
+
+
+def in_order(mask):
+    return Cells(mask, in_place(mask))
 
 
 def visits_of(tiles, spans, columns):
@@ -76,15 +80,15 @@ MIXED = Mask(
 
 @given(st.integers(1, 40).flatmap(square_masks), SIZES, st.booleans())
 def test_each_row_visits_each_tile_once_and_in_order(mask, sizes, transposed):
-    table = host_table(in_place(mask), *sizes, sizes[1], transposed)
+    table = host_table(in_order(mask), *sizes, sizes[1], transposed)
     assert visits_of(*table[:2], sizes[1]) == expected(mask, sizes[1], transposed)
 
 
 @pytest.mark.parametrize("sizes", [(8, 4), (16, 16), (1, 8)])
 def test_bands_that_alternate_over_several_tiles_are_visited_in_order(sizes):
-    table = host_table(in_place(MIXED), *sizes, sizes[1])
+    table = host_table(in_order(MIXED), *sizes, sizes[1])
     assert visits_of(*table[:2], sizes[1]) == expected(MIXED, sizes[1])
-    alone = work_table.__wrapped__(in_place(MIXED), *sizes, sizes[1], False, False)
+    alone = work_table.__wrapped__(in_order(MIXED), *sizes, sizes[1], False, False)
     assert all(x > 0 for x in alone.spans[:, 3]), "every span has a band, and no span is chained"
     assert expected(MIXED, sizes[1]) == {
         row: joined(x) for row, x in visits_of(*alone[:2], sizes[1]).items()
@@ -98,7 +102,7 @@ def joined(visits):
 
 
 def test_full_tiles_have_no_band():
-    tiles, spans, _ = host_table(in_place(Mask.causal(512)), 128, 128, 128)
+    tiles, spans, *_ = host_table(in_order(Mask.causal(512)), 128, 128, 128)
     assert spans[tiles[0, 2] : tiles[0, 4]].tolist() == [
         [0, 3, *[0] * 6],
         [384, 1, 0, 512, 0, 512, -511, 0],
@@ -110,7 +114,7 @@ def test_long_masks_need_few_spans():
     tiles.
     """
     n = 1 << 20
-    assert len(host_table(in_place(Mask.prefix(n, 1000)), 128, 128, 128).spans) < 6 * n // 128
+    assert len(host_table(in_order(Mask.prefix(n, 1000)), 128, 128, 128).spans) < 6 * n // 128
 
 
 # --- the Hopper kernels ---

@@ -5,6 +5,7 @@ import torch
 
 from canon import Mask, fast
 from canon.fast.kernels.triton.config import SMALLEST, fitting, shared_bytes
+from canon.fast.tables.cells import Cells
 from canon.testing.compile import SHARED_LIMIT
 
 
@@ -35,4 +36,4 @@ def test_the_hopper_kernels_leave_them_to_triton():
         match=r"supports heads up to \(256, 256\) wide, not \(512, 512\): use "
         r'backend\("tri',
     ):
-        launch.forward(x, x, x, Mask.causal(4), 1.0, x, torch.zeros(1, 1, 4))
+        launch.forward(x, x, x, Cells(Mask.causal(4)), 1.0, x, torch.zeros(1, 1, 4))

@@ -22,7 +22,7 @@ from canon.fast.kernels.triton.launch import (
     heads_in_l2,
     kernel_strides,
 )
-from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import WorkTable, work_table
 from canon.route.checks import Scale, split_scale
 
@@ -44,7 +44,7 @@ choose_method = portable.choose_method
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor
 ) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
@@ -55,7 +55,7 @@ def forward(
         if contiguous_rows(lse) is lse
         else torch.empty_like(lse, memory_format=torch.contiguous_format)
     )
-    config, table = plan("forward", q, v, mask)
+    config, table = plan("forward", q, v, cells)
     group = q.shape[2] // k.shape[2]
     scale, sign = base2_scale(uncapped(scale), q.dtype)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
@@ -80,7 +80,7 @@ def dq(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dq: Tensor,
 ) -> None:
@@ -88,7 +88,7 @@ def dq(
     check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dq,), (lse, delta) = writable(q, dq), statistics
-    config, table = plan("dq", q, v, mask)
+    config, table = plan("dq", q, v, cells)
     group = q.shape[2] // k.shape[2]
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     numbers = uncapped(scale), len(table.tiles), q.shape[2], group, l2_heads
@@ -111,7 +111,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dk: Tensor,
     dv: Tensor,
@@ -128,7 +128,7 @@ def dkdv(
     check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dk, own_dv), (lse, delta) = writable(q, dk, dv), statistics
-    config, table = plan("dkdv", q, v, mask)
+    config, table = plan("dkdv", q, v, cells)
     owners, heads = dk.shape[2], q.shape[2] // dk.shape[2]
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     numbers = uncapped(scale), len(table.tiles), owners, heads, q.shape[2] // k.shape[2], l2_heads
@@ -188,12 +188,12 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
     return [x if fits(x) else torch.empty(x.shape, dtype=dtype, device=x.device) for x in results]
 
 
-def plan(kernel: str, q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, WorkTable]:
+def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkTable]:
     """Return the configuration and the work table of a kernel."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
     return config, work_table(
-        mask, config.rows, config.columns, config.columns, transposed, False, q.device
+        cells, config.rows, config.columns, config.columns, transposed, False, q.device
     )
 
 

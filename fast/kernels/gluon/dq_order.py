@@ -25,6 +25,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
 from canon.fast.tables.work_tables import area, visits
@@ -123,7 +124,7 @@ def ordered_dq_pays(
     mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads count over the batch."""
-    visited, tiles = visits(mask, 128, 128, True, 128)
+    visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     least = (
         min(MIN_VISITS[width], MIN_VISITS_OF_FULL)
         if area(mask) == mask.queries * mask.keys
@@ -136,7 +137,7 @@ def ordered_dq_pays(
     # kernel, which "fused" cannot.
     if mask.keys <= mask.queries:
         costs, bytes_per_head = (
-            tile_costs(mask, rows, columns, True, each, columns),
+            tile_costs(Cells(mask), rows, columns, True, each, columns),
             4 * width * each * mask.queries,
         )
         if found := alternation(

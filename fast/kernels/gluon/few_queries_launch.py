@@ -24,7 +24,7 @@ from canon.fast.kernels.gluon.few_queries_plan import (
 )
 from canon.fast.kernels.gluon.few_queries_sums import results_kernel, sums_kernel
 from canon.fast.kernels.launcher import launch
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import visits
 
 # by padded d: at most 113 KB, so that an SM holds two CTAs
@@ -37,31 +37,31 @@ Widths = tuple[int, int]
 
 
 def few_queries(
-    q: Tensor, k: Tensor, mask: AnyMask, config: Config, work_tiles: int, ctas: int
+    q: Tensor, k: Tensor, cells: Cells, config: Config, work_tiles: int, ctas: int
 ) -> FewQueriesPlan | None:
     """Return the plan, or None if `forward` is as fast, which has ``work_tiles`` for ``ctas``."""
     columns = config.columns
-    if not (config.stale_maximum and is_few(mask, columns)) or work_tiles > ctas // 2:
+    if not (config.stale_maximum and is_few(cells, columns)) or work_tiles > ctas // 2:
         return None
-    pack, tokens, number = tiling(q, k, mask, columns)
+    pack, tokens, number = tiling(q, k, cells, columns)
     if number * pack * tokens * columns > MOST_WEIGHTS:
         return None
-    return plan_for(q, k, mask, columns, ctas)
+    return plan_for(q, k, cells, columns, ctas)
 
 
-def plan_for(q: Tensor, k: Tensor, mask: PlacedMask, columns: int, ctas: int) -> FewQueriesPlan:
+def plan_for(q: Tensor, k: Tensor, cells: Cells, columns: int, ctas: int) -> FewQueriesPlan:
     """Return the plan for tiles of ``columns`` keys, with two chunks for each of ``ctas``."""
-    pack, _, number = tiling(q, k, mask, columns)
-    return few_queries_plan(mask, pack, columns, max(1, -(-number // (2 * ctas))), q.device)
+    pack, _, number = tiling(q, k, cells, columns)
+    return few_queries_plan(cells, pack, columns, max(1, -(-number // (2 * ctas))), q.device)
 
 
-def tiling(q: Tensor, k: Tensor, mask: PlacedMask, columns: int) -> tuple[int, int, int]:
+def tiling(q: Tensor, k: Tensor, cells: Cells, columns: int) -> tuple[int, int, int]:
     """Return the heads and the tokens of a tile of queries, and the number of visits of all heads
     and sequences.
     """
     pack = heads_of_tile(q, k)
-    tokens = tokens_of_tile(mask, pack, columns)
-    return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(mask, tokens, columns)[0])
+    tokens = tokens_of_tile(cells, pack, columns)
+    return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(cells, tokens, columns)[0])
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:

@@ -22,10 +22,11 @@ from canon.fast.kernels.gluon.tile_scheduler import (
     Traversal,
     tile_schedule,
 )
+from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted, expanded
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask, in_place
 from canon.fast.tables.work_tables import band_array, visits
+from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 ROWS = 64  # of a tile: tokens x query heads of a group
@@ -64,13 +65,13 @@ class FewQueriesPlan(NamedTuple):
 
 
 @device_plan
-def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> FewQueriesPlan:
+def few_queries_plan(cells: Cells, pack: int, columns: int, each: int) -> FewQueriesPlan:
     """Return the plan for ``pack`` heads in a tile, tiles of ``columns`` keys, and chunks of at
     most ``each`` tiles.
     """
-    tokens = tokens_of_tile(mask, pack, columns)
+    tokens = tokens_of_tile(cells, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
-    schedule = tile_schedule.__wrapped__(mask, traversal)
+    schedule = tile_schedule.__wrapped__(cells, traversal)
     records = schedule.work.reshape(-1, WORK_TILE)  # a header, the tiles of queries, their spans
     tiles = records[1 : 1 + schedule.work_tiles]
     tile, span = expanded(tiles[:, FIRST_SPAN] // WORK_TILE, tiles[:, SPANS_END] // WORK_TILE)
@@ -78,8 +79,8 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
     span, tile = span[of_span], tile[of_span]
     column = records[span, int(COLUMN)] + columns * place
     ends = np.append(0, np.cumsum(np.bincount(tile, minlength=len(tiles))))
-    first_key, last_key = seen_keys(mask)
-    first_visits, chunks, order, begins = np.full(mask.queries, -1), [], [], [0]
+    first_key, last_key = seen_keys(cells.mask)
+    first_visits, chunks, order, begins = np.full(cells.sizes[0], -1), [], [], [0]
     first_of_tiles: list[tuple[int, int]] = []
     for i, (first, stop, begin, end) in enumerate(
         zip(*tiles[:, :2].T, ends, ends[1:], strict=False)
@@ -118,38 +119,34 @@ def few_queries_plan(mask: PlacedMask, pack: int, columns: int, each: int) -> Fe
     )
 
 
-def is_few(mask: AnyMask, columns: int) -> bool:
-    """Return whether few queries of a whole sequence see many keys."""
-    if (
-        not isinstance(mask, PlacedMask)
-        or not 0 < mask.queries <= MOST_QUERIES
-        or mask != in_place(mask.whole)
-    ):
-        return False
-    return mask.keys >= FEWEST_VISITS * columns
+def is_few(cells: Cells, columns: int) -> bool:
+    """Return whether few queries of a whole sequence see many keys, in the order of keys."""
+    mask, places = cells
+    few = 0 < mask.queries <= MOST_QUERIES and mask.keys >= FEWEST_VISITS * columns
+    return few and places == in_place(mask)
 
 
 @cached_plan
-def tokens_of_tile(mask: PlacedMask, pack: int, columns: int) -> int:
+def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
     """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
     visits.
 
     A tile of queries that see different keys would visit all of them, one after another.
     """
-    most = min(ROWS // pack, 1 << (mask.queries - 1).bit_length())
+    most = min(ROWS // pack, 1 << (cells.sizes[0] - 1).bit_length())
     found = {
-        tokens: visits(mask, tokens, columns)[0]
+        tokens: visits(cells, tokens, columns)[0]
         for tokens in (1, 2, 4, 8, 16, 32, 64)
         if tokens <= most
     }
     return next(tokens for tokens, number in found.items() if number <= 1.1 * min(found.values()))
 
 
-def seen_keys(mask: PlacedMask) -> tuple[np.ndarray, np.ndarray]:
+def seen_keys(mask: Mask) -> tuple[np.ndarray, np.ndarray]:
     """Return the first key that each query sees, and the end of the last. They are equal if it sees
     none.
     """
-    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask.whole).T
+    q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     query = np.arange(mask.queries)[:, None]
     left, right = np.maximum(k_start, query + lo), np.minimum(k_stop, query + hi + 1)
     sees = (query >= q_start) & (query < q_stop) & (left < right)

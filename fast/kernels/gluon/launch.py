@@ -50,9 +50,10 @@ from canon.fast.kernels.launcher import (
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask, whole_of
 from canon.fast.tables.work_tables import area, visits
+from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, split_scale
 from canon.route.rank_invariance import TILE
@@ -67,7 +68,7 @@ write_results = few_queries_launch.write_results
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
     """Return the method for "auto": as the Triton backend,
     but "fused" where ordered dq is faster.
     """
@@ -84,13 +85,13 @@ def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessor
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor
 ) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t)."""
     check(q)
-    config, d, dv = forward_config(q, v, mask)
-    group, pack, plan = query_plan(q, k, v, mask, config)
-    few = few_queries_launch.few_queries(q, k, mask, config, plan.work_tiles, resident_ctas(q))
+    config, d, dv = forward_config(q, v, cells)
+    group, pack, plan = query_plan(q, k, v, cells, config)
+    few = few_queries_launch.few_queries(q, k, cells, config, plan.work_tiles, resident_ctas(q))
     even_out = writable(out, even_batches=True)
     even_lse = lse if lse.is_contiguous() else torch.empty_like(lse, memory_format=CONTIGUOUS)
     for rows in (few or plan).fully_masked_rows:
@@ -99,7 +100,7 @@ def forward(
     if plan.work_tiles:
         scale, softcap = split_scale(scale)
         q, scale = signed(q, scale)
-        v = zero_masked(v, mask, plan, keys=True)
+        v = zero_masked(v, cells, plan, keys=True)
         tiles = (
             box(q, 64 // pack, pack, d),
             box(k, config.columns, 1, d),
@@ -111,8 +112,7 @@ def forward(
             given = q, k, v, (d, dv), few, scale, softcap, resident_ctas(q), even_out, even_lse
             counter = few_queries_launch.forward_of_few(*given)
         options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
-        key_order = isinstance(mask, PlacedMask)
-        if config.plain and key_order:
+        if config.plain and plan.key_order:
             raise ValueError(
                 "the plain forward has no chained spans: rank_invariant=True needs "
                 "another configuration"
@@ -127,7 +127,7 @@ def forward(
         else:
             arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
             options |= {
-                "KEY_ORDER": key_order,
+                "KEY_ORDER": plan.key_order,
                 "SOFTCAP": softcap,
                 "D": q.shape[-1],
                 "PACK": pack,
@@ -152,17 +152,17 @@ def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
 
 
-def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask) -> tuple[Tensor, Tensor]:
+def weights_of_rank(q: Tensor, k: Tensor, v: Tensor, cells: Cells) -> tuple[Tensor, Tensor]:
     """Allocate the weights, and their sums."""
-    return few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, mask)[0])
+    return few_queries_launch.empty_weights(q, _plan_of_rank(q, k, v, cells)[0])
 
 
 def write_first_maxima(
-    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, mask: PlacedMask, scale: Scale
+    q: Tensor, k: Tensor, v: Tensor, maxima: Tensor, cells: Cells, scale: Scale
 ) -> None:
     """Write the maxima (b, h, t) of first visible tiles, in rows that see a key."""
     unused = maxima, maxima, maxima
-    _visit_keys(q, k, v, maxima, unused, mask, scale, FIRST_TILES)
+    _visit_keys(q, k, v, maxima, unused, cells, scale, FIRST_TILES)
 
 
 def write_weights(
@@ -173,7 +173,7 @@ def write_weights(
     p: Tensor,
     sums: Tensor,
     counter: Tensor,
-    mask: PlacedMask,
+    cells: Cells,
     scale: Scale,
     ranks: int,
     stride: int,
@@ -181,7 +181,7 @@ def write_weights(
     """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a
     maximum must rise.
     """
-    _visit_keys(q, k, v, maxima, (p, sums, counter), mask, scale, OF_A_RANK, ranks, stride)
+    _visit_keys(q, k, v, maxima, (p, sums, counter), cells, scale, OF_A_RANK, ranks, stride)
 
 
 def _visit_keys(
@@ -190,13 +190,13 @@ def _visit_keys(
     v: Tensor,
     maxima: Tensor,
     written: tuple[Tensor, Tensor, Tensor],
-    mask: PlacedMask,
+    cells: Cells,
     scale: Scale,
     step: constexpr,
     ranks: int = 1,
     stride: int = 0,
 ) -> None:
-    plan, widths = _plan_of_rank(q, k, v, mask)
+    plan, widths = _plan_of_rank(q, k, v, cells)
     if len(plan.columns):
         number, softcap = split_scale(scale)
         q, number = signed(q, number)
@@ -212,24 +212,24 @@ def add_values(
     sums: Tensor,
     o: Tensor,
     totals: Tensor,
-    mask: PlacedMask,
+    cells: Cells,
 ) -> None:
     """Add P V to o (b, t, h, dv), and both sums to ``totals`` (2, b, h, t, 4): float32, contiguous
     but for axis 0.
     """
-    plan, widths = _plan_of_rank(q, k, v, mask)
+    plan, widths = _plan_of_rank(q, k, v, cells)
     if len(plan.columns):
-        v = zero_masked(v, mask, plan, keys=True)
+        v = zero_masked(v, cells, plan, keys=True)
         given = q, v, widths, plan, resident_ctas(q), (p, sums), totals, o, totals, totals.stride(0)
         few_queries_launch.launch_sums(*given)
 
 
 def _plan_of_rank(
-    q: Tensor, k: Tensor, v: Tensor, mask: PlacedMask
+    q: Tensor, k: Tensor, v: Tensor, cells: Cells
 ) -> tuple[FewQueriesPlan, tuple[int, int]]:
     check(q)
-    config, d, dv = forward_config(q, v, mask)
-    return few_queries_launch.plan_for(q, k, mask, config.columns, resident_ctas(q)), (d, dv)
+    config, d, dv = forward_config(q, v, cells)
+    return few_queries_launch.plan_for(q, k, cells, config.columns, resident_ctas(q)), (d, dv)
 
 
 # ------------------------------------------------------------------ gradients
@@ -239,20 +239,20 @@ def dq(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
-    group, pack, plan = query_plan(q, k, v, mask, config)
+    group, pack, plan = query_plan(q, k, v, cells, config)
     even = writable(dq, even_batches=True)
     for rows in plan.fully_masked_rows:
         zero_rows(even[:, rows])
     if plan.work_tiles:
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
-        k = zero_masked(k, mask, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
+        k = zero_masked(k, cells, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         strides, (scale, softcap) = (even.stride(1), even.stride(2)), split_scale(scale)
         arguments = (
@@ -266,7 +266,7 @@ def dq(
             *strides,
         )
         options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
-        options |= {"KEY_ORDER": isinstance(mask, PlacedMask), "SOFTCAP": softcap}
+        options |= {"KEY_ORDER": plan.key_order, "SOFTCAP": softcap}
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(dq, even)
 
@@ -277,7 +277,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     stats: Tensor,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dk: Tensor,
     dv: Tensor,
@@ -302,15 +302,15 @@ def dkdv(
     traversal = Traversal(
         config.rows, config.columns, True, heads, 1, each, read, ordered, even_ends=even_ends
     )
-    plan = tile_schedule(mask, traversal, q.device)
+    plan = tile_schedule(cells, traversal, q.device)
     own_dk, own_dv = map(writable, (dk, dv))
     for rows in plan.fully_masked_rows:
         zero_rows(own_dk[:, rows])
         zero_rows(own_dv[:, rows])
     if plan.work_tiles:
-        q, dout = (zero_masked(x, mask, plan, keys=False) for x in (q, dout))
+        q, dout = (zero_masked(x, cells, plan, keys=False) for x in (q, dout))
         if dq is not None:
-            k = zero_masked(k, mask, plan, keys=True)
+            k = zero_masked(k, cells, plan, keys=True)
         queries = box(q, config.columns, 1, d_pad), box(dout, config.columns, 1, dv_pad)
         keys = box(k, config.rows, 1, d_pad), box(v, config.rows, 1, dv_pad)
         stats_box = descriptor(stats.view(-1), config.columns)
@@ -332,7 +332,7 @@ def dkdv(
             "DV": dv_width,
             "D_PAD": d_pad,
             "DV_PAD": dv_pad,
-            "KEY_ORDER": isinstance(mask, PlacedMask),
+            "KEY_ORDER": plan.key_order,
         }
         if kernel == "dkdv_hdim256":
             run(
@@ -364,30 +364,31 @@ def dkdv(
 
 
 # ------------------------------------------------------------------ inputs
-def forward_config(q: Tensor, v: Tensor, mask: AnyMask) -> tuple[Config, int, int]:
+def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int]:
     """Return the configuration of the forward kernel and the padded widths."""
     widths = q.shape[-1], v.shape[-1]
-    if isinstance(mask, PlacedMask):
+    if cells.places is not None:
         return choose("forward", *widths, seen=float("inf"), most_rows=TILE)
-    return choose("forward", *widths, tiles_seen(mask, q.shape[0] * q.shape[2], resident_ctas(q)))
+    return choose(
+        "forward", *widths, tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
+    )
 
 
 def query_plan(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, config: Config
+    q: Tensor, k: Tensor, v: Tensor, cells: Cells, config: Config
 ) -> tuple[int, int, TileSchedule]:
     """Return the query heads of a group, how many of them share a tile, and the schedule over tiles
     of queries.
     """
     group = q.shape[2] // k.shape[2]
-    pack = 1 if config.plain else packing(mask, config.rows, config.columns, group)
+    pack = 1 if config.plain else packing(cells, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
     # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
-    full_first = config.stale_maximum and not isinstance(mask, PlacedMask)
-    ctas = resident_ctas(q)
     traversal = Traversal(
-        config.rows, config.columns, False, heads, pack, 1, read, full_first=full_first, ctas=ctas
-    )
-    return group, pack, tile_schedule(mask, traversal, q.device)
+        config.rows, config.columns, False, heads, pack, 1, read,
+        full_first=config.stale_maximum, ctas=resident_ctas(q),
+    )  # fmt: skip
+    return group, pack, tile_schedule(cells, traversal, q.device)
 
 
 def check(q: Tensor) -> None:
@@ -413,9 +414,7 @@ def check_runs(q: Tensor) -> None:
         )
 
 
-def zero_masked(
-    x: Tensor, mask: AnyMask, plan: TileSchedule | FewQueriesPlan, keys: bool
-) -> Tensor:
+def zero_masked(x: Tensor, cells: Cells, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
     """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy
     with 0 there.
 
@@ -424,17 +423,17 @@ def zero_masked(
     if not plan.loads_masked_tokens[keys]:
         return x
     copy = empty_for_tma(x)
-    copy_tokens(x, copy, token_states(mask, keys, x.device))
+    copy_tokens(x, copy, token_states(cells, keys, x.device))
     return copy
 
 
 @device_plan
-def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
+def token_states(cells: Cells, keys: bool) -> np.ndarray:
     """Return 1 for keys, or queries, that a band touches, 0 for others in reach of their tiles, -1
     for the rest (int8).
     """
-    states = np.ones(mask.keys if keys else mask.queries, np.int8)
-    for start, stop in zip(*untouched(mask, keys), strict=True):
+    states = np.ones(cells.sizes[keys], np.int8)
+    for start, stop in zip(*untouched(cells, keys), strict=True):
         states[start:stop] = 0
         first = start + LARGEST_TILE if start else 0
         last = stop - LARGEST_TILE if stop < len(states) else stop
@@ -443,7 +442,7 @@ def token_states(mask: AnyMask, keys: bool) -> np.ndarray:
 
 
 @cached_plan
-def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
+def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: more than one if that saves a tenth of
     the visits.
 
@@ -451,18 +450,18 @@ def packing(mask: AnyMask, rows: int, columns: int, group: int) -> int:
     waste less. With rank_invariant=True a twentieth is enough: tiles of keys do not begin with a
     document, so more of them are partial."""
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
-    alone, _ = visits(mask, rows, columns)
-    most = (0.95 if isinstance(mask, PlacedMask) else 0.9) * alone
-    least = area(whole_of(mask)) / (rows * columns)  # no packing has fewer visits
+    alone, _ = visits(cells, rows, columns)
+    most = (0.9 if cells.places is None else 0.95) * alone
+    least = area(cells.mask) / (rows * columns)  # no packing has fewer visits
     if len(candidates) == 1 or least >= most:
         return 1
-    packed = {pack: visits(mask, rows // pack, columns)[0] / pack for pack in candidates}
+    packed = {pack: visits(cells, rows // pack, columns)[0] / pack for pack in candidates}
     best = min(candidates, key=packed.__getitem__)
     return best if packed[best] < most else 1
 
 
 @cached_plan
-def tiles_seen(mask: AnyMask, heads: int, sms: int) -> float:
+def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
     """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
     of 128 queries of a head.
     """

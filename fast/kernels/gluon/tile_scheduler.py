@@ -39,9 +39,9 @@ from canon.fast.kernels.gluon.tile_queue import (
     WORK_TILES_END,
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import expanded
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
 from canon.fast.tables.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
 from canon.fast.tables.work_tables import band_array
 from canon.masks.plan_cache import cached_plan
@@ -77,7 +77,7 @@ class Traversal(NamedTuple):
     repeat             query heads of an owner; the spans are visited once for each
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
-    full_first         the full spans of a work tile come first
+    full_first         the full spans of a work tile come first, unless keys have an order
     even_ends          how many sets of heads may have their shortest tiles last
     ctas               the most CTAs, if CTA i starts with work tile i; else 0"""
 
@@ -116,23 +116,25 @@ class TileSchedule(NamedTuple):
     fully_masked_rows: tuple[slice, ...]
     loads_masked_tokens: MaskedTokens
     visits: int
+    key_order: bool
 
 
 @device_plan
-def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
-    """Return the tile schedule of a mask."""
-    costs = tile_costs(mask, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
+def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
+    """Return the tile schedule of the cells."""
+    key_order = cells.places is not None
+    costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
     first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
-    groups, order = _order(costs, t, mask.queries)
+    groups, order = _order(costs, t, cells.sizes[0])
     loaded = [
         (first[active], t.rows // t.pack),
         (spans[:, COLUMN].astype(np.int64), t.columns * spans[:, TILES].astype(np.int64)),
     ]
     queries, keys = loaded[::-1] if t.transposed else loaded
-    masked = MaskedTokens(_holds_masked(mask, False, *queries), _holds_masked(mask, True, *keys))
-    if t.full_first:
+    masked = MaskedTokens(_holds_masked(cells, False, *queries), _holds_masked(cells, True, *keys))
+    if t.full_first and not key_order:
         spans = _full_first(spans, begin, active)
     tickets = np.zeros((0, 2), np.int32)
     if t.ordered:
@@ -155,7 +157,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
         tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
     )
     if not number:
-        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0)
+        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0, key_order)
     work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(
         len(heads), -1, heads.shape[1], WORK_TILE
     )
@@ -164,7 +166,7 @@ def tile_schedule(mask: AnyMask, t: Traversal) -> TileSchedule:
     if t.even_ends:
         _even_ends(work_tiles, costs.cost[order], t.even_ends)
     visits = heads.size * int(spans[:, TILES].sum(dtype=np.int64))
-    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits)
+    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits, key_order)
 
 
 # ------------------------------------------------------------------ the order
@@ -199,17 +201,12 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
-    place = (
-        np.arange(sets * tiles * heads)
-        .reshape(sets, tiles, heads)[:, shortest]
-        .swapaxes(0, 1)
-        .ravel()
-    )
-    # one element for each work tile
-    records = work_tiles.reshape(-1).view(f"V{WORK_TILE * work_tiles.itemsize}")
-    others = np.ones(len(records), bool)
-    others[short := place[: 2 * late : 2]] = False
-    short, others = records[short], records[others]
+    first = heads * (tiles * np.arange(sets) + shortest[:, None])
+    place = (first[..., None] + np.arange(heads)).ravel()[: 2 * late : 2]
+    records, gaps = work_tiles.reshape(-1, WORK_TILE), np.sort(place)
+    starts, stops = [0, *(gaps + 1).tolist()], [*gaps.tolist(), len(records)]
+    short = records[place]
+    others = np.concatenate([records[x:y] for x, y in zip(starts, stops, strict=True)])
     records[: ctas - late] = others[: ctas - late]
     records[ctas - late : ctas] = short
     records[ctas:] = others[ctas - late :]
@@ -225,14 +222,18 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
     least = each.sum() / SMS
     if sets == 1 or _latest(each) - least <= GAIN * least:
         return
+    if (time := _time(each)) - least <= GAIN * least:
+        return
     orders, times = [], []
     for number in [sets] if sets <= last_sets else range(2, last_sets + 1):
         orders.append(_short_ones_last(each, len(each) // sets * (sets - number)))
-        times.append(_time(each[orders[-1]]))
-        if times[-1] <= least + GAIN / 2 * least:
+        moved, enough = each[orders[-1]], least + GAIN / 2 * least
+        bound = _latest(moved)  # spares `_time` where it decides
+        times.append(bound if bound <= min(enough, time - GAIN * least) else _time(moved))
+        if times[-1] <= enough:
             break
-    fewest = next(i for i, time in enumerate(times) if time <= min(times) + GAIN / 2 * least)
-    if _time(each) - times[fewest] > GAIN * least:
+    fewest = next(i for i, x in enumerate(times) if x <= min(times) + GAIN / 2 * least)
+    if time - times[fewest] > GAIN * least:
         flat = work_tiles.reshape(-1, WORK_TILE)
         flat[:] = flat[orders[fewest]]
 
@@ -260,9 +261,8 @@ def _time(cost: np.ndarray) -> float:
     ends = np.zeros(SMS)  # ascending
     while len(cost):
         after = ends[: len(cost)] + cost[:SMS]
-        claimed = len(after) - np.count_nonzero(
-            ends[1 : len(after)] > np.minimum.accumulate(after)[:-1]
-        )
+        late = ends[1 : len(after)] - np.minimum.accumulate(after)[:-1]  # ascending
+        claimed = 1 + late.searchsorted(0.0, "right")
         ends[:claimed] = after[:claimed]
         ends.sort()
         cost = cost[claimed:]
@@ -295,17 +295,16 @@ def _serialised(
     work_tiles = work[WORK_TILE:first_span].reshape(
         len(heads), len(order), heads.shape[1], WORK_TILE
     )
-    each = np.zeros((len(order), 1, WORK_TILE), np.int32)
-    each[:, 0, FIRST_TOKEN], each[:, 0, STOP_TOKEN] = rows[order].T
-    each[:, 0, FIRST_SPAN], each[:, 0, SPANS_END] = (
+    of_tile = np.zeros((len(order), 1, WORK_TILE), np.int32)
+    of_tile[:, 0, FIRST_TOKEN], of_tile[:, 0, STOP_TOKEN] = rows[order].T
+    of_tile[:, 0, FIRST_SPAN], of_tile[:, 0, SPANS_END] = (
         first_span + WORK_TILE * x[order] for x in (begin, end)
     )
-    each[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
-    work_tiles[...] = each
-    work_tiles[..., BATCH_HEAD] = heads[:, None, :]
-    work_tiles[..., BATCH], work_tiles[..., HEAD] = np.divmod(
-        heads[:, None, :], max(1, shape.number)
-    )
+    of_tile[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
+    of_head = np.zeros((*heads.shape, WORK_TILE), np.int32)
+    of_head[..., BATCH_HEAD] = heads
+    of_head[..., BATCH], of_head[..., HEAD] = np.divmod(heads, max(1, shape.number))
+    np.add(of_tile, of_head[:, None], out=work_tiles)
     if (chained := spans[:, ROW_STOP] < 0).any():
         spans = spans.copy()
         spans[chained, ROW_START] = first_span + WORK_TILE * spans[chained, ROW_START]
@@ -315,20 +314,22 @@ def _serialised(
 
 # ------------------------------------------------------------------ masked tokens
 @cached_plan
-def untouched(mask: AnyMask, keys: bool) -> tuple[np.ndarray, np.ndarray]:
+def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     """Return starts and stops of the ranges of keys, or of queries, that no band touches."""
-    if isinstance(mask, PlacedMask):
-        return mask.untouched(keys, *untouched(mask.whole, keys))
+    mask, places = cells
+    tokens = mask.keys if keys else mask.queries
+    if places is not None:
+        return places.untouched(keys, tokens, *untouched(Cells(mask), keys))
     start, stop = band_array(mask)[:, 2:4].T if keys else band_array(mask)[:, :2].T
     order = np.argsort(start, kind="stable")
     starts = np.append(0, np.maximum.accumulate(stop[order]))
-    stops = np.append(start[order], mask.keys if keys else mask.queries)
+    stops = np.append(start[order], tokens)
     return starts[starts < stops], stops[starts < stops]
 
 
-def _holds_masked(mask: AnyMask, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
+def _holds_masked(cells: Cells, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
     """Return whether a range of tokens holds an untouched one."""
-    gaps, stops = untouched(mask, keys)
+    gaps, stops = untouched(cells, keys)
     if not len(gaps):
         return False
     after = np.searchsorted(stops, starts, side="right")  # the first gap that ends behind the start

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from canon.fast.kernels.torch.rows import delta, sum_heads
 from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
-from canon.fast.tables.placed_mask import AnyMask
+from canon.fast.tables.cells import Cells
+from canon.masks.mask import Mask
 from canon.route.checks import Scale, split_scale
 
 __all__ = [
@@ -34,7 +35,7 @@ __all__ = [
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t)
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
     """Return the method for "auto": "split", which needs no sums of dq."""
     return "split"
 
@@ -44,7 +45,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     out: Tensor,
     lse: Tensor,
@@ -53,7 +54,7 @@ def forward(
     """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
     scores.
     """
-    tiles, operands = row_tiles(mask, False), Operands(mask, q, k, k.shape[2])
+    tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta or not out.shape[0]:
         return
     q, k, v = map(operands.heads_first, (q, k, v))
@@ -62,8 +63,8 @@ def forward(
         m = q_tile.new_full((*q_tile.shape[:3], 1), -torch.inf)
         total, weighted = torch.zeros_like(m), q_tile.new_zeros(*q_tile.shape[:3], v.shape[-1])
         for step in tile.steps:
-            cells = visible(tile, step, q_tile.shape[2] // q.shape[2], q.device)
-            s = _hidden(_scores(q_tile, operands.columns(k, step), scale), cells, -torch.inf)
+            band = visible(tile, step, q_tile.shape[2] // q.shape[2], q.device)
+            s = _hidden(_scores(q_tile, operands.columns(k, step), scale), band, -torch.inf)
             above = torch.maximum(m, s.amax(-1, keepdim=True))
             # no visible key so far: exp(-inf - 0) is 0
             used = above.masked_fill(above == -torch.inf, 0.0)
@@ -103,12 +104,12 @@ def dq(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d)."""
-    tiles, operands = row_tiles(mask, False), Operands(mask, q, k, k.shape[2])
+    tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta:
         return
     q, k, v, dout, lse, delta = map(operands.heads_first, (q, k, v, dout, *_as_columns(statistics)))
@@ -116,9 +117,9 @@ def dq(
         given = [operands.rows(x, tile) for x in (q, dout, lse, delta)]
         sums = torch.zeros_like(given[0])
         for step in tile.steps:
-            cells = visible(tile, step, sums.shape[2] // q.shape[2], q.device)
+            band = visible(tile, step, sums.shape[2] // q.shape[2], q.device)
             keys = operands.columns(k, step)
-            sums += _weights(*given, keys, operands.columns(v, step), cells, scale)[1] @ keys
+            sums += _weights(*given, keys, operands.columns(v, step), band, scale)[1] @ keys
         dq[:, tile.start : tile.stop] = _by_head(sums, q, tile).transpose(1, 2)
 
 
@@ -129,7 +130,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dk: Tensor,
     dv: Tensor,
@@ -139,7 +140,7 @@ def dkdv(
     """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, key or query heads. Fused: also add
     to ``dq`` (b, t, h, d).
     """
-    tiles, operands = row_tiles(mask, True), Operands(mask, q, k, dk.shape[2])
+    tiles, operands = row_tiles(cells, True), Operands(cells, q, k, dk.shape[2])
     if q.is_meta:
         return
     q, k, v, dout, lse, delta = map(operands.heads_first, (q, k, v, dout, *_as_columns(statistics)))
@@ -147,14 +148,14 @@ def dkdv(
         keys, values = operands.rows(k, tile), operands.rows(v, tile)
         sums = torch.zeros_like(keys), torch.zeros_like(values)
         for step in tile.steps:
-            cells = visible(tile, step, keys.shape[2], q.device)
+            band = visible(tile, step, keys.shape[2], q.device)
             given = [operands.columns(x, step) for x in (q, dout, lse, delta)]
-            p, ds = _weights(*given, keys, values, None if cells is None else cells.mT, scale)
+            p, ds = _weights(*given, keys, values, None if band is None else band.mT, scale)
             sums[0].add_(ds.mT @ given[0])
             sums[1].add_(p.mT @ given[1])
             if dq is not None:
                 # keys that no query sees may hold NaN
-                seen = keys if cells is None else keys.masked_fill(~cells.any(1)[:, None], 0.0)
+                seen = keys if band is None else keys.masked_fill(~band.any(1)[:, None], 0.0)
                 dq[:, step.begin : step.end] += _by_head(
                     ds @ seen, q, (step.begin, min(step.end, dq.shape[1]))
                 ).transpose(1, 2)

@@ -6,7 +6,7 @@
 
 Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
 A step joins neighbouring tiles, at most 1,024 columns wide, because each operator costs the host
-microseconds. For a `PlacedMask` each step is one tile of 128 x 128, filled up with zeros, so that
+microseconds. In the order of keys each step is one tile of 128 x 128, filled up with zeros, so that
 bits do not depend on the number of rows or on other tiles."""
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import host_table
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import accumulate_dtype
@@ -45,10 +45,10 @@ class RowTile(NamedTuple):
 
 
 @cached_plan
-def row_tiles(mask: AnyMask, transposed: bool) -> tuple[RowTile, ...]:
-    """Return the tiles of all rows, fully masked ones included; of a `PlacedMask` the buffer's."""
-    tiles, spans, _ = host_table(mask, TILE, TILE, TILE, transposed)
-    whole, spans = isinstance(mask, PlacedMask), spans.tolist()
+def row_tiles(cells: Cells, transposed: bool) -> tuple[RowTile, ...]:
+    """Return the tiles of all rows, fully masked ones included; with places the buffer's."""
+    tiles, spans, _, whole = host_table(cells, TILE, TILE, TILE, transposed)
+    spans = spans.tolist()
     return tuple(
         RowTile(
             start,
@@ -98,11 +98,9 @@ class Operands:
     share a key head are ``share`` more rows of one product, unless ``whole``: then tiles are 128 x
     128, and each query head has its own product."""
 
-    def __init__(self, mask: AnyMask, q: Tensor, k: Tensor, owners: int):
-        self.whole, self.owners = (
-            isinstance(mask, PlacedMask),
-            q.shape[2] if isinstance(mask, PlacedMask) else owners,
-        )
+    def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):
+        self.whole = cells.places is not None
+        self.owners = q.shape[2] if self.whole else owners
         self.dtype = accumulate_dtype(q.dtype)
 
     def heads_first(self, x: Tensor) -> Tensor:

@@ -50,9 +50,10 @@ from canon.fast.kernels.triton.dq import dq_kernel
 from canon.fast.kernels.triton.forward import forward_kernel, sign_kernel
 from canon.fast.kernels.triton.merge import merge_kernel
 from canon.fast.kernels.triton.softmax_stats import delta_kernel
-from canon.fast.tables.placed_mask import AnyMask, PlacedMask
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.tile_costs import L2_BYTES, largest_divisor, needs_more_owners
 from canon.fast.tables.work_tables import WorkTable, work_table
+from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value
@@ -62,7 +63,7 @@ LARGEST_TILE = 256  # tokens, and columns
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, multiprocessors: int) -> str:
+def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
     """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
     adds in any order here.
     """
@@ -76,7 +77,7 @@ RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t), with the same 
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AnyMask, scale: Scale, out: Tensor, lse: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
@@ -84,13 +85,13 @@ def forward(
     """
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
-    config, table = plan("forward", q, v, mask, k, v)
+    config, table = plan("forward", q, v, cells, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     tensors += (lse if max_logits is None else max_logits,)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
     options = {"GROUP": group, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
-    options |= {"KEY_ORDER": isinstance(mask, PlacedMask), **mma_options(config, q, v, k, out)}
+    options |= {"KEY_ORDER": table.key_order, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(
         forward_kernel,
@@ -161,17 +162,17 @@ def dq(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dq: Tensor,
 ) -> None:
     """Write dq (b, t, h, d)."""
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
-    config, table = plan("dq", q, v, mask, k, v)
+    config, table = plan("dq", q, v, cells, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
     arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "SOFTCAP": softcap, "KEY_ORDER": isinstance(mask, PlacedMask)}
+    options = {"GROUP": group, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
     options |= mma_options(config, q, v, k, dout, dq)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(
@@ -191,7 +192,7 @@ def dkdv(
     v: Tensor,
     dout: Tensor,
     statistics: RowStatistics,
-    mask: AnyMask,
+    cells: Cells,
     scale: Scale,
     dk: Tensor,
     dv: Tensor,
@@ -207,7 +208,7 @@ def dkdv(
     if ordered:
         refuse_atomics()
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
-    config, table = plan("dkdv" if dq is None else "fused", q, v, mask, q, dout)
+    config, table = plan("dkdv" if dq is None else "fused", q, v, cells, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
     tensors = (
@@ -231,7 +232,7 @@ def dkdv(
         "SOFTCAP": softcap,
     }
     options |= {
-        "KEY_ORDER": isinstance(mask, PlacedMask),
+        "KEY_ORDER": table.key_order,
         **mma_options(config, q, v, k, dout, dq_or_any, dk, dv),
     }
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
@@ -433,7 +434,7 @@ def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
 
 
 def plan(
-    kernel: str, q: Tensor, v: Tensor, mask: AnyMask, *visited: Tensor
+    kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
     """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
     describable = all(map(has_descriptor, visited))
@@ -442,11 +443,11 @@ def plan(
         config = replace(config, tma=False)
     transposed = kernel in ("dkdv", "fused")
     # widths of tiles may not depend on how much of a tile the rows see
-    if isinstance(mask, PlacedMask):
+    if cells.places is not None:
         config = replace(config, partial_columns=0)
     partial = config.partial_columns or config.columns
     return config, work_table(
-        mask, config.rows, config.columns, partial, transposed, True, q.device
+        cells, config.rows, config.columns, partial, transposed, True, q.device
     )
 
 

@@ -29,6 +29,7 @@ from canon.fast.kernels.triton.blocks import (
 from canon.fast.kernels.triton.config import Config, choose
 from canon.fast.kernels.triton.forward import largest_maximum, raise_maximum, softmax_step
 from canon.fast.tables import key_parts
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.key_parts import WORD, part_table
 from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
@@ -211,14 +212,14 @@ def forward_in_parts(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    cells: Cells,
     scale: Scale,
     out: Tensor,
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
     """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`."""
-    merge_parts(*sum_parts(q, k, v, mask, scale, max_logits), out, lse, k.shape[2])
+    merge_parts(*sum_parts(q, k, v, cells.mask, scale, max_logits), out, lse, k.shape[2])
 
 
 def sum_parts(

@@ -46,9 +46,7 @@ class PlanCache:
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
         """Return the plan of ``key``. Make it if it is not in the cache."""
         if (plan := self.get(key)) is None:
-            with _making():
-                plan = make()
-            plan = self.put(key, plan)
+            plan = self.put(key, _made(make))
         if (noted := getattr(_notes, "plans", None)) is not None:
             noted[key] = plan
         return plan
@@ -74,7 +72,8 @@ class PlanCache:
             self.plans[key] = plan, size
             for device, number in size.items():
                 self.held[device] += number
-            self._shrink(key)
+                if self.held[device] > self.limits.get(device, self.device_limit):
+                    self._shrink(device, key)
         return plan
 
     def clear(self) -> None:
@@ -83,23 +82,18 @@ class PlanCache:
             self.plans.clear()
             self.held.clear()
 
-    def _shrink(self, newest: Hashable) -> None:
-        """Drop the least recently used plans, but not the newest, until each device is within its
+    def _shrink(self, device: str, newest: Hashable) -> None:
+        """Drop the least recently used plans, but not the newest, until the device is within its
         limit.
         """
-        for device in list(self.held):
-            while self.held[device] > self.limits.get(device, self.device_limit):
-                oldest = next(
-                    (
-                        key
-                        for key, (_, size) in self.plans.items()
-                        if size[device] and key != newest
-                    ),
-                    None,
-                )
-                if oldest is None:
-                    break
-                self.held -= self.plans.pop(oldest)[1]
+        while self.held[device] > self.limits.get(device, self.device_limit):
+            oldest = next(
+                (key for key, (_, size) in self.plans.items() if size[device] and key != newest),
+                None,
+            )
+            if oldest is None:
+                break
+            self.held -= self.plans.pop(oldest)[1]
 
 
 PLANS = PlanCache()
@@ -120,18 +114,16 @@ def noted_plans() -> Iterator[dict[Hashable, Any]]:
         _notes.plans = before
 
 
-@contextmanager
-def _making() -> Iterator[None]:
-    """Make a plan inside: outside inference mode, as training may use it later, of real tensors,
-    and without notes.
+def _made(make: Callable[[], R]) -> R:
+    """Make a plan: outside inference mode, as training may use it later, of real tensors, and
+    without notes.
     """
     if getattr(_notes, "making", False):  # a part of another plan
-        yield
-        return
+        return make()
     plans, _notes.plans, _notes.making = getattr(_notes, "plans", None), None, True
     try:
         with torch.inference_mode(False), _disable_current_modes():
-            yield
+            return make()
     finally:
         _notes.plans, _notes.making = plans, False
 

@@ -36,7 +36,7 @@ from canon.fast.kernels.gluon import softmax_stats as hopper_stats
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.triton import config, launch, parts, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config
-from canon.fast.tables.placed_mask import AnyMask, in_place
+from canon.fast.tables.cells import Cells, in_place
 from canon.masks.mask import Mask
 from canon.testing import record
 from canon.testing.sass import overwritten, skipped_waits, waits
@@ -77,9 +77,9 @@ class Case:
     plain: bool = False  # the forward of `forward_plain`
     key_order: bool = False  # with rank_invariant=True
 
-    def placed(self, mask: Mask) -> AnyMask:
-        """Return the mask, of this kind of call."""
-        return in_place(mask) if self.key_order else mask
+    def cells(self, mask: Mask) -> Cells:
+        """Return the cells of the mask, for this kind of call."""
+        return Cells(mask, in_place(mask) if self.key_order else None)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def compile_case(case: Case) -> list[Compiled]:
 def _compile_hopper(case: Case) -> list[Compiled]:
     q, k, v, dout, lse, wide = _tensors(case, getattr(torch, case.dtype))
     softmax_stats, results = torch.empty(1, q.shape[2], 2, q.shape[1]), []
-    mask = case.placed(
+    cells = case.cells(
         Mask.documents(range(0, q.shape[1] + 1, 16)) if case.short else Mask.causal(q.shape[1])
     )
 
@@ -173,10 +173,10 @@ def _compile_hopper(case: Case) -> list[Compiled]:
         )
 
     plain = {"forward": hopper_config.PLAIN[case.d, case.dv]} if case.plain else {}
-    backward = q, k, v, dout, softmax_stats, mask, 0.1
+    backward = q, k, v, dout, softmax_stats, cells, 0.1
     with _target(case.arch), mock.patch.object(hopper, "run", keep), hopper_config.forced(**plain):
         if case.kernel == "forward":
-            hopper.forward(q, k, v, mask, 0.1, dout, lse)
+            hopper.forward(q, k, v, cells, 0.1, dout, lse)
         elif case.kernel == "dq":
             hopper.dq(*backward, q)
         else:
@@ -217,9 +217,8 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
     )
     with _target(case.arch), mock.patch.object(few, "launch", keep):
         for width, queries in product(few.SLICES, (1, tokens)):
-            plan = few.few_queries_plan(
-                in_place(Mask.causal(queries, tokens)), 4, columns, 1, q.device
-            )
+            mask = Mask.causal(queries, tokens)
+            plan = few.few_queries_plan(Cells(mask, in_place(mask)), 4, columns, 1, q.device)
             with mock.patch.object(few, "slice_width", lambda *_, width=width: width):
                 few.forward_of_few(q, k, v, (d, dv), plan, 0.1, None, 1, dout, lse)
                 weights = few.empty_weights(q, plan)
@@ -279,13 +278,13 @@ def _tensors(case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def _launch(case: Case, q, k, v, dout, lse, wide) -> None:
-    mask, indices = case.placed(Mask.causal(q.shape[1])), torch.arange(q.shape[1])
+    cells, indices = case.cells(Mask.causal(q.shape[1])), torch.arange(q.shape[1])
     calls = {
-        "forward": lambda: launch.forward(q, k, v, mask, 0.1, dout, lse),
-        "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), mask, 0.1, q),
-        "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v),
-        "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), mask, 0.1, k, v, wide),
-        "parts": lambda: parts.forward_in_parts(q, k, v, mask, 0.1, dout, lse),
+        "forward": lambda: launch.forward(q, k, v, cells, 0.1, dout, lse),
+        "dq": lambda: launch.dq(q, k, v, dout, (lse, lse), cells, 0.1, q),
+        "dkdv": lambda: launch.dkdv(q, k, v, dout, (lse, lse), cells, 0.1, k, v),
+        "fused": lambda: launch.dkdv(q, k, v, dout, (lse, lse), cells, 0.1, k, v, wide),
+        "parts": lambda: parts.forward_in_parts(q, k, v, cells, 0.1, dout, lse),
         "delta": lambda: launch.delta(dout, dout, lse, lse, lse),
         "sum_heads": lambda: launch.sum_heads(wide, dout, k, v),
         "merge": lambda: launch.merge(wide, lse, wide, lse, wide, lse),

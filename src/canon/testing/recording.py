@@ -22,7 +22,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.fast.tables.placed_mask import PlacedMask
+from canon.fast.tables.cells import Cells
 from canon.masks.mask import Mask
 
 GATHERS = ("all_gather", "all_gather_single", "all_gather_into_tensor")
@@ -176,10 +176,11 @@ def _hop(log: Log, batch: Callable) -> Callable:
 
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
-        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask | PlacedMask))
+        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
+        area = Cells(mask, options.get("places")).area
         # or dout, which has the same heads
         queries = first if isinstance(first, Tensor) else first.q
-        with log.timed(log.add("computed", kind, items=mask.area * queries.shape[-2])):
+        with log.timed(log.add("computed", kind, items=area * queries.shape[-2])):
             return function(*arguments, **options)
 
     return noted

@@ -13,10 +13,12 @@ from canon.fast.device import kernels_for
 from canon.fast.kernels.cuda import launch
 from canon.fast.kernels.cuda.kernel import Kernel
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
+from canon.fast.tables.cells import Cells
 
 A100, L4, H200 = Gpu((8, 0), 108, 166912), Gpu((8, 9), 58, 101376), Gpu((9, 0), 132, 232448)
 BF16 = torch.bfloat16
 MASK = Mask.prefix(40, 7)
+CELLS = Cells(MASK)
 
 
 class Launched:
@@ -61,8 +63,8 @@ def gradients(q, k, v, dout, dtype=BF16, owners=2, **options):
     statistics = torch.zeros(2, 4, 40), torch.zeros(2, 4, 40)
     dq = torch.empty(q.shape, dtype=dtype)
     dk, dv = (torch.empty(*x.shape[:2], owners, x.shape[3], dtype=dtype) for x in (k, v))
-    launch.dkdv(q, k, v, dout, statistics, MASK, 0.5, dk, dv, **options)
-    launch.dq(q, k, v, dout, statistics, MASK, 0.5, dq)
+    launch.dkdv(q, k, v, dout, statistics, CELLS, 0.5, dk, dv, **options)
+    launch.dq(q, k, v, dout, statistics, CELLS, 0.5, dq)
     return dq, dk, dv
 
 
@@ -81,9 +83,9 @@ def test_views_that_cannot_be_read_by_16_bytes_are_copied(launched):
     odd = torch.zeros(2, 40, 2, 65, dtype=BF16)[..., :64]
     turned = v.transpose(1, 3).contiguous().transpose(1, 3)
     launch.forward(
-        *aligned[:2], aligned[2].repeat_interleave(2, 1), MASK, 0.5, out, torch.empty(2, 4, 40)
+        *aligned[:2], aligned[2].repeat_interleave(2, 1), CELLS, 0.5, out, torch.empty(2, 4, 40)
     )
-    launch.forward(shifted, odd, turned, MASK, 0.5, out, torch.empty(2, 4, 40))
+    launch.forward(shifted, odd, turned, CELLS, 0.5, out, torch.empty(2, 4, 40))
     in_place, copied = launched
     assert in_place.tensors[0] is aligned[0]
     assert in_place.tensors[1] is aligned[1]
@@ -103,7 +105,7 @@ def test_results_that_cannot_be_written_are_copied_back(launched, monkeypatch):
     half, turned = out.half(), out.transpose(1, 3).contiguous().transpose(1, 3)
     lse = torch.zeros(2, 40, 4).transpose(1, 2)
     for result in (half, turned):
-        launch.forward(q, k, v, MASK, 0.5, result, lse)
+        launch.forward(q, k, v, CELLS, 0.5, result, lse)
         assert (result == 3).all()
         assert (lse == 3).all()
         lse.zero_()
@@ -116,7 +118,7 @@ def test_a_chosen_backend_plans_for_every_gpu_and_never_falls_back(gpu):
     with meta_stands_for(gpu), fast.backend("cuda"):
         assert kernels_for(q, v) is kernels_for(q, v, "fused") is launch
         out, lse = local.empty_result(q, v, BF16)
-        kernels_for(q, v).forward(q, k, v, MASK, 0.5, out, lse)
+        kernels_for(q, v).forward(q, k, v, CELLS, 0.5, out, lse)
         statistics = torch.empty(2, 4, 40, device="meta")
         backward.plan_gradients(q, k, v, out, statistics, MASK, "split")
         backward.plan_gradients(q, k, v, out, statistics, MASK, "head_parallel")
@@ -133,7 +135,7 @@ def test_a_chosen_backend_plans_for_every_gpu_and_never_falls_back(gpu):
 def test_unsupported_inputs_name_the_remedy(launched, change, message):
     q, k, v, out = inputs(**change)
     with pytest.raises(ValueError, match=message) as raised:
-        launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40))
+        launch.forward(q, k, v, CELLS, 0.5, out, torch.empty(2, 4, 40))
     assert 'backend("triton")' in str(raised.value)
 
 
@@ -156,12 +158,12 @@ def test_other_devices_name_the_remedy():
         (None, "on a GPU"),
     ):
         with meta_stands_for(gpu), pytest.raises(ValueError, match=message):
-            launch.forward(q, k, v, MASK, 0.5, out, torch.empty(2, 4, 40, device="meta"))
+            launch.forward(q, k, v, CELLS, 0.5, out, torch.empty(2, 4, 40, device="meta"))
 
 
 def test_without_work_nothing_is_launched(launched):
     q, k, v, out = inputs(b=0)
-    launch.forward(q, k, v, MASK, 0.5, out, torch.empty(0, 4, 40))
+    launch.forward(q, k, v, CELLS, 0.5, out, torch.empty(0, 4, 40))
     q, k, v, out = inputs(t=0)
-    launch.forward(q, k, v, Mask.full(0, 40), 0.5, out, torch.empty(2, 4, 0))
+    launch.forward(q, k, v, Cells(Mask.full(0, 40)), 0.5, out, torch.empty(2, 4, 0))
     assert not launched

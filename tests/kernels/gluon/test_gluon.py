@@ -20,6 +20,7 @@ from canon import Mask
 from canon.fast import backward, local
 from canon.fast.kernels.gluon import config, launch
 from canon.fast.kernels.gluon.config import Config
+from canon.fast.tables.cells import Cells
 from canon.testing.judge import oracle
 
 pytestmark = HOPPER_ONLY
@@ -66,8 +67,8 @@ def test_the_heads_of_a_group_are_summed(h, g):
 def test_heads_of_a_group_share_tiles_where_documents_are_short():
     ends = list(range(0, 301, 30))
     mask = Mask.documents(ends)
-    assert launch.packing(mask, 128, 128, 8) == 8  # tiles of 16 tokens and 8 heads
-    assert launch.packing(Mask.causal(4096), 128, 128, 8) == 1
+    assert launch.packing(Cells(mask), 128, 128, 8) == 8  # tiles of 16 tokens and 8 heads
+    assert launch.packing(Cells(Mask.causal(4096)), 128, 128, 8) == 1
     arguments = inputs(mask, b=2, h=8, g=1)
     assert_exact(attend(*arguments, mask), *arguments, mask)
 

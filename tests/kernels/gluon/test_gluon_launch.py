@@ -16,6 +16,7 @@ from canon.fast.kernels.gluon import config, launch, softmax_stats
 from canon.fast.kernels.gluon.config import Config
 from canon.fast.kernels.gluon.tile_scheduler import ALL_SETS, LAST_SETS
 from canon.fast.replay import recordings as prepared
+from canon.fast.tables.cells import Cells
 from canon.testing import simulated_kernels
 
 pytestmark = HOPPER_ONLY
@@ -84,7 +85,7 @@ def test_a_tensor_is_copied_if_tiles_load_its_masked_tokens_and_only_what_they_m
     assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(arguments, before, strict=True)), (
         "inputs stay"
     )
-    states = states_of(mask, True, torch.device("cpu"))
+    states = states_of(Cells(mask), True, torch.device("cpu"))
     assert states.unique_consecutive(return_counts=True)[0].tolist() == [1, 0, -1, 0, 1, 0]
     assert (states == -1).nonzero().aminmax() == (356, 643)
 
@@ -201,11 +202,11 @@ def test_scores_contract_three_quarters_of_the_padded_width_if_that_suffices(pad
         stats, log = torch.zeros(1, 1, 2, 128), []
         with simulated_kernels.simulated(log=log):
             if kernel == "forward":
-                launch.forward(x, x, y, mask, 0.1, y.clone(), stats[:, :, 0].contiguous())
+                launch.forward(x, x, y, Cells(mask), 0.1, y.clone(), stats[:, :, 0].contiguous())
             elif kernel == "dq":
-                launch.dq(x, x, y, y, stats, mask, 0.1, x.clone())
+                launch.dq(x, x, y, y, stats, Cells(mask), 0.1, x.clone())
             else:
-                launch.dkdv(x, x, y, y, stats, mask, 0.1, x.clone(), y.clone())
+                launch.dkdv(x, x, y, y, stats, Cells(mask), 0.1, x.clone(), y.clone())
         return sum(event.size for event in log if event.kind == "wgmma")
 
     for kernel in ("forward", "dq", "dkdv"):

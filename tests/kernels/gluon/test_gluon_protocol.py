@@ -27,8 +27,8 @@ from canon.fast.kernels.gluon import (
     tile_scheduler,
 )
 from canon.fast.kernels.triton.blocks import LOG2E
+from canon.fast.tables.cells import Cells, in_place
 from canon.fast.tables.device_plans import uploaded
-from canon.fast.tables.placed_mask import in_place
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -68,7 +68,7 @@ def inputs(d: int) -> tuple[torch.Tensor, ...]:
 def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
     """Return the judge's two results, and the row statistics of a backward pass."""
     q, k, v, dout = inputs(d)
-    exact, honest = (attended(q, k, v, dout, MASK, SCALE) for attended in (oracle, dense))
+    exact, honest = (attended(q, k, v, dout, Cells(MASK), SCALE) for attended in (oracle, dense))
     delta = (dout.float() * honest.out.float()).sum(-1).transpose(1, 2)
     stats = torch.stack([launch.portable.LOG2E * honest.lse, -delta], 2)
     return exact, honest, torch.nn.functional.pad(stats, (0, -TOKENS % 4))
@@ -88,13 +88,13 @@ def run(name: str, order: str, seed: int) -> Attended:
             return few(name, q, k, v, out, lse)
     with config.forced(**{method: kernel.config}), simulated_kernels.simulated(order, seed):
         if method == "forward":
-            launch.forward(q, k, v, MASK, SCALE, out, lse)
+            launch.forward(q, k, v, Cells(MASK), SCALE, out, lse)
             return Attended(out, lse)
         if method == "dq":
-            launch.dq(q, k, v, dout, stats, MASK, SCALE, dq)
+            launch.dq(q, k, v, dout, stats, Cells(MASK), SCALE, dq)
             return Attended(dq=dq)
         sums = [dq.zero_()] if method == "fused" else []
-        launch.dkdv(q, k, v, dout, stats, MASK, SCALE, dk, dv, *sums, ordered=ordered)
+        launch.dkdv(q, k, v, dout, stats, Cells(MASK), SCALE, dk, dv, *sums, ordered=ordered)
         return Attended(None, None, *sums or [None], dk, dv)
 
 
@@ -104,7 +104,9 @@ def few(name: str, q, k, v, out, lse) -> Attended:
     with pytest.MonkeyPatch.context() as patch:
         # tiles of 32 rows: others would be written to the next visit
         patch.setattr(few_queries_plan, "ROWS", 32)
-        plan = few_queries_launch.few_queries_plan.__wrapped__(in_place(MASK), 2, columns, 100)
+        plan = few_queries_launch.few_queries_plan.__wrapped__(
+            Cells(MASK, in_place(MASK)), 2, columns, 100
+        )
         plan = uploaded(plan, q.device)
         patch.setattr(few_queries_launch, "WEIGHTS_STAGES", {64: 2})
         patch.setattr(few_queries_launch, "SLICES", {64: 2})

@@ -16,6 +16,7 @@ from canon.fast.kernels.gluon.tile_scheduler import (
     Traversal,
     tile_schedule,
 )
+from canon.fast.tables.cells import Cells
 
 CPU, SMS = torch.device("cpu"), 132
 MASKS = {
@@ -30,7 +31,7 @@ def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.nda
     visits.
     """
     traversal = Traversal(128, 128, False, Heads(1, heads, 4), 1, 1, mask.keys * 512, ctas=ctas)
-    work = tile_schedule(mask, traversal, CPU).work.numpy()
+    work = tile_schedule(Cells(mask), traversal, CPU).work.numpy()
     work_tiles, spans = (
         work[WORK_TILE : work[0]].reshape(-1, WORK_TILE),
         work[work[0] :].reshape(-1, WORK_TILE),

@@ -11,6 +11,7 @@ import torch
 from canon import Band, Mask
 from canon.fast.kernels.gluon import dq_order, tile_scheduler
 from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.tile_costs import imbalance, needs_more_owners, tile_costs
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ def ordered_schedule(mask, heads, each, columns=64):
     """The schedule of the fused kernel with ordered dq, for heads 128 wide."""
     read = 512 * each * mask.queries
     return tile_schedule(
-        mask, Traversal(128, columns, True, heads, 1, each, read, ordered=True), CPU
+        Cells(mask), Traversal(128, columns, True, heads, 1, each, read, ordered=True), CPU
     )
 
 
@@ -53,7 +54,7 @@ def ordered_schedule(mask, heads, each, columns=64):
 def test_every_tile_of_every_head_is_in_the_schedule_once(mask, transposed, full_first):
     heads, pack = Heads(2, 4, 4), 1 if transposed else 2
     traversal = Traversal(128, 64, transposed, heads, pack, 3, 1 << 20, full_first=full_first)
-    schedule = tile_schedule(mask, traversal, CPU)
+    schedule = tile_schedule(Cells(mask), traversal, CPU)
     work = schedule.work.numpy()
     assert not work[1:7].any()  # the header has no rows
     assert work[7] == len(work)  # there are no tickets
@@ -81,7 +82,7 @@ def test_every_tile_of_every_head_is_in_the_schedule_once(mask, transposed, full
 def test_fully_masked_rows_are_exact_ranges_while_they_are_few(ranges, exact):
     rows = 256 * ranges + 128  # tiles with visible keys alternate with tiles without
     mask = Mask([Band(start, start + 128, 0, 64) for start in range(0, rows, 256)], rows, 64)
-    schedule = tile_schedule(mask, Traversal(128, 64, False, ONE_HEAD, 1, 1, 1), CPU)
+    schedule = tile_schedule(Cells(mask), Traversal(128, 64, False, ONE_HEAD, 1, 1, 1), CPU)
     unseen = ~mask.dense().numpy().any(1)
     expected = unseen if exact else np.arange(rows) == np.clip(np.arange(rows), 128, rows - 129)
     assert len(schedule.fully_masked_rows) == (ranges if exact else 1)
@@ -100,7 +101,9 @@ def test_fully_masked_rows_are_exact_ranges_while_they_are_few(ranges, exact):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_masked_tokens_that_a_tile_loads_are_found(mask, masked, transposed):
     rows, columns = (64, 128) if transposed else (128, 64)
-    schedule = tile_schedule(mask, Traversal(rows, columns, transposed, ONE_HEAD, 1, 1, 1), CPU)
+    schedule = tile_schedule(
+        Cells(mask), Traversal(rows, columns, transposed, ONE_HEAD, 1, 1, 1), CPU
+    )
     assert schedule.loads_masked_tokens == masked
 
 
@@ -118,7 +121,7 @@ def test_masked_tokens_that_a_tile_loads_are_found(mask, masked, transposed):
 )
 def test_each_ticket_waits_for_the_previous_one_of_its_tile_of_dq(mask, heads):
     work = tile_schedule(
-        mask, Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU
+        Cells(mask), Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU
     ).work.tolist()
     begin, semaphores = work[7], {}
     assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
@@ -216,7 +219,7 @@ def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_fl
 )
 def test_other_ordered_work_tiles_come_longest_first(mask, each, columns):
     rows, _ = rows_and_heads_in_flight(mask, Heads(1, 8, 1), each, columns)
-    tiles, _, cost = tile_costs(mask, 128, columns, True, each, columns)
+    tiles, _, cost = tile_costs(Cells(mask), 128, columns, True, each, columns)
     length = dict(zip(tiles[:, 0].tolist(), cost.tolist(), strict=True))
     assert sorted(rows, key=length.__getitem__, reverse=True) == rows
 
@@ -227,12 +230,12 @@ def orders_and_times(tokens, heads, each, last_sets, monkeypatch):
     """
     mask, read = Mask.causal(tokens), 512 * each * tokens
     traversal = Traversal(128, 64, True, heads, 1, each, read, even_ends=last_sets)
-    costs = tile_costs(mask, 128, 64, True, each, traversal.boxes)
+    costs = tile_costs(Cells(mask), 128, 64, True, each, traversal.boxes)
     cost_of = dict(zip(costs.tiles[:, 0].tolist(), costs.cost.tolist(), strict=True))
     orders, times = [], []
     for least in (tile_scheduler.GAIN, 1.0):  # with 1.0, no tile moves
         monkeypatch.setattr(tile_scheduler, "GAIN", least)
-        schedule = tile_schedule.__wrapped__(mask, traversal).work
+        schedule = tile_schedule.__wrapped__(Cells(mask), traversal).work
         work_tiles = schedule[8 : schedule[0]].reshape(-1, 8)
         orders.append(work_tiles.tolist())
         times.append(
@@ -273,7 +276,8 @@ def test_regions_follow_one_another_if_a_head_does_not_fit_the_cache():
     mask, heads = Mask.documents([0, 1000, 5000, 5500, 9000, 16384]), Heads(1, 2, 2)
     sizes = 1, 4 * dq_order.L2_BYTES
     schedules = [
-        tile_schedule(mask, Traversal(128, 128, False, heads, 1, 1, size), CPU) for size in sizes
+        tile_schedule(Cells(mask), Traversal(128, 128, False, heads, 1, 1, size), CPU)
+        for size in sizes
     ]
     fits, parts = (work_tiles_of(schedule)[::2, 0].tolist() for schedule in schedules)
     assert sorted(fits) == sorted(parts)

@@ -1,7 +1,6 @@
-"""A mask between two buffers, with the work tiles of the whole sequence: for
-``rank_invariant=True``.
+"""The cells that a launch computes, and for ``rank_invariant=True`` the places of their tokens.
 
-The work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own
+Then the work table of the whole mask fixes the bits of a result. A rank takes the tiles of its own
 pieces and moves their coordinates to its buffers:
 
     whole sequence    tile of queries 256:384 visits keys 0:256 (full), 256:384 (partial)
@@ -14,7 +13,7 @@ Pieces begin at multiples of 128, in the sequence and in buffers, and tile sides
 holds two pieces."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import NamedTuple
@@ -27,7 +26,6 @@ from canon.fast.kernels.launcher import tma_loadable
 from canon.fast.tables.index_ranges import expanded
 from canon.fast.tables.key_order import moved_chains
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_plan
 from canon.route.rank_invariance import TILE, Piece
 
 
@@ -45,15 +43,13 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PlacedMask:
-    """The mask between a buffer of ``queries`` rows and one of ``keys`` rows, which hold pieces of
-    the sequence of ``whole``.
+class Places:
+    """The tokens that a buffer of ``queries`` rows and one of ``keys`` rows hold.
 
     ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one
     does not begin at a multiple of 128, in the sequence and in the buffer.
     """
 
-    whole: Mask
     query_pieces: tuple[Piece, ...]
     key_pieces: tuple[Piece, ...]
     queries: int
@@ -68,20 +64,15 @@ class PlacedMask:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.whole, self.query_pieces, self.key_pieces, self.queries, self.keys))
+        return hash((self.query_pieces, self.key_pieces, self.queries, self.keys))
 
     def __hash__(self) -> int:
         return self._hash
 
     @property
-    def area(self) -> int:
-        pairs = product(self.whole.bands, self.query_pieces, self.key_pieces)
-        return sum(band.pick(queries, keys).area for band, (_, queries), (_, keys) in pairs)
-
-    @property
     def nbytes(self) -> int:
         """Host memory in bytes (an estimate)."""
-        return 500 + self.whole.nbytes + 200 * (len(self.query_pieces) + len(self.key_pieces))
+        return 500 + 200 * (len(self.query_pieces) + len(self.key_pieces))
 
     def placement(self, keys: bool) -> Placement:
         pieces = sorted(
@@ -91,14 +82,6 @@ class PlacedMask:
             np.array([(r, x.start, x.stop) for r, x in pieces], np.int64).reshape(-1, 3).T
         )
         return Placement(start, stop, -(-stop // TILE) * TILE, row - start)
-
-    def crop(self, queries: range | None = None, keys: range | None = None) -> "PlacedMask":
-        """Return the mask over these rows of the buffers, which begin and end at multiples of 128
-        or at a buffer's end.
-        """
-        queries, keys = queries or range(self.queries), keys or range(self.keys)
-        pieces = _kept(self.query_pieces, queries), _kept(self.key_pieces, keys)
-        return PlacedMask(self.whole, *pieces, len(queries), len(keys))
 
     def owned(self, starts: np.ndarray, keys: bool) -> np.ndarray:
         """Return which tiles, given by their first tokens, are in the buffer (bool)."""
@@ -111,8 +94,8 @@ class PlacedMask:
     def moved(
         self, tiles: np.ndarray, spans: np.ndarray, columns: int, transposed: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the own tiles and their spans of an `ordered_table` of ``whole``, in rows of the
-        buffers.
+        """Return the own tiles and their spans of an `ordered_table` of the whole mask, in rows of
+        the buffers.
 
         Raises RuntimeError if a buffer lacks visited tokens.
         """
@@ -147,38 +130,61 @@ class PlacedMask:
         ), np.concatenate([made, chains])
 
     def untouched(
-        self, keys: bool, starts: np.ndarray, stops: np.ndarray
+        self, keys: bool, tokens: int, starts: np.ndarray, stops: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the ranges of rows of a buffer without a token that the whole mask touches.
 
-        ``starts:stops`` are the untouched tokens, in ranges that do not meet.
+        ``starts:stops`` are the untouched ones of all ``tokens``, in ranges that do not meet.
         """
-        edges = np.zeros((self.whole.keys if keys else self.whole.queries) + 1, np.int8)
+        edges = np.zeros(tokens + 1, np.int8)
         edges[starts], edges[stops] = 1, -1
-        tokens = np.cumsum(edges, dtype=np.int8)
+        free = np.cumsum(edges, dtype=np.int8)
         rows = np.ones((self.keys if keys else self.queries) + 2, np.int8)
         rows[0] = rows[-1] = 0
         for row, piece in self.key_pieces if keys else self.query_pieces:
-            rows[1 + row : 1 + row + len(piece)] = tokens[piece.start : piece.stop]
+            rows[1 + row : 1 + row + len(piece)] = free[piece.start : piece.stop]
         changes = np.flatnonzero(np.diff(rows))
         return changes[::2], changes[1::2]
 
 
-AnyMask = Mask | PlacedMask
+class Cells(NamedTuple):
+    """The visible cells of ``mask`` between a buffer of queries and one of keys.
+
+    ``places``: the tokens that the buffers hold, of the sequence of ``mask``. Every row then sums
+    in the order of the keys' positions (`key_order`). None: the buffers are the sequence, and a
+    kernel chooses the order.
+    """
+
+    mask: Mask
+    places: Places | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The rows of both buffers: queries and keys."""
+        rows = self.mask if self.places is None else self.places
+        return rows.queries, rows.keys
+
+    @property
+    def area(self) -> int:
+        if self.places is None:
+            return self.mask.area
+        pairs = product(self.mask.bands, self.places.query_pieces, self.places.key_pieces)
+        return sum(band.pick(queries, keys).area for band, (_, queries), (_, keys) in pairs)
+
+    def crop_keys(self, keys: range) -> "Cells":
+        """Return the cells of these rows of keys. With places, they begin and end at multiples of
+        128, or at the buffer's end.
+        """
+        if (own := self.places) is None:
+            return Cells(self.mask.crop(keys=keys))
+        pieces = _kept(own.key_pieces, keys)
+        return Cells(self.mask, replace(own, key_pieces=pieces, keys=len(keys)))
 
 
-def whole_of(mask: AnyMask) -> Mask:
-    """Return the mask of the whole sequence, on which choices that change bits depend."""
-    return mask.whole if isinstance(mask, PlacedMask) else mask
-
-
-@cached_plan
-def in_place(mask: Mask) -> PlacedMask:
-    """Return the placed mask of one rank: both buffers are the sequence itself."""
-    queries, keys = ((0, range(mask.queries)),), ((0, range(mask.keys)),)
-    return PlacedMask(
-        mask, queries if mask.queries else (), keys if mask.keys else (), mask.queries, mask.keys
-    )
+def in_place(mask: Mask) -> Places:
+    """Return the places on one rank: both buffers are the sequence itself."""
+    sizes = mask.queries, mask.keys
+    return Places(*(((0, range(size)),) if size else () for size in sizes), *sizes)
 
 
 def aligned(x: Tensor) -> Tensor:

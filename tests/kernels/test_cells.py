@@ -1,5 +1,5 @@
-"""The work tables of a placed mask are those of the whole mask, whatever the buffers, and planted
-faults change bits.
+"""The work tables of tokens in any places are those of the whole mask, and planted faults change
+bits.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
 from canon.fast.kernels.triton import row_operations
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.tables import placed_mask
+from canon.fast.tables import cells as cells_module
 from canon.fast.tables import work_tables as tiles
-from canon.fast.tables.placed_mask import PlacedMask, in_place
+from canon.fast.tables.cells import Cells, Places, in_place
 from canon.fast.transport.tile_exchanges import TileCast, TileGather
 
 SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
@@ -32,7 +32,7 @@ SIZES = [(128, 128), (64, 64), (128, 64), (32, 128)]  # rows, columns
 
 @st.composite
 def placed(draw):
-    """Draw a mask, and a placed one with some of its tiles in any order, with gaps, on both sides
+    """Draw cells of a mask with some of its tiles in any order, with gaps, on both sides
     or all keys on one.
     """
     n = draw(st.integers(1, 700))
@@ -55,24 +55,28 @@ def placed(draw):
     own = buffer(draw(st.permutations(numbers))[: draw(st.integers(0, len(numbers)))])
     transposed = draw(st.booleans())
     (queries, rows), (keys, columns) = (everyone, own) if transposed else (own, everyone)
-    return PlacedMask(mask, queries, keys, rows, columns), transposed
+    return Cells(mask, Places(queries, keys, rows, columns)), transposed
 
 
-def dense(mask):
-    cells = torch.zeros(mask.queries, mask.keys, dtype=torch.bool)
-    for (q_row, queries), (k_row, keys) in product(mask.query_pieces, mask.key_pieces):
-        part = mask.whole.dense()[queries.start : queries.stop, keys.start : keys.stop]
-        cells[q_row : q_row + len(queries), k_row : k_row + len(keys)] = part
-    return cells
+def in_order(mask):
+    return Cells(mask, in_place(mask))
 
 
-def as_tokens(mask, table, width, transposed):
+def dense(cells):
+    places, made = cells.places, torch.zeros(cells.sizes, dtype=torch.bool)
+    for (q_row, queries), (k_row, keys) in product(places.query_pieces, places.key_pieces):
+        part = cells.mask.dense()[queries.start : queries.stop, keys.start : keys.stop]
+        made[q_row : q_row + len(queries), k_row : k_row + len(keys)] = part
+    return made
+
+
+def as_tokens(places, table, width, transposed):
     """Return {first token: [(visited tokens, their bands in tokens)]} for the tiles of a table, in
     order.
     """
 
     def token(row, keys):
-        for start, tokens in mask.key_pieces if keys else mask.query_pieces:
+        for start, tokens in places.key_pieces if keys else places.query_pieces:
             if start <= row < start + 128 * -(-len(tokens) // 128):
                 return tokens.start + row - start
         raise AssertionError(f"row {row} holds no token")
@@ -103,17 +107,15 @@ def as_tokens(mask, table, width, transposed):
 
 @given(placed(), st.sampled_from(SIZES))
 def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
-    mask, transposed = case
+    cells, transposed = case
+    places, one = cells.places, in_order(cells.mask)
     rows, columns = sizes
-    whole, own = (
-        tiles.host_table(x, rows, columns, columns, transposed)
-        for x in (in_place(mask.whole), mask)
-    )
-    expected = as_tokens(in_place(mask.whole), whole, columns, transposed)
-    got = as_tokens(mask, own, columns, transposed)
+    whole, own = (tiles.host_table(x, rows, columns, columns, transposed) for x in (one, cells))
+    expected = as_tokens(one.places, whole, columns, transposed)
+    got = as_tokens(places, own, columns, transposed)
     held = {
         token
-        for _, tokens in (mask.key_pieces if transposed else mask.query_pieces)
+        for _, tokens in (places.key_pieces if transposed else places.query_pieces)
         for token in tokens
     }
     assert set(got) == set(expected) & held
@@ -123,39 +125,39 @@ def test_own_tiles_visit_what_they_visit_on_one_rank(case, sizes):
 
 @given(placed())
 def test_area_and_untouched_rows_are_those_of_the_tokens(case):
-    mask, _ = case
-    assert mask.area == dense(mask).sum()
+    cells, _ = case
+    places = cells.places
+    assert cells.area == dense(cells).sum()
     for keys in (False, True):
-        touched = mask.whole.dense().any(0 if keys else 1)
-        rows = torch.ones(mask.keys if keys else mask.queries, dtype=torch.bool)
-        for row, tokens in mask.key_pieces if keys else mask.query_pieces:
+        touched = cells.mask.dense().any(0 if keys else 1)
+        rows = torch.ones(cells.sizes[keys], dtype=torch.bool)
+        for row, tokens in places.key_pieces if keys else places.query_pieces:
             rows[row : row + len(tokens)] = ~touched[tokens.start : tokens.stop]
         got = torch.zeros_like(rows)
-        for start, stop in zip(*untouched(mask, keys), strict=True):
+        for start, stop in zip(*untouched(cells, keys), strict=True):
             got[start:stop] = True
         assert torch.equal(got, rows)
 
 
 def test_a_crop_keeps_the_tokens_of_its_rows():
-    mask = PlacedMask(
-        Mask.causal(600), ((0, range(600)),), ((0, range(256, 512)), (384, range(128))), 600, 512
-    )
-    cropped = mask.crop(keys=range(128, 512))
-    assert cropped.key_pieces == ((0, range(384, 512)), (256, range(128)))
-    assert torch.equal(dense(cropped), dense(mask)[:, 128:])
-    assert cropped != mask
-    assert mask == replace(mask, whole=Mask.causal(600)) != mask.whole
+    places = Places(((0, range(600)),), ((0, range(256, 512)), (384, range(128))), 600, 512)
+    cells = Cells(Mask.causal(600), places)
+    cropped = cells.crop_keys(range(128, 512))
+    assert cropped.places.key_pieces == ((0, range(384, 512)), (256, range(128)))
+    assert torch.equal(dense(cropped), dense(cells)[:, 128:])
+    assert cropped != cells
+    assert cells == Cells(Mask.causal(600), replace(places)) != Cells(Mask.causal(600))
 
 
 def test_pieces_that_begin_inside_a_tile_raise():
     for row, tokens in ((1, range(128)), (0, range(64, 128)), (0, range(0, 128, 2))):
         with pytest.raises(ValueError, match="do not begin at a multiple of 128"):
-            PlacedMask(Mask.causal(256), ((row, tokens),), (), 256, 0)
+            Places(((row, tokens),), (), 256, 0)
     with pytest.raises(ValueError, match="sides that divide 128, got 192 x 128"):
-        tiles.host_table(in_place(Mask.causal(256)), 192, 128, 128)
+        tiles.host_table(in_order(Mask.causal(256)), 192, 128, 128)
     with pytest.raises(RuntimeError, match="lacks tokens"):
         tiles.host_table(
-            PlacedMask(Mask.causal(256), ((0, range(256)),), ((0, range(128)),), 256, 128),
+            Cells(Mask.causal(256), Places(((0, range(256)),), ((0, range(128)),), 256, 128)),
             128,
             128,
             128,
@@ -170,7 +172,7 @@ def test_every_rank_chooses_as_one_rank(exchange):
     """The ranks have other shares of the mask: few keys on the first rank, many on the last one."""
     mask, q = Mask.documents([0, 100, 160, 300, 4096]), torch.empty(1, 1, 8, 64)
     layout = Layout.contiguous(4096, 4, 128)
-    whole = in_place(mask)
+    whole = in_order(mask)
     expected = hopper_launch.forward_config(q, q, whole), hopper_launch.packing(whole, 128, 128, 8)
     assert (expected[0][0].rows, expected[0][0].stale_maximum) == (128, True), (
         "in other calls 192 rows, or no stale maximum"
@@ -178,7 +180,8 @@ def test_every_rank_chooses_as_one_rank(exchange):
     for rank in range(4):
         call = SimpleNamespace(layout=layout, mask=mask, rank=rank, ranks=4, group=None)
         placed = exchange(call)
-        for own in (placed.key_mask, placed.query_mask):
+        for places in (placed.key_places, placed.query_places):
+            own = Cells(mask, places)
             assert (
                 hopper_launch.forward_config(q, q, own),
                 hopper_launch.packing(own, 128, 128, 8),
@@ -204,7 +207,7 @@ def zigzag_bits(mask="window", dtype=torch.float32, n=N):
 
 
 def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
-    moved = PlacedMask.moved
+    moved = Places.moved
 
     def by_row(self, *arguments):
         table, spans = moved(self, *arguments)
@@ -213,7 +216,7 @@ def test_keys_in_the_order_of_the_buffer_change_bits(monkeypatch):
         return table, spans
 
     assert not zigzag_bits()
-    monkeypatch.setattr(PlacedMask, "moved", by_row)
+    monkeypatch.setattr(Places, "moved", by_row)
     # another mask: tables are cached
     assert {"out", "dq", "dk"} & set(zigzag_bits(Mask.window(N, 139, 20)))
 
@@ -237,7 +240,7 @@ def test_a_configuration_by_rank_changes_bits(_, monkeypatch):
 
     def by_share(q, v, own):
         config, *pads = hopper_config.choose("forward", q.shape[-1], v.shape[-1])
-        return replace(config, columns=64 if own.queries < N else 128), *pads
+        return replace(config, columns=64 if own.sizes[0] < N else 128), *pads
 
     with hopper(order="early"):
         one = attended(fast, "attention", mask, Layout.contiguous(N, 1), tensors)
@@ -273,14 +276,14 @@ def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
 
 def test_odd_strides_are_copied_and_even_ones_are_not():
     x = torch.zeros(2, 128, 4, 16)
-    assert placed_mask.aligned(x) is x
-    assert placed_mask.aligned(x[:, :, 1:]).data_ptr() == x[:, :, 1:].data_ptr()
+    assert cells_module.aligned(x) is x
+    assert cells_module.aligned(x[:, :, 1:]).data_ptr() == x[:, :, 1:].data_ptr()
     for odd in (
         torch.zeros(2, 128, 4, 17)[..., :16],
         torch.zeros(2 * 128 * 64 + 1)[1:].view(2, 128, 4, 16),
         x.mT.contiguous().mT,
     ):
-        copy = placed_mask.aligned(odd)
+        copy = cells_module.aligned(odd)
         assert (copy.data_ptr() % 16, copy.is_contiguous()) == (0, True)
         assert torch.equal(copy, odd)
-    assert placed_mask.canonical(x.expand(2, 128, 4, 16)[:1]).stride() == (8192, 64, 16, 1)
+    assert cells_module.canonical(x.expand(2, 128, 4, 16)[:1]).stride() == (8192, 64, 16, 1)
