@@ -233,9 +233,9 @@ def test_partial_tiles_have_the_width_of_full_ones():
 def test_a_stale_maximum_by_the_size_of_the_call_changes_bits(kind, planted):
     right = hopper_launch.forward_config
 
-    def by_size(q, v, mask):
-        config, *pads = right(q, v, mask)
-        return replace(config, stale_maximum=mask.queries == N), *pads
+    def by_size(q, v, cells):
+        config, *pads = right(q, v, cells)
+        return replace(config, stale_maximum=cells.sizes[0] == N), *pads
 
     planted.setattr(hopper_launch, "forward_config", by_size)
     assert chunks_differ(kind)
