@@ -95,8 +95,8 @@ def uploaded(plan: Any, device: torch.device | str) -> Any:
         return source.pin_memory().to(device, non_blocking=True) if pinned else source.to(device)
     if not isinstance(plan, tuple):
         return plan
-    parts = (uploaded(part, device) for part in plan)
-    return plan._make(parts) if hasattr(plan, "_make") else tuple(parts)
+    make = getattr(plan, "_make", tuple)  # of a named tuple
+    return make(uploaded(part, device) for part in plan)
 
 
 class Upload:
