@@ -148,7 +148,7 @@ def test_entries_are_divided_along_the_dim_that_is_named(dim):
         "embeddings": torch.randn(8, 2, 5),
         "weights": torch.randn(8),
     }
-    dims = {"position_ids": dim, "embeddings": 0, "weights": -1}
+    dims = {"position_ids": dim, "embeddings": 0, "weights": -1, "labels": -1}
     for rank in range(3):
         part, held = layout.shard_batch(batch, rank, [0, 5, 8], dims), layout.positions(rank)
         assert part["position_ids"].equal(positions[:, :, held])
