@@ -79,11 +79,11 @@ def test_limits_keep_a_case_that_shows_merging_in_16_bits(words, run, narrow):
 
 
 def test_a_module_without_options_but_with_a_scale_is_tested_with_one(run, write_module):
-    line = " --tokens 150 --runs 1 --only attention/block_causal/* --features no-options,finite"
+    options = " --tokens 150 --runs 1 --only attention/block_causal/* --features no-options,finite"
     for name, parameter, line, passed, expected in (
         ("ignoring", "scale=None, ", "pass", "", 1),
         ("scaling", "scale=None, ", "pass", ", scale=scale", 0),
         ("without", "", "pass", "", 0),
     ):
         write_module(name, SCALED.format(parameter=parameter, line=line, passed=passed))
-        assert run(name + line)[0] == expected, name
+        assert run(name + options)[0] == expected, name
