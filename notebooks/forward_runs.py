@@ -7,7 +7,6 @@ with without("mbarrier.wait(v.full.index(ring.slot), ring.parity)"):
 """
 
 import copy
-import linecache
 import re
 import textwrap
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from canon.fast.kernels.gluon import config, forward_plain
 from canon.fast.kernels.gluon.config import Config
 from canon.masks.mask import Mask
 from canon.simulator import Event, Fault
+from canon.simulator.program import statement
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 
@@ -105,7 +105,7 @@ def explained(fault: Fault) -> str:
         name, _, number = next(
             (frame for frame in frames if frame[1] == "forward_plain.py"), frames[0]
         )
-        code = linecache.getline(forward_plain.__file__, int(number)).split("  #")[0].strip()
+        code = statement(forward_plain.__file__, int(number)).split("  #")[0]
         return f"`{code.partition(' = ')[0] if name == KERNEL else code}`"
 
     text = f"{type(fault).__name__}: " + _FRAMES.sub(

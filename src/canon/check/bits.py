@@ -111,6 +111,7 @@ def whole(x: Trial) -> Iterator[Part]:
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
+    """Compute chunks of `size` queries, each over the keys before it."""
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
@@ -127,6 +128,7 @@ def decode(x: Trial) -> Iterator[Part]:
 
 
 def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
+    """Compute the sequence with a function of several ranks."""
     mask = Mask.causal(x.tokens)
     held = TILED_LAYOUTS[layout](mask, dist.get_world_size())
     shards = (held.shard(y, dist.get_rank(), 1) for y in x.sequence)
@@ -135,6 +137,7 @@ def on_ranks(x: Trial, function: str, layout: str) -> Iterator[Part]:
 
 
 def among_documents(x: Trial) -> Iterator[Part]:
+    """Compute the sequence as the second of three documents."""
     mask = Mask.documents([0, BEFORE, BEFORE + x.tokens, x.q.shape[1]])
     out, lse = x.call("attention", x.q, x.k, x.v, mask=mask)
     yield x.whole(out[x.place], lse[:, x.place])

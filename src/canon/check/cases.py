@@ -194,6 +194,8 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
+    """The heads, widths and strides of the tensors of a case."""
+
     heads: tuple[int, int]
     widths: tuple[int, int]
     batch: int = 0  # 0 means packed
@@ -324,6 +326,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
 
 def matches(name: str, only: str | None) -> bool:
+    """Return whether a name matches the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
@@ -350,6 +353,7 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 
 
 def has_option(module: Any, function: str) -> bool:
+    """Return whether a function has the option rank_invariant."""
     return "rank_invariant" in parameters_of(module, function)
 
 
@@ -364,6 +368,7 @@ class Coverage:
 
 
 def covered(module: Any) -> Coverage:
+    """Return what the cases test of a module."""
     tried = {function for function, *_ in rows()}
 
     def public(half: Any) -> set[str]:

@@ -28,6 +28,7 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `canon check`."""
     add = parser.add_argument
     add(
         "module",

@@ -38,6 +38,7 @@ LINE = 300  # characters of a fault that is not printed in full
 
 
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
+    """Return the table of the results."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
     for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
         shown.add_column(

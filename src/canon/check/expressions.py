@@ -34,6 +34,7 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
+    """Draw the expression of a mask with n queries."""
     kind = draw.choice(
         ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
     )

@@ -23,6 +23,8 @@ KEPT = "world", "dtype", "backend", "tokens", "features", "only"  # arguments in
 
 
 class FixedCheck:
+    """A check of the cases of the table: what to run, and its record."""
+
     def __init__(
         self, arguments: argparse.Namespace, console: Console, placement: Placement, module: Any
     ):

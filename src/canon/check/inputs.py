@@ -172,6 +172,7 @@ def tree(lengths: Sequence[int]) -> Mask:
 
 
 def mask_of(name: str, documents: Documents) -> Masks:
+    """Return the mask of this name over the documents."""
     documents = _sequence(name, documents)
     n = documents.tokens
     names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}

@@ -53,6 +53,7 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
 
 
 def holder(layout: Layout, token: int) -> tuple[int, int]:
+    """Return the rank that holds a token, and its row there."""
     for rank in range(layout.ranks):
         rows = (layout.positions(rank) == token).nonzero()
         if len(rows):

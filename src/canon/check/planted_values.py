@@ -51,6 +51,7 @@ def unseen_tokens(mask: Mask, axis: int) -> Tensor:
 
 
 def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> None:
+    """Write a NaN or an infinity, as "nan in v", into the tensors."""
     value, name = planted.split(" in ")
     x = tensors[TENSORS.index(name)]
     x[-1, _planted_token(name, masks[-1]), -1, x.shape[-1] // 2] = float(value)

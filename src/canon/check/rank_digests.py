@@ -120,6 +120,7 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
 
 
 def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
+    """Print the digests and their faults."""
     for result in results:
         if result["digest"]:
             line, calls = f"{result['inputs']} {result['digest']}", len(result["calls"])

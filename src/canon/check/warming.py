@@ -13,6 +13,7 @@ from canon.testing import process_groups
 
 
 def worth_it(device: str) -> bool:
+    """Return whether several cores can compile kernels before the check."""
     return (
         device == "cuda"
         and (os.cpu_count() or 1) > 1
@@ -44,6 +45,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 def collect(
     groups: Sequence[tuple[int, CaseRunner]], progress: Callable[[int], None] = lambda cases: None
 ) -> None:
+    """Run all cases without launches, and count them."""
     done = 0
     for ranks, runner in groups:
         for case in runner.cases:

@@ -10,11 +10,14 @@ Sources: Colin Fidge, Timestamps in message-passing systems that preserve the pa
 (1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
 (2009)."""
 
+import ast
 import linecache
 import random
+import re
 import sys
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -63,7 +66,24 @@ class Place:
         )
 
     def source(self) -> list[str]:
-        return [linecache.getline(code.co_filename, n).strip() for code, n in self.lines]
+        return [statement(code.co_filename, n) for code, n in self.lines]
+
+
+def statement(file: str, line: int) -> str:
+    """Return the statement at a line of a file, on one line."""
+    ends = [end for start, end in _statements(file) if start <= line <= end]
+    found = " ".join(
+        linecache.getline(file, n).strip() for n in range(line, min(ends, default=line) + 1)
+    )
+    return re.sub(r"(?<=[(\[]) |,? (?=[)\]])", "", found)
+
+
+@lru_cache
+def _statements(file: str) -> list[tuple[int, int]]:
+    """Return the first and last lines of the statements without a body."""
+    nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
+    return [(x.lineno, x.end_lineno or x.lineno) for x in simple]
 
 
 class Event(NamedTuple):
