@@ -116,10 +116,10 @@ def dq_kernel(
     delta_row = tl.load(delta_head + rows, mask=valid, other=0.0)
     acc = tl.zeros([BM, D_PAD], ACC)
 
-    state = visit_keys(
+    acc = visit_keys(
         dq_step, (q_tile, dout_tile, lse2, delta_row, scale_log2), (acc,), spans, bounds, rows,
         batch, sources, D, DV, D_PAD, DV_PAD, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER,
         PARTIAL_STAGES, BN, PARTIAL_BN,
-    )  # fmt: skip
+    )[0]  # fmt: skip
     dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)
-    store_rows(dq_rows, first, valid, state[0] * scale_acc, D, D_PAD, ALIGN)
+    store_rows(dq_rows, first, valid, acc * scale_acc, D, D_PAD, ALIGN)

@@ -56,8 +56,8 @@ def sink_kernel(
     first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
     x = load_tile(out, batch, head, out_strides, first, valid, D, D_PAD, ALIGN).to(ACC)
-    x *= a[:, None]
-    store_tile(result, batch, head, result_strides, first, valid, x, D, D_PAD, ALIGN)
+    weighted = x * a[:, None]
+    store_tile(result, batch, head, result_strides, first, valid, weighted, D, D_PAD, ALIGN)
 
 
 @kernel(*ROW_NUMBERS, statistics=("lse", "dlse"))
