@@ -68,7 +68,7 @@ def inputs(d: int) -> tuple[torch.Tensor, ...]:
 def answers(d: int) -> tuple[Attended, Attended, torch.Tensor]:
     """Return the judge's two results, and the row statistics of a backward pass."""
     q, k, v, dout = inputs(d)
-    exact, honest = (attended(q, k, v, dout, Cells(MASK), SCALE) for attended in (oracle, dense))
+    exact, honest = (attended(q, k, v, dout, MASK, SCALE) for attended in (oracle, dense))
     delta = (dout.float() * honest.out.float()).sum(-1).transpose(1, 2)
     stats = torch.stack([launch.portable.LOG2E * honest.lse, -delta], 2)
     return exact, honest, torch.nn.functional.pad(stats, (0, -TOKENS % 4))
