@@ -12,6 +12,7 @@ import torch
 
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import Heads, Traversal, tile_schedule
+from canon.fast.tables.cells import Cells
 from canon.masks.mask import Mask
 
 WorkTile = list[tuple[int, int]]  # (query head, tiles of queries visited)
@@ -55,7 +56,7 @@ def claims_of(
     tile, each = config.choose("dkdv" if d <= 128 else "dkdv_hdim256", d, d)[0], h // heads
     read = each * mask.queries * 2 * d * 2  # bytes of q and dout for an owner
     traversal = Traversal(tile.rows, tile.columns, True, Heads(b, heads, 1), 1, each, read)
-    work = tile_schedule(mask, traversal, torch.device("cpu")).work.tolist()
+    work = tile_schedule(Cells(mask), traversal, torch.device("cpu")).work.tolist()
     found, free = [[] for _ in range(sms)], [(0, sm) for sm in range(sms)]
     for row in range(8, work[0], 8):  # first row, stop, batch, owner, spans begin, end, ...
         owner, spans, stop = work[row + 3 : row + 6]
