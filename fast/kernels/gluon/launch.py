@@ -25,6 +25,7 @@ from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
+from canon.fast.kernels.gluon.method import fused_pays
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 
 # functions of a backend
@@ -68,19 +69,29 @@ write_results = few_queries_launch.write_results
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the method for "auto": as the Triton backend,
-    but "fused" where ordered dq is faster.
+def choose_method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    multiprocessors: int,
+    repeats: bool,
+    sends: bool,
+) -> str:
+    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with
+    dq in a fixed order if ``repeats``.
     """
-    method = portable.choose_method(q, k, v, mask, multiprocessors)
+    method = portable.choose_method(q, k, v, mask, multiprocessors, repeats, sends)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
         return method
     config, *pads = choose("fused", d, dv)
+    width, tile = max(pads), (config.rows, config.columns)
     query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
-    pays = ordered_dq_pays(
-        mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns
-    )
+    if repeats:
+        pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, width, *tile)
+    else:
+        pays = fused_pays(mask, q.shape[2] // k.shape[2], width, sends)
     return "fused" if pays else method
 
 

@@ -1,0 +1,37 @@
+"""When a backward pass of one kernel is faster than one of two, if dq is added in any order.
+
+"fused" saves two of seven MMAs a tile. It costs float32 sums of dq, which are set to zero, added to
+in L2 and cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other
+ranks, a kernel of dq also hides their message, and "fused" has no such kernel.
+"""
+
+from canon.fast.kernels.gluon.dq_order import MIN_VISITS_OF_NARROW
+from canon.fast.tables.cells import Cells
+from canon.fast.tables.work_tables import visits
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+
+# Visits of a tile of 128 keys by tiles of 128 queries, on average: "split" is faster at 4.5 and
+# below, "fused" at 8.5 and above. At width 64 with shared key heads "fused" is faster at 4.5, too:
+# `MIN_VISITS_OF_NARROW`.
+MIN_VISITS = 8
+
+# If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
+# in proportion to the time of a kernel of dq over that of the message.
+MIN_VISITS_OF_SENT = 60
+
+
+@cached_plan
+def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
+    """Return whether "fused" with dq in any order is faster than "split".
+
+    ``share``: query heads that share a key head; ``width`` is padded; ``sends``: dk and dv are sent
+    to other ranks afterwards. Records: paper/data/kernels_h200.json, kernels_peers_h200.json and
+    kernels_sweep_widths_h200.json; for ``sends`` methods_two_and_four_h200.json. On each of their
+    shapes the faster method takes at most 3 % less time (tests/test_method_records.py).
+    """
+    visited, tiles = visits(Cells(mask), 128, 128, True, 128)
+    least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
+    if visited <= least * tiles:
+        return False
+    return not sends or visited * share > MIN_VISITS_OF_SENT * tiles
