@@ -1,11 +1,16 @@
-"""When a backward pass of one kernel is faster than one of two, if dq is added in any order.
+"""The method of a backward pass for "auto", and when one kernel is faster than two, if dq is added
+in any order.
 
 "fused" saves two of seven MMAs a tile. It costs float32 sums of dq, which are set to zero, added to
 in L2 and cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other
 ranks, a kernel of dq also hides their message, and "fused" has no such kernel.
 """
 
-from canon.fast.kernels.gluon.dq_order import MIN_VISITS_OF_NARROW
+from torch import Tensor
+
+from canon.fast.kernels.gluon.config import choose, padded_to
+from canon.fast.kernels.gluon.dq_order import MIN_VISITS_OF_NARROW, ordered_dq_pays
+from canon.fast.kernels.triton import launch as portable
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import visits
 from canon.masks.mask import Mask
@@ -19,6 +24,32 @@ MIN_VISITS = 8
 # If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
 # in proportion to the time of a kernel of dq over that of the message.
 MIN_VISITS_OF_SENT = 60
+
+
+def choose_method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    multiprocessors: int,
+    repeats: bool,
+    sends: bool,
+) -> str:
+    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with
+    dq in a fixed order if ``repeats``.
+    """
+    method = portable.choose_method(q, k, v, mask, multiprocessors, repeats, sends)
+    d, dv = q.shape[3], v.shape[3]
+    if method == "head_parallel" or not padded_to("fused", d, dv):
+        return method
+    config, *pads = choose("fused", d, dv)
+    width, tile = max(pads), (config.rows, config.columns)
+    query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
+    if repeats:
+        pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, width, *tile)
+    else:
+        pays = fused_pays(mask, q.shape[2] // k.shape[2], width, sends)
+    return "fused" if pays else method
 
 
 @cached_plan

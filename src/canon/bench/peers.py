@@ -3,7 +3,8 @@ the peers.
 
 canon BACKEND METHOD             forced; "in order": under
                                  `torch.use_deterministic_algorithms(True)`
-canon auto                       a call without options; and with ``rank_invariant=True``
+canon auto                       a call without options; under that switch; and with
+                                 ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
 SDPA mask, eager, eager float32  dense masks, small shapes
 torch varlen                     packed documents
@@ -69,6 +70,8 @@ def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
             yield _forced(shape, backend, one.method, tiles=one)
     for suffix, options in ("", {}), (", rank invariant", {"rank_invariant": True}):
         yield Contender("canon auto" + suffix, partial(attention, shape, "auto", **options))
+    auto = partial(attention, shape, "auto")
+    yield Contender("canon auto, repeatable", auto, "canon auto", around=deterministic)
 
 
 def _forced(
