@@ -49,6 +49,6 @@ def repeated(
         unlike = on_some_rank(bool(different(first, second)))
         for number in range(3, runs + 1 + unlike):
             if where := different(second, run()):
-                under = f" under {SWITCH}" * switched
-                unequal_runs.append(f"run {number} gave other bits than run 2{under}, in {where}")
+                how = " (deterministic algorithms)" * switched
+                unequal_runs.append(f"run {number} gave other bits than run 2{how}, in {where}")
     return Repeated(first, second if unlike else None, unequal_runs)
