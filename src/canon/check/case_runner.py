@@ -133,6 +133,8 @@ class CaseRunner:
         on_some_rank = lambda x: any(_gather_objects(x)) if case.distributed else x
         switched = case.method != "fused"  # it adds dq in any order, or warns
         found = repeated(run, _different, on_some_rank, self.runs, switched)
+        if case.distributed:
+            dist.barrier()  # ranks that are threads share the switch: all have left it now
         return found, [seconds[0], seconds[-1]]
 
     def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
