@@ -16,16 +16,20 @@ in a fixed order: a tile of keys waits until the tile before it has added. Under
 `torch.use_deterministic_algorithms(True)` "fused" uses that order. The Triton kernel cannot: there
 "fused" raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" always repeats its bits. The kernel backend chooses the method by counts of work tiles
-(`choose_method`):
+"auto" is the fastest method. Under that switch it is the fastest that repeats its bits, also with
+``warn_only=True``: PyTorch's functions that can repeat their bits do so then, without a warning.
+Each pass reads the switch when it runs. The kernel backend chooses the method by counts of work
+tiles (`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
-    "fused"            Gluon, sequences long enough that the fixed order costs less than two MMAs a
-                       tile
+    "fused"            Gluon, without the switch: queries see enough keys that two MMAs a tile cost
+                       more than the float32 sums of dq (`canon.fast.kernels.gluon.method`)
+                       Gluon, under the switch: so many that the fixed order costs less, too
+                       (`canon.fast.kernels.gluon.dq_order`)
     "split"            otherwise
 
-`canon.fast.kernels.gluon.dq_order` names the records that its thresholds fit.
-paper/backward_on_hopper.md explains the fixed order.
+Both files name the records that their thresholds fit. paper/backward_on_hopper.md explains the
+fixed order.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
 (`canon.fast.schedule`).
@@ -58,6 +62,23 @@ __all__ = ["attention_backward"]
 
 # the most that "head_parallel" holds of dk and dv by query head at one time
 PARTIAL_BYTES = 1 << 28
+
+
+class Method(NamedTuple):
+    """The ``option`` of a call, and what "auto" depends on besides tensors and mask.
+
+    ``repeats``: equal calls must give equal bits. ``sends``: dk and dv are sent to other ranks
+    while a kernel of dq runs.
+    """
+
+    option: str
+    repeats: bool
+    sends: bool = False
+
+
+def method_now(option: str, sends: bool = False) -> Method:
+    """Return the method under the current state of `torch.use_deterministic_algorithms`."""
+    return Method(option, torch.are_deterministic_algorithms_enabled(), sends)
 
 
 class QueryInputs(NamedTuple):
@@ -102,13 +123,14 @@ def gradients(
     except the gradients.
     """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
-    given = (dout, q, k, v, out, lse, dlse, *grads)
-    replayed(_gradients, given, Cells(mask, places), scale, method, kind=kind)
+    given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
+    kind = None if kind is None else (kind, how)
+    replayed(_gradients, given, Cells(mask, places), scale, how, kind=kind)
     return grads
 
 
 def _gradients(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, cells: Cells, scale: Scale, method: str
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, cells: Cells, scale: Scale, method: Method
 ) -> None:
     kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
     if cells.places is not None:  # the kernels that several ranks launch
@@ -142,13 +164,26 @@ def _empty_like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def plan_gradients(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, method: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    method: str,
+    sends: bool = False,
 ) -> None:
     """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is
     launched.
+
+    The process that makes the call may have another state of
+    `torch.use_deterministic_algorithms`, so "auto" looks up the plans of both.
     """
     grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
-    _gradients(out, q, k, v, out, lse, None, *grads, Cells(mask), 1.0, method)
+    now = method_now(method, sends)
+    for repeats in (False, True) if method == "auto" else (now.repeats,):
+        how = now._replace(repeats=repeats)
+        _gradients(out, q, k, v, out, lse, None, *grads, Cells(mask), 1.0, how)
 
 
 def backward_into(
@@ -169,14 +204,15 @@ def backward_into(
     """
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
-    given, options = (q, k, v, dout, lse, delta, statistics), (Cells(mask, places), scale, method)
+    given = q, k, v, dout, lse, delta, statistics
+    options = Cells(mask, places), scale, method_now(method)
     replayed(_dkdv, (*given, dq, dk, dv), *options)
     if dq is not None and (method != "fused" or dk is None):
         replayed(_dq, (*given, dq, dk), *options)
 
 
 def _dkdv(
-    q, k, v, dout, lse, delta, statistics, dq, dk, dv, cells: Cells, scale: Scale, method: str
+    q, k, v, dout, lse, delta, statistics, dq, dk, dv, cells: Cells, scale: Scale, method: Method
 ) -> None:
     kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
     arguments = q, k, v, dout, kernels.row_statistics(lse, delta, statistics), cells, scale
@@ -184,7 +220,7 @@ def _dkdv(
 
 
 def _dq(
-    q, k, v, dout, lse, delta, statistics, dq, dk, cells: Cells, scale: Scale, method: str
+    q, k, v, dout, lse, delta, statistics, dq, dk, cells: Cells, scale: Scale, method: Method
 ) -> None:
     kernels, chosen = _choose(q, k, v, cells.mask, method, dq, dk)
     if dq is None or chosen == "fused":
@@ -199,22 +235,23 @@ def _choose(
     k: Tensor,
     v: Tensor,
     mask: Mask,
-    method: str,
+    method: Method,
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> tuple[Kernels, str]:
-    """Return the kernel backend and the method."""
-    chosen = automatic(q, k, v, mask) if method == "auto" else method
+    """Return the kernel backend, and the name of the method."""
+    chosen = automatic(q, k, v, mask, method) if method.option == "auto" else method.option
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # the fused kernel computes both
     return kernels_for(q, v, chosen), chosen
 
 
-def _launch_dkdv(kernels: Kernels, chosen: str, method: str, arguments: tuple, dq, dk, dv) -> None:
+def _launch_dkdv(
+    kernels: Kernels, chosen: str, method: Method, arguments: tuple, dq, dk, dv
+) -> None:
     """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
-        ordered = method == "auto" or torch.are_deterministic_algorithms_enabled()
-        _fused(kernels, arguments, dq, dk, dv, ordered)
+        _fused(kernels, arguments, dq, dk, dv, ordered=method.repeats)
     elif dk is None:
         return
     elif chosen == "split" or arguments[0].shape[2] == arguments[1].shape[2]:
@@ -244,17 +281,23 @@ def rank_invariant_method(method: str) -> str:
 
 
 def automatic(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    method: Method,
+    multiprocessors: int | None = None,
 ) -> str:
-    """Return the method for "auto", as the kernel backend chooses it. ``multiprocessors``: by
-    default those of q's device.
+    """Return the name of the method for "auto", as the kernel backend chooses it.
+    ``multiprocessors``: by default those of q's device.
     """
     if multiprocessors is None:
         is_gpu = q.device.type in ("cuda", "meta") and not is_cpu(q.device)
         multiprocessors = multiprocessor_count(q.device) if is_gpu else 1
     if multiprocessors == 1 or not q.shape[0]:
         return "split"
-    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors)
+    _, repeats, sends = method
+    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors, repeats, sends)
 
 
 def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:

@@ -18,7 +18,7 @@ class Part(NamedTuple):
     heads.
 
     ``whole``: the part is the call, on one rank. ``forward``, ``backward``: the passes that launch
-    it.
+    it. ``sends``: as in `canon.fast.backward.Method`.
     """
 
     mask: Mask
@@ -26,3 +26,4 @@ class Part(NamedTuple):
     whole: bool = False
     forward: bool = True
     backward: bool = True
+    sends: bool = False

@@ -47,7 +47,7 @@ from torch import Tensor
 from canon.faces import public_magi
 from canon.fast.active_queries import active_queries_of, query_indices, row_indices
 from canon.fast.backward import QueryInputs, gradients, make_delta
-from canon.fast.device import chosen_backend, rows_for
+from canon.fast.device import rows_for
 from canon.fast.group_collectives import (
     GroupReduce,
     Transfer,
@@ -64,7 +64,14 @@ from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.planner import dispatch
 from canon.fast.replay.recordings import replayed
 from canon.fast.ring import VARIANTS, active_part
-from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
+from canon.fast.schedule import (
+    Step,
+    StepBackward,
+    receiving,
+    run_backward,
+    run_forward,
+    settings_now,
+)
 from canon.fast.tables.device_plans import META
 from canon.fast.transport.messages import Pending, transport_for
 from canon.fast.transport.tile_exchanges import OwnTokens, TileCast
@@ -247,7 +254,7 @@ class _Backward:
             grads,
             kinds_of(*inputs[:3]),
             keys.kinds,
-            chosen_backend(),
+            settings_now(),
         )
         new = lambda number: StepBackward(
             schedule.steps[number], inputs, keys.v, self.dq, adds_dq=number > 0 or not own_is_first
@@ -329,7 +336,8 @@ def magi_parts(call: Call, backward: bool) -> Iterator[Part]:
         active = active_queries_of(plan.local_mask(step, rank), plan.holds_own(step))
         if plan.holds_own(step) and plan.casts and call.options["keep_kv"]:
             query_indices(active, META)  # its part of dq is added last
-        yield from active_part(active, call.shapes[1][2], True, writes=plan.holds_own(step))
+        writes, sends = plan.holds_own(step), plan.casts > 0
+        yield from active_part(active, call.shapes[1][2], True, writes, sends)
 
 
 MAGI = Algorithm(

@@ -72,7 +72,7 @@ def _launch(call: Call, part: Part, backward: bool) -> None:
         forward = forward_for(queries, values, mask, part.whole, call.options["return_max_logits"])
         forward(queries, keys, values, Cells(mask), 1.0, out, lse)
     if part.backward and backward:
-        plan_gradients(queries, keys, values, out, lse, mask, call.backward)
+        plan_gradients(queries, keys, values, out, lse, mask, call.backward, part.sends)
 
 
 NOTES = """

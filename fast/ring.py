@@ -73,11 +73,18 @@ from canon.fast.active_queries import (
     visible_keys,
 )
 from canon.fast.backward import QueryInputs, gradients, make_delta
-from canon.fast.device import chosen_backend, rows_for
+from canon.fast.device import rows_for
 from canon.fast.half import FAST, Part
 from canon.fast.local import forward_part
 from canon.fast.replay.recordings import replayed
-from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
+from canon.fast.schedule import (
+    Step,
+    StepBackward,
+    receiving,
+    run_backward,
+    run_forward,
+    settings_now,
+)
 from canon.fast.tables.device_plans import META
 from canon.fast.transport.messages import BlockRing, Blocks, Pending
 from canon.masks.plan_cache import PLANS
@@ -205,7 +212,7 @@ class RingBackward:
             kinds_of(inputs.dout, inputs.q, inputs.lse),
         )
         make = lambda: tuple(self.part(step, inputs, v) for step in ring.steps)
-        self.parts = PLANS.find((*key, chosen_backend()), make)
+        self.parts = PLANS.find((*key, settings_now()), make)
 
     def written(self) -> Iterator[Tensor]:
         """Return the tensors to which the kernels of each step write dk and dv."""
@@ -323,11 +330,12 @@ def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[
             if own
             else active_queries_of(visible_keys(mask)[1])
         )
-        yield from active_part(active, key_heads, forward, writes=own)
+        sends = call.ranks > 1
+        yield from active_part(active, key_heads, forward, writes=own, sends=sends)
 
 
 def active_part(
-    active: ActiveQueries, key_heads: int, forward: bool, writes: bool
+    active: ActiveQueries, key_heads: int, forward: bool, writes: bool, sends: bool
 ) -> Iterator[Part]:
     """Yield the part of a step, unless no query sees a key and the step does not write the first
     results (``writes``).
@@ -335,7 +343,7 @@ def active_part(
     if active.mask.bands or writes:
         if not writes:
             query_indices(active, META)
-        yield Part(active.mask, key_heads, forward=forward)
+        yield Part(active.mask, key_heads, forward=forward, sends=sends)
 
 
 VARIANTS = (

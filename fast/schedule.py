@@ -30,15 +30,15 @@ Source: double buffering; the order is that of aqlaboratory/ring-flash-attention
 (2025).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from canon.fast.active_queries import ActiveQueries
-from canon.fast.backward import QueryInputs, _dkdv, _dq
-from canon.fast.device import kernels_for
+from canon.fast.backward import QueryInputs, _dkdv, _dq, method_now
+from canon.fast.device import chosen_backend, kernels_for
 from canon.fast.local import empty_result, launch_forward
 from canon.fast.replay.recordings import replayed
 from canon.fast.tables.cells import Cells
@@ -211,6 +211,11 @@ class Scratch:
         return room[place.start : place.stop].view(place.dtype).view(place.shape)
 
 
+def settings_now() -> Hashable:
+    """Return the settings that a `StepBackward` keeps, for its key."""
+    return chosen_backend(), torch.are_deterministic_algorithms_enabled()
+
+
 class StepBackward:
     """The kernels of a step's backward pass, for one kind of call.
 
@@ -223,6 +228,8 @@ class StepBackward:
     ):
         self.step: Any = step  # of the schedule's own class
         self.active, self.adds_dq = step.active, adds_dq and dq is not None
+        # of the whole pass, so that `dq` computes what `dkdv` has left
+        self.method = method_now(step.call.backward, sends=step.call.ranks > 1)
         self.scratch = Scratch()
         inputs, tokens = inputs.heads(step.heads), self.active.mask.queries
         if not self.active.in_place:
@@ -295,7 +302,7 @@ class StepBackward:
         statistics = (
             self.scratch.view(room, "statistics") if "statistics" in self.scratch.places else None
         )
-        options = Cells(self.active.mask), self.step.call.scale, self.step.call.backward
+        options = Cells(self.active.mask), self.step.call.scale, self.method
         launch(q, *self.step.keys(*held), dout, lse, delta, statistics, *grads, *options)
 
     def _copies(self, room: Tensor | None) -> QueryInputs:

@@ -41,12 +41,18 @@ from torch import Tensor
 from canon.faces import public_strided
 from canon.fast.active_queries import active_queries_of, visible_keys
 from canon.fast.backward import QueryInputs, make_delta
-from canon.fast.device import chosen_backend
 from canon.fast.half import FAST, Part
 from canon.fast.local import forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
 from canon.fast.ring import ring_backward, steps_of_ring
-from canon.fast.schedule import Step, StepBackward, receiving, run_backward, run_forward
+from canon.fast.schedule import (
+    Step,
+    StepBackward,
+    receiving,
+    run_backward,
+    run_forward,
+    settings_now,
+)
 from canon.fast.transport.messages import (
     AllGather,
     HeadGroup,
@@ -147,7 +153,7 @@ def strided_backward(
     new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
     reduction = None if dk is None else ReduceScatter(dk, dv, call, groups)
-    key = StepBackward, schedule, needed, kinds_of(dout, q, lse), chosen_backend()
+    key = StepBackward, schedule, needed, kinds_of(dout, q, lse), settings_now()
     parts = PLANS.find(
         key, lambda: tuple(StepBackward(step, inputs, v, dq, adds_dq=False) for step in steps)
     )
@@ -192,7 +198,7 @@ def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
     if backward and steps.backward is None:
         yield from steps_of_ring(call, key_heads, forward=False)
     for heads in set(map(len, steps.backward or ())):
-        yield Part(mask, heads, forward=False)
+        yield Part(mask, heads, forward=False, sends=True)
 
 
 VARIANTS = (

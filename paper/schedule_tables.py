@@ -377,6 +377,22 @@ def two_gpus() -> dict[str, str]:
     }
 
 
+def methods() -> dict[str, str]:
+    """Return a table of both passes by repeatable methods, and with "fused" in any order."""
+    found, rows = load("methods_two_and_four_h200")["results"], []
+    for schedule_name, ranks in (("zigzag", 2), ("strided", 2), ("zigzag", 4), ("strided", 4)):
+        for n in dict.fromkeys(x["tokens"] for x in found if x["ranks"] == ranks):
+            times = [
+                only(found, schedule=schedule_name, ranks=ranks, tokens=n, backward=method)[
+                    "both_wall_ms"
+                ]
+                for method in ("auto", "fused")
+            ]
+            case = f"{schedule_name}, {ranks} GPUs, {tokens(n)} tokens"
+            rows.append([case, *(f"{x:.2f}" for x in times)])
+    return {"methods": table(("both passes, wall ms", "repeatable", "any order"), rows)}
+
+
 def few_queries() -> dict[str, str]:
     """Return the table of few queries over many keys."""
     rows = [
@@ -419,7 +435,7 @@ def few_queries() -> dict[str, str]:
     }
 
 
-PARTS = (schedules, two_gpus, few_queries, packs, host, plans, training, messages)
+PARTS = (schedules, two_gpus, methods, few_queries, packs, host, plans, training, messages)
 
 
 def _ring_wall(rank: int, checked: bool) -> str:

@@ -29,8 +29,9 @@ One loop cannot finish both tile by tile, so three methods compute the same sums
                       in head order
 
 A *share* is the query heads that share one key head. This half adds in one fixed order with every
-method; "auto" is "split". The walks as pictures, and the bits that they repeat:
-notebooks/08_backward.md; shares: notebooks/09_grouped_heads.md.
+method; "auto" is "split", whatever the state of `torch.use_deterministic_algorithms` is. The walks
+as pictures, and the bits that they repeat: notebooks/08_backward.md; shares:
+notebooks/09_grouped_heads.md.
 
 Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
 cost as much:

@@ -87,9 +87,19 @@ class Kernels(Protocol):
         ...
 
     def choose_method(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int, /
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        multiprocessors: int,
+        repeats: bool,
+        sends: bool,
+        /,
     ) -> str:
-        """Return the backward method for "auto"."""
+        """Return the backward method for "auto". ``repeats``, ``sends``: as in
+        `canon.fast.backward.Method`.
+        """
         ...
 
     def empty_statistics(self, lse: Tensor, /) -> Tensor | None:

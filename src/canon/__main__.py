@@ -17,8 +17,9 @@ Compare MODULE with canon.reference.
 Each case runs one function of MODULE on real documents, on several ranks, forward and backward.
 canon.reference runs the same case on the same ranks. Both results are compared with dense attention
 in float64. The error may be at most twice the error of dense attention in the same dtype, plus one
-rounding. Every case runs twice and must give the same bits both times. Functions with the option
-rank_invariant must give the same bits on any number of ranks, too.
+rounding. Every case runs again under torch.use_deterministic_algorithms(True), where it must repeat
+its bits. Functions with the option rank_invariant must give the same bits on any number of ranks,
+too.
 
   canon check                                  check canon.fast on the files of this repository
   canon check --ranks 3 --documents a.txt b/   use your own documents and three ranks

@@ -12,12 +12,13 @@ from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton.config import KERNELS
 
 pytestmark = pytest.mark.gpu
+ANY_ORDER, IN_ORDER = backward.Method("auto", False), backward.Method("auto", True)
 
 
 def test_auto_chooses_head_parallel_where_split_would_leave_multiprocessors_idle():
     def chosen(b, t, h, g, mask=None):
         q, k = (torch.empty(b, t, heads, 64, device="meta") for heads in (h, g))
-        return backward.automatic(q, k, k, mask or Mask.causal(t), 132)
+        return backward.automatic(q, k, k, mask or Mask.causal(t), ANY_ORDER, 132)
 
     assert chosen(1, 16384, 32, 8) == "split"  # 1024 tiles of keys and key heads
     assert chosen(2, 1024, 8, 1) == "head_parallel"  # 16
@@ -27,10 +28,12 @@ def test_auto_chooses_head_parallel_where_split_would_leave_multiprocessors_idle
     assert chosen(1, 16384, 8, 1, Mask.documents(range(0, 16385, 8))) == "split"
 
 
-def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypatch):
+def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs_little(
+    monkeypatch,
+):
     def chosen(b, t, h, g, d, dv=64):
         q, k, v = (torch.empty(b, t, *shape, device="meta") for shape in ((h, d), (g, d), (g, dv)))
-        return backward.automatic(q, k, v, Mask.causal(t), 132)
+        return backward.automatic(q, k, v, Mask.causal(t), IN_ORDER, 132)
 
     assert chosen(1, 16384, 32, 32, 64) == "split", "Triton's kernel adds in any order"
     monkeypatch.setattr(backward, "kernels_for", lambda q, v: hopper)
@@ -49,12 +52,12 @@ def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypat
     assert chosen(128, 1024, 32, 32, 64) == "split"
     for n, method in ((16384, "fused"), (8192, "split")):
         q, k = (torch.empty(1, n, heads, 128, device="meta") for heads in (32, 8))
-        assert backward.automatic(q, k, k, Mask.full(n), 132) == method, (
+        assert backward.automatic(q, k, k, Mask.full(n), IN_ORDER, 132) == method, (
             "equal tiles hardly wait; there are 128 and 64"
         )
     q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
     packed = Mask.documents([*range(0, 65536, 4096), 65536])
-    assert backward.automatic(q, k, k, packed, 132) == "split", (
+    assert backward.automatic(q, k, k, packed, IN_ORDER, 132) == "split", (
         "tiles of keys also visit too few in packed documents"
     )
     assert chosen(2, 1024, 8, 1, 64) == "head_parallel"
@@ -64,7 +67,7 @@ def test_auto_chooses_ordered_fused_on_hopper_where_order_costs_little(monkeypat
     assert chosen(1, 65536, 8, 2, 128) == "fused"
     q, k = (torch.empty(1, t, heads, 128, device="meta") for t, heads in ((4096, 32), (16384, 8)))
     shard = Layout.zigzag(16384, 4).local_mask(Mask.causal(16384), 0, range(4))
-    assert backward.automatic(q, k, k, shard, 132) == "split", (
+    assert backward.automatic(q, k, k, shard, IN_ORDER, 132) == "split", (
         "gradients of other ranks' keys are sent before dq is computed"
     )
 

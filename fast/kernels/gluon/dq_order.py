@@ -48,9 +48,11 @@ DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
 # `ordered_dq_pays`, by padded width; LAG: visits for each CTA of a head. Fitted, in paper/data:
-# kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 kernels_split_h100.json.
-MAX_SHARE = 0.08
+# kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 kernels_split_h100.json; narrow with
+# shared key heads kernels_peers_h200.json.
+MAX_SHARE = {64: 0.12, 128: 0.08}
 MIN_VISITS = {64: 8, 128: 256}
+MIN_VISITS_OF_NARROW = 3  # width 64, key heads that several query heads share
 MIN_VISITS_OF_FULL = 100  # without waits of unequal tiles: paper/data/kernels_peers_h200.json
 # paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
 MIN_VISITS_OF_MORE_KEYS = 256
@@ -125,14 +127,12 @@ def ordered_dq_pays(
 ) -> bool:
     """Return whether fused with ordered dq is faster than "split". Heads count over the batch."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
-    least = (
-        min(MIN_VISITS[width], MIN_VISITS_OF_FULL)
-        if area(mask) == mask.queries * mask.keys
-        else MIN_VISITS[width]
-    )
+    each = query_heads // key_heads
+    least = MIN_VISITS_OF_NARROW if width == 64 and each > 1 else MIN_VISITS[width]
+    if area(mask) == mask.queries * mask.keys:
+        least = min(least, MIN_VISITS_OF_FULL)
     if visited <= least * tiles:
         return False
-    each = query_heads // key_heads
     # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq
     # kernel, which "fused" cannot.
     if mask.keys <= mask.queries:
@@ -143,7 +143,7 @@ def ordered_dq_pays(
         if found := alternation(
             costs, rows, columns, each, key_heads, bytes_per_head, mask.queries
         ):
-            return found[1] < MAX_SHARE
+            return found[1] < MAX_SHARE[width]
     elif visited <= MIN_VISITS_OF_MORE_KEYS * tiles:
         return False
     lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles

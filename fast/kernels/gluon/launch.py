@@ -15,16 +15,16 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon import few_queries_launch
-from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose, padded_to
+from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
 from canon.fast.kernels.gluon.descriptors import box, descriptor, empty_for_tma
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
 from canon.fast.kernels.gluon.dq import dq_kernel
-from canon.fast.kernels.gluon.dq_order import ordered_dq_pays
 from canon.fast.kernels.gluon.few_queries import FIRST_TILES, OF_A_RANK
 from canon.fast.kernels.gluon.few_queries_plan import FewQueriesPlan
 from canon.fast.kernels.gluon.forward import forward_kernel
 from canon.fast.kernels.gluon.forward_plain import forward_plain_kernel
+from canon.fast.kernels.gluon.method import choose_method as choose_method
 from canon.fast.kernels.gluon.softmax_stats import empty_statistics as empty_statistics
 
 # functions of a backend
@@ -66,22 +66,6 @@ MOST_VISITS = 2**29
 write_results = few_queries_launch.write_results
 # kernels without MMAs are portable
 delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads
-
-
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
-    """Return the method for "auto": as the Triton backend,
-    but "fused" where ordered dq is faster.
-    """
-    method = portable.choose_method(q, k, v, mask, multiprocessors)
-    d, dv = q.shape[3], v.shape[3]
-    if method == "head_parallel" or not padded_to("fused", d, dv):
-        return method
-    config, *pads = choose("fused", d, dv)
-    query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
-    pays = ordered_dq_pays(
-        mask, query_heads, key_heads, multiprocessors, max(pads), config.rows, config.columns
-    )
-    return "fused" if pays else method
 
 
 def forward(

@@ -35,7 +35,15 @@ __all__ = [
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t)
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+def choose_method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    multiprocessors: int,
+    repeats: bool,
+    sends: bool,
+) -> str:
     """Return the method for "auto": "split", which needs no sums of dq."""
     return "split"
 

@@ -63,9 +63,17 @@ LARGEST_TILE = 256  # tokens, and columns
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
 
 
-def choose_method(q: Tensor, k: Tensor, v: Tensor, mask: Mask, multiprocessors: int) -> str:
+def choose_method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    multiprocessors: int,
+    repeats: bool,
+    sends: bool,
+) -> str:
     """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
-    adds in any order here.
+    is slower here: paper/data/kernels_triton_h200.json.
     """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):

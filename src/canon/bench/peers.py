@@ -3,7 +3,8 @@ the peers.
 
 canon BACKEND METHOD             forced; "in order": under
                                  `torch.use_deterministic_algorithms(True)`
-canon auto                       a call without options; and with ``rank_invariant=True``
+canon auto                       a call without options; under that switch; and with
+                                 ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
 SDPA mask, eager, eager float32  dense masks, small shapes
 torch varlen                     packed documents
@@ -28,6 +29,7 @@ from torch import Tensor
 from canon.bench.forced_tiles import Tiles, tiles_of
 from canon.bench.measuring import Attend, Contender, Settings, listed, reason
 from canon.bench.shapes import Shape, block_of_tokens
+from canon.testing.deterministic import deterministic
 
 FLASH4 = "flash-attn-4"
 SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash"}  # torch's kernels
@@ -68,6 +70,8 @@ def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
             yield _forced(shape, backend, one.method, tiles=one)
     for suffix, options in ("", {}), (", rank invariant", {"rank_invariant": True}):
         yield Contender("canon auto" + suffix, partial(attention, shape, "auto", **options))
+    auto = partial(attention, shape, "auto")
+    yield Contender("canon auto, repeatable", auto, "canon auto", around=deterministic)
 
 
 def _forced(
@@ -104,23 +108,6 @@ def forced(backend: str, in_order: bool = False, tiles: Tiles | None = None) -> 
         inside.enter_context(fast.backend(backend))
         inside.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Use deterministic algorithms, without filling new memory with NaN."""
-    before, warned = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    filled = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:

@@ -1,4 +1,7 @@
-"""List the contenders of `canon bench schedules`.
+"""List the contenders of `canon bench schedules`: Canon's, and the peers.
+
+torch's context parallel, ring-flash-attn    one causal sequence
+MagiAttention                                packed documents
 
 torch's context parallel replaces SDPA while a context is open, in the backward pass too. Source:
 PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from canon.bench import ring_flash_attn_peer
+from canon.bench import magi_attention_peer, ring_flash_attn_peer
 from canon.bench.measuring import Settings
 from canon.bench.peers import SDPA, sdpa
 from canon.bench.shapes import Shape
@@ -80,7 +83,17 @@ def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
 
 
 def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
-    """Return the installed peers for the shape, filtered by the settings."""
+    """Return the installed peers for the shape, filtered by the settings.
+
+    A collective on packed documents: MagiAttention plans them. Without a process group its layout
+    is contiguous.
+    """
+    name = magi_attention_peer.NAME
+    if ranks > 1 and settings.wants(name) and magi_attention_peer.takes(shape):
+        layout, attend = Layout.contiguous(shape.n, ranks), _unplanned
+        if dist.is_initialized():
+            layout, attend = magi_attention_peer.planned(shape, settings.device)
+        return [Schedule(name, layout, attend, peer=True)]
     if shape.mask_name != "causal" or shape.n % (2 * ranks) or ranks == 1:
         return []
     layout, device = Layout.zigzag(shape.n, ranks), settings.device.type
@@ -93,6 +106,11 @@ def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedul
     if device == "cuda" and (attend := ring_flash_attn_peer.zigzag_function()) is not None:
         found.append(Schedule(ring_flash_attn_peer.NAME, layout, attend, peer=True))
     return [schedule for schedule in found if settings.wants(schedule.name)]
+
+
+def _unplanned(*_: Any, **__: Any) -> None:
+    """Raise RuntimeError."""
+    raise RuntimeError(f"{magi_attention_peer.NAME} plans in a process group")
 
 
 def _without_lse(attend: Callable, *tensors: Any, return_lse: bool = False) -> Any:

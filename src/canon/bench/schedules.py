@@ -1,5 +1,5 @@
-"""`canon bench schedules`: time every schedule of `canon.fast`, torch's context parallel and
-ring-flash-attn on several GPUs.
+"""`canon bench schedules`: time every schedule of `canon.fast`, and the installed peers, on several
+GPUs.
 
 Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.bench import ring_flash_attn_peer
+from canon.bench import magi_attention_peer, ring_flash_attn_peer
 from canon.bench.cuda_graph import captured
 from canon.bench.measuring import Judge, Settings, both_passes, reason, verdict_of
 from canon.bench.on_ranks import OnRanks
@@ -254,7 +254,8 @@ def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
 
 def fields(settings: Settings) -> dict[str, Any]:
     """Return further fields of the record."""
-    return {"peers": installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}}
+    peers = installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}
+    return {"peers": peers | {magi_attention_peer.NAME: magi_attention_peer.installed()}}
 
 
 def tables(rows: list[dict]) -> list:

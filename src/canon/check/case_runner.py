@@ -1,6 +1,6 @@
 """Run cases on all ranks of a process group.
 
-    each rank   inputs -> shards -> module, twice or more; reference, once -> gather
+    each rank   inputs -> shards -> module, twice or more (`repetition`); reference -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
 An exception of the module ends all ranks, because others may wait inside the module.
@@ -29,6 +29,7 @@ from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import worst_places
 from canon.check.planted_values import exempted, reach, spread
 from canon.check.random_source import RandomSource
+from canon.check.repetition import SWITCH, Repeated, repeated
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement
 
@@ -96,26 +97,45 @@ class CaseRunner:
         if dist.get_rank() and not case.distributed:
             return None
         program, exchange, layout, x = self._program(case)
-        first, cold = self._timed(program, module, case)
-        unequal_runs, warm = [], cold
-        for number in range(2, self.runs + 1):
-            other, warm = self._timed(program, module, case)
-            if where := _different(first, other):
-                unequal_runs.append(f"run {number} gave other bits than the first, in {where}")
+        (first, second, unequal_runs), seconds = self._repeated(program, module, case)
         of_reference = program(reference)
         if exchange:
-            found = _judged_exchange(first, of_reference, exchange.answers(), unequal_runs)
+            exact = exchange.answers()
+            judged = lambda got, unequal: _judged_exchange(got, of_reference, exact, unequal)
         else:
-            found = self._judged(module, case, layout, x, first, of_reference, unequal_runs)
+            judged = lambda got, unequal: self._judged(
+                module, case, layout, x, got, of_reference, unequal
+            )
+        found = judged(first, unequal_runs)
+        also = {} if second is None else judged(second, [])
         if dist.get_rank():
             return None
+        found["faults"] += [f"under {SWITCH}: {fault}" for fault in also.get("faults", ())]
         not_judged = found.pop("not_judged", [])
         verdict = "not judged" if not_judged else "agrees"
         verdict = "disagrees" if found["faults"] else verdict
         found["faults"] += not_judged
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
         head = {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict}
-        return head | found | {"seconds": [cold, warm]}
+        return head | found | {"seconds": seconds}
+
+    def _repeated(
+        self, program: Callable[[Any], Any], module: Any, case: Case
+    ) -> tuple[Repeated, list[float]]:
+        """Return the results of all runs, and the seconds of the first and last run."""
+        seconds = []
+
+        def run() -> Any:
+            result, taken = self._timed(program, module, case)
+            seconds.append(taken)
+            return result
+
+        on_some_rank = lambda x: any(_gather_objects(x)) if case.distributed else x
+        switched = case.method != "fused"  # it adds dq in any order, or warns
+        found = repeated(run, _different, on_some_rank, self.runs, switched)
+        if case.distributed:
+            dist.barrier()  # ranks that are threads share the switch: all have left it now
+        return found, [seconds[0], seconds[-1]]
 
     def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
         """Return the results, and the seconds until the last rank has them."""

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=2,
         metavar="N",
-        help="run each case N times; all runs must give the same bits (default: %(default)s)",
+        help="run each case N times; from run 2 on, bits must be equal (default: %(default)s)",
     )
     add(
         "--documents",

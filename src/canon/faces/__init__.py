@@ -21,7 +21,10 @@ These arguments are common to all of them:
                       columns (`mesh.py` of each half). ``layout`` has a part for each rank, row
                       after row. "heads" must divide g; `latent_attention` raises
     reduce_dtype      dtype in which dk and dv are sent; None is float32 (float64 for float64)
-    backward          "fused", "split", "head_parallel" or "auto", for every step: see `backward.py`
+    backward          "fused", "split", "head_parallel" or "auto", for every step, as in
+                      `backward.py`. "auto" is the fastest. Under
+                      `torch.use_deterministic_algorithms(True)` it is the fastest that repeats its
+                      bits
     rank_invariant    return, on any number of ranks, the bits that one rank would return
                       (`owner_computes.py`). Each piece of the layout, a run of tokens on one rank,
                       must begin at a multiple of 128, in the sequence and in the rank's shard.
@@ -32,9 +35,9 @@ These arguments are common to all of them:
     return_max_logits also return, as the last result, the largest scores (h,), as in `attention`
 
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches,
-heads, widths, scales, options and requires_grad. The sequence is as long as the mask; without a
-mask, as the layout; without both, W t tokens. A ValueError or TypeError is raised on every rank, if
-the arguments of one rank do not fit together or differ between ranks. A UserWarning is given in the
-first call without a mask and a layout, if h = g and a rank has fewer tokens than heads, as if q
-were (b, h, t, d); and in the first call of `magi_attention` without a layout, after `dispatch` has
-planned one for its mask."""
+heads, widths, scales, options, requires_grad and `torch.use_deterministic_algorithms`. The sequence
+is as long as the mask; without a mask, as the layout; without both, W t tokens. A ValueError or
+TypeError is raised on every rank, if the arguments of one rank do not fit together or differ
+between ranks. A UserWarning is given in the first call without a mask and a layout, if h = g and a
+rank has fewer tokens than heads, as if q were (b, h, t, d); and in the first call of
+`magi_attention` without a layout, after `dispatch` has planned one for its mask."""

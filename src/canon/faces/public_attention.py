@@ -46,7 +46,8 @@ def attention(algorithm: Algorithm):
                 None is none. out becomes out * sigmoid(lse - sink), differentiable in sink, too.
                 lse stays that of the keys alone.
             backward: "fused", "split", "head_parallel", or "auto": the methods of
-                `attention_backward`.
+                `attention_backward`. "auto" is the fastest, and under
+                `torch.use_deterministic_algorithms(True)` the fastest that repeats its bits.
             rank_invariant: let the bits of a query depend on the keys that it sees and their
                 positions modulo 128 alone: equal in training on any number of ranks, in prefill by
                     chunks, in decoding, among other documents and in a

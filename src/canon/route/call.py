@@ -41,6 +41,8 @@ from canon.route.mesh_columns import check_heads, of_column
 from canon.route.plan_arguments import check_size, warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
+# by `torch.get_deterministic_debug_mode`
+SWITCH = "False", "True, warn_only=True", "True"
 PLAIN = frozenset(
     {type(None), bool, int, float, str, torch.dtype}
 )  # types of options that a key may hold
@@ -238,21 +240,27 @@ class Call:
         )
 
     @cached_property
-    def _digests(self) -> dict[tuple[str, tuple[bool, ...]], tuple[str, Fields, int]]:
-        """The name, the fields and the digest of each pass, by its name and by the tensors that
-        need a gradient.
+    def _digests(self) -> dict[tuple[str, tuple[bool, ...], int], tuple[str, Fields, int]]:
+        """The name, the fields and the digest of each pass, by its name, by the tensors that need a
+        gradient, and by `torch.get_deterministic_debug_mode`.
         """
         return {}
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call between all ranks at the start of its pass ``name``. Raises like
-        `GroupState.agree`.
+        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks
+        at the start of its pass ``name``. Raises like `GroupState.agree`.
         """
-        found = self._digests.get((name, needs_grad))
+        mode = torch.get_deterministic_debug_mode()
+        found = self._digests.get((name, needs_grad, mode))
         if found is None:
             names = ", ".join(self.algorithm.declaration.tensors)
-            fields = (("pass", name), *self.fields, (f"requires_grad of {names}", needs_grad))
-            found = self._digests[name, needs_grad] = (
+            fields = (
+                ("pass", name),
+                *self.fields,
+                ("torch.use_deterministic_algorithms", SWITCH[mode]),
+                (f"requires_grad of {names}", needs_grad),
+            )
+            found = self._digests[name, needs_grad, mode] = (
                 f"{self.function} ({name})",
                 fields,
                 digest_of(fields),
@@ -347,7 +355,8 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
     # no tensor, or one without strides or memory (torch.func)
     except (AttributeError, RuntimeError, TypeError):
         return None
-    return *key, algorithm.side.settings(key)
+    # the kernels of `compile_for` depend on the switch
+    return *key, torch.are_deterministic_algorithms_enabled(), algorithm.side.settings(key)
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:

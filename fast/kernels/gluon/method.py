@@ -1,0 +1,68 @@
+"""The method of a backward pass for "auto", and when one kernel is faster than two, if dq is added
+in any order.
+
+"fused" saves two of seven MMAs a tile. It costs float32 sums of dq, which are set to zero, added to
+in L2 and cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other
+ranks, a kernel of dq also hides their message, and "fused" has no such kernel.
+"""
+
+from torch import Tensor
+
+from canon.fast.kernels.gluon.config import choose, padded_to
+from canon.fast.kernels.gluon.dq_order import MIN_VISITS_OF_NARROW, ordered_dq_pays
+from canon.fast.kernels.triton import launch as portable
+from canon.fast.tables.cells import Cells
+from canon.fast.tables.work_tables import visits
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import cached_plan
+
+# Visits of a tile of 128 keys by tiles of 128 queries, on average: "split" is faster at 4.5 and
+# below, "fused" at 8.5 and above. At width 64 with shared key heads "fused" is faster at 4.5, too:
+# `MIN_VISITS_OF_NARROW`.
+MIN_VISITS = 8
+
+# If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
+# in proportion to the time of a kernel of dq over that of the message.
+MIN_VISITS_OF_SENT = 60
+
+
+def choose_method(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    multiprocessors: int,
+    repeats: bool,
+    sends: bool,
+) -> str:
+    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with
+    dq in a fixed order if ``repeats``.
+    """
+    method = portable.choose_method(q, k, v, mask, multiprocessors, repeats, sends)
+    d, dv = q.shape[3], v.shape[3]
+    if method == "head_parallel" or not padded_to("fused", d, dv):
+        return method
+    config, *pads = choose("fused", d, dv)
+    width, tile = max(pads), (config.rows, config.columns)
+    query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
+    if repeats:
+        pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, width, *tile)
+    else:
+        pays = fused_pays(mask, q.shape[2] // k.shape[2], width, sends)
+    return "fused" if pays else method
+
+
+@cached_plan
+def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
+    """Return whether "fused" with dq in any order is faster than "split".
+
+    ``share``: query heads that share a key head; ``width`` is padded; ``sends``: dk and dv are sent
+    to other ranks afterwards. Records: paper/data/kernels_h200.json, kernels_peers_h200.json and
+    kernels_sweep_widths_h200.json; for ``sends`` methods_two_and_four_h200.json. On each of their
+    shapes the faster method takes at most 3 % less time (tests/test_method_records.py).
+    """
+    visited, tiles = visits(Cells(mask), 128, 128, True, 128)
+    least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
+    if visited <= least * tiles:
+        return False
+    return not sends or visited * share > MIN_VISITS_OF_SENT * tiles

@@ -1,0 +1,98 @@
+"""Run MagiAttention on packed documents, with its default options.
+
+It plans its own layout: `layout_of` gathers the positions of all ranks' tokens. The plan of a mask
+is made before anything is timed.
+
+Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py."""
+
+import functools
+import importlib
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from canon.bench.shapes import Shape
+from canon.masks.layout import Layout
+
+NAME = "MagiAttention"
+PACKAGE = "magi_attention"
+
+
+@functools.cache
+def api() -> tuple[Any, str]:
+    """Return its module of public functions, or None, and its version, or why it is absent."""
+    try:
+        module = importlib.import_module(f"{PACKAGE}.api")
+    except ModuleNotFoundError as error:
+        return None, f"not installed ({error})"
+    except Exception as error:  # for example an OSError of a compiled library
+        return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
+    try:
+        return module, version(PACKAGE)
+    except PackageNotFoundError:
+        return module, "unknown version"
+
+
+def installed() -> str:
+    """Return its version, or why it is absent."""
+    return api()[1]
+
+
+def takes(shape: Shape) -> bool:
+    """Return whether it is installed, and the shape is one sequence of packed documents."""
+    return shape.b == 1 and bool(shape.lengths) and api()[0] is not None
+
+
+def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., Any]]:
+    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width).
+
+    A collective. Raises ValueError if it pads the sequence: its ranks would hold more tokens.
+    """
+    module, group = api()[0], dist.group.WORLD
+    ends = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=device)
+    key = module.magi_attn_varlen_key(
+        cu_seqlens_q=ends,
+        cu_seqlens_k=ends,
+        num_heads_q=shape.h,
+        num_heads_kv=shape.g,
+        head_dim=shape.d,
+        pad_size=0,  # it computes the padding itself
+        cp_group_or_mesh=group,
+        causal=True,
+    )
+    layout = layout_of(module.get_position_ids(key).tolist(), shape.n)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, return_lse: bool = False):
+        out, meta = module.calc_attn(*(x.squeeze(0) for x in (q, k, v)), key)
+        out = out.unsqueeze(0)
+        return (out, meta.lse.mT.unsqueeze(0)) if return_lse else out
+
+    return layout, attend
+
+
+def layout_of(positions: list[int], tokens: int) -> Layout:
+    """Return the layout of all ranks, from the positions of this rank's tokens. A collective.
+
+    Raises ValueError unless each token of the sequence is on one rank, once.
+    """
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, positions)
+    held = sorted(position for own in by_rank for position in own)
+    if held != list(range(tokens)):
+        raise ValueError(
+            f"{NAME} gives its ranks {len(held)} tokens of a sequence of {tokens}, "
+            f"{len(set(held))} of them distinct: take a length that it does not pad"
+        )
+    return Layout([runs(own) for own in by_rank], tokens)
+
+
+def runs(positions: list[int]) -> list[range]:
+    """Return the positions as ranges of consecutive ones, in their order."""
+    starts = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
+    edges = [0, *starts, len(positions)]
+    return [range(positions[i], positions[i] + j - i) for i, j in pairwise(edges) if j > i]

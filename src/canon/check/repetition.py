@@ -1,0 +1,54 @@
+"""Run a case several times, and compare the bits of its runs.
+
+    run 1              as a caller runs it
+    run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`
+
+PyTorch's switch promises equal bits, so runs 2, 3, ... must have them. If runs 1 and 2 have equal
+bits, two runs are enough. Otherwise there is one more, and the results of both ways are judged.
+"""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+from canon.testing.deterministic import deterministic
+
+SWITCH = "torch.use_deterministic_algorithms"
+
+
+class Repeated(NamedTuple):
+    """The results of run 1; those of run 2 if some rank has other bits there, else None; and a text
+    for each later run of this rank with other bits than run 2.
+    """
+
+    first: Any
+    second: Any
+    unequal_runs: list[str]
+
+
+def repeated(
+    run: Callable[[], Any],
+    different: Callable[[Any, Any], str],
+    on_some_rank: Callable[[bool], bool],
+    runs: int,
+    switched: bool,
+) -> Repeated:
+    """Run a case ``runs`` times, or once more. ``different`` describes the rows with other bits.
+
+    ``on_some_rank`` returns whether a value is True on a rank. Without ``switched`` all runs are as
+    run 1.
+    """
+    # else products of matrices warn on a GPU under the switch
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    first, unequal_runs = run(), []
+    if runs == 1:
+        return Repeated(first, None, [])
+    with deterministic(warn_only=True) if switched else nullcontext():
+        second = run()
+        unlike = on_some_rank(bool(different(first, second)))
+        for number in range(3, runs + 1 + unlike):
+            if where := different(second, run()):
+                how = " (deterministic algorithms)" * switched
+                unequal_runs.append(f"run {number} gave other bits than run 2{how}, in {where}")
+    return Repeated(first, second if unlike else None, unequal_runs)

@@ -1,0 +1,282 @@
+"""`torch.use_deterministic_algorithms` decides whether "auto" repeats its bits, in each pass that
+runs.
+
+Launches for a Hopper GPU are noted and dropped, where a test names it. The CPU stands for the GPU.
+"""
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from programs import printed
+from torch.utils.checkpoint import checkpoint
+
+from canon import Layout, Mask, fast, reference
+from canon.fast import backward, device, schedule
+from canon.fast.kernels import launcher
+from canon.fast.kernels.gluon import launch as gluon_launch
+from canon.testing import process_groups
+from canon.testing.deterministic import deterministic
+
+pytestmark = pytest.mark.usefixtures("empty_cache")
+SMS = 4  # of the GPU: few wait in the fixed order, even in short sequences
+ANY_ORDER, IN_ORDER, TWO_KERNELS = ["fused, any order"], ["fused, ordered"], ["dk, dv", "dq"]
+HALVES = {"reference": reference, "fast": fast}
+
+
+def inputs(tokens, h=4, g=4, d=128, dtype=torch.bfloat16):
+    draw = torch.Generator().manual_seed(0)
+    new = lambda heads: torch.randn(1, tokens, heads, d, generator=draw).to(dtype)
+    return [*(new(heads).requires_grad_() for heads in (h, g, g)), new(h)]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Return a list that collects the backward kernels that a Hopper GPU would run."""
+    found = []
+
+    def note(kernel, ctas, device, arguments, **options):
+        name = kernel.fn.__name__
+        if name == "dq_kernel":
+            found.append("dq")
+        elif name == "dkdv_kernel":
+            order = "ordered" if options["ORDERED"] else "any order"
+            found.append(f"fused, {order}" if options["FUSED"] else "dk, dv")
+
+    automatic = backward.automatic
+    monkeypatch.setattr(gluon_launch, "launch", note)
+    monkeypatch.setattr(launcher, "_launch", lambda *_: None)
+    monkeypatch.setattr(gluon_launch, "check_runs", lambda _: None)
+    monkeypatch.setattr(gluon_launch, "SIMULATED_SMS", SMS)
+    monkeypatch.setattr(backward, "automatic", lambda *given: automatic(*given, SMS))
+    with device.backend("gluon"):
+        yield found
+
+
+def kernels_of(launched, attend, q, k, v, dout, mask=None):
+    """Return the kernels of one backward pass."""
+    launched.clear()
+    torch.autograd.grad(attend(q, k, v, mask), (q, k, v), dout)
+    return list(launched)
+
+
+@pytest.mark.interpreted
+def test_a_long_call_adds_in_any_order_unless_bits_must_repeat(launched):
+    kernels = functools.partial(kernels_of, launched, fast.attention)
+    long, short = inputs(2048), inputs(256)
+    narrow = *inputs(2048, d=64), Mask.full(2048)
+    assert kernels(*long) == kernels(*narrow) == ANY_ORDER
+    assert kernels(*short) == TWO_KERNELS
+    for warn_only in (False, True):
+        with deterministic(warn_only):
+            assert kernels(*long) == kernels(*short) == TWO_KERNELS
+            assert kernels(*narrow) == IN_ORDER
+    assert kernels(*long) == ANY_ORDER, "the switch is off again: the call is the first one again"
+
+
+@pytest.mark.interpreted
+def test_rank_invariance_repeats_its_bits_without_the_switch(launched):
+    attend = functools.partial(fast.attention, rank_invariant=True)
+    assert kernels_of(launched, attend, *inputs(2048, d=64), Mask.full(2048)) == TWO_KERNELS
+
+
+@pytest.mark.interpreted
+def test_fused_by_name_is_ordered_under_the_switch(launched):
+    attend = functools.partial(fast.attention, backward="fused")
+    assert kernels_of(launched, attend, *inputs(256)) == ANY_ORDER
+    with deterministic():
+        assert kernels_of(launched, attend, *inputs(256)) == IN_ORDER
+
+
+# --- what "auto" is told, and when
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Return a list that collects what "auto" depends on besides shapes, of each choice. All are
+    "split", but "fused" in any order without the switch.
+    """
+    found = []
+
+    def automatic(q, k, v, mask, how):
+        found.append(how)
+        return "split" if how.repeats else "fused"
+
+    monkeypatch.setattr(backward, "automatic", automatic)
+    return found
+
+
+def small(tokens=12):
+    return [x.detach().requires_grad_() for x in inputs(tokens, d=8, dtype=torch.float32)]
+
+
+def differentiate(attend):
+    q, k, v, dout = small()
+    return torch.autograd.grad(attend(q, k, v), (q, k, v), dout.detach())
+
+
+SCHEDULES = {
+    "ring_attention": {},
+    "zigzag_attention": {},
+    "strided_attention": {"head_stride": 2},
+    "magi_attention": {"casts": 2},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("function", SCHEDULES)
+def test_only_steps_of_several_ranks_send_gradients(function, ranks, asked):
+    attend = functools.partial(
+        getattr(fast, function), mask=Mask.causal(12 * ranks), **SCHEDULES[function]
+    )
+    layout = {} if function == "zigzag_attention" else {"layout": Layout.zigzag(12 * ranks, ranks)}
+    process_groups.threads(lambda: differentiate(functools.partial(attend, **layout)), ranks)
+    assert asked
+    assert {how.sends for how in asked} == {ranks > 1}
+    differentiate(fast.attention)
+    assert not asked[-1].sends
+
+
+def differentiated_again(attend, q, k, v, dout, wait=lambda: None):
+    """Return the gradients without the switch, with it, and without it again. ``wait`` for the
+    other ranks, which share it.
+    """
+    out, found = attend(q, k, v), []
+    for state in (False, True, False):
+        with deterministic() if state else nullcontext():
+            wait()
+            found.append(torch.autograd.grad(out, (q, k, v), dout, retain_graph=True))
+            wait()
+    return found
+
+
+def test_each_pass_reads_the_switch_when_it_runs(asked):
+    grads = differentiated_again(fast.attention, *small())
+    assert [how.repeats for how in asked] == [False, True, False]
+    for x, y in zip(*grads[:2], strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_each_pass_of_several_ranks_reads_the_switch_when_it_runs(asked):
+    attend = functools.partial(fast.zigzag_attention, mask=Mask.causal(24))
+    process_groups.threads(lambda: differentiated_again(attend, *small(), dist.barrier), 2)
+    number = len(asked) // 3
+    assert [how.repeats for how in asked] == [False] * number + [True] * number + [False] * number
+
+
+@pytest.mark.interpreted
+def test_a_recorded_pass_is_replayed_in_its_own_state_alone(replays, monkeypatch):
+    choose = lambda q, k, v, mask, how: "head_parallel" if how.repeats else "split"
+    monkeypatch.setattr(backward, "automatic", choose)
+    q, k, v, dout = inputs(160, g=1, d=16, dtype=torch.float32)
+    grads = differentiated_again(fast.attention, q, k, v, dout)
+    grads += differentiated_again(fast.attention, q, k, v, dout)
+    by_name = lambda method: differentiated_again(
+        functools.partial(fast.attention, backward=method), q, k, v, dout
+    )[0]
+    expected = [by_name("split"), by_name("head_parallel")]
+    assert not torch.equal(expected[0][1], expected[1][1])
+    for number, found in enumerate(grads):
+        assert all(map(torch.equal, found, expected[number % 3 == 1]))
+    assert not any(replays())
+
+
+def test_a_recomputed_call_reads_it_in_its_backward_pass(asked):
+    for reentrant in (False, True):
+        with deterministic():
+            q, k, v, dout = small()
+            out = checkpoint(fast.attention, q, k, v, use_reentrant=reentrant)
+        torch.autograd.backward(out, dout)
+    assert [how.repeats for how in asked] == [False, False]
+
+
+def test_a_switch_between_both_kernels_of_a_step_changes_nothing(asked, monkeypatch):
+    """Another thread may use it. A method that changes between both kernels would leave dq out, or
+    compute it twice.
+    """
+    dkdv = schedule.StepBackward.dkdv
+
+    def switching(self, *given):
+        dkdv(self, *given)
+        torch.use_deterministic_algorithms(not torch.are_deterministic_algorithms_enabled())
+
+    attend = functools.partial(fast.zigzag_attention, mask=Mask.causal(24))
+    run = lambda: process_groups.threads(lambda: differentiate(attend), 2)
+    expected = run()
+    monkeypatch.setattr(schedule.StepBackward, "dkdv", switching)
+    try:
+        for before in (True, False):
+            torch.use_deterministic_algorithms(before)
+            for mine, theirs in zip(run(), expected, strict=True):
+                for x, y in zip(mine, theirs, strict=True):
+                    torch.testing.assert_close(x, y)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- calls, ranks
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(name, monkeypatch):
+    compiled, half = [], HALVES[name]
+    side = half.local.LOCAL.side
+    compile_for = lambda call: compiled.append(torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr(side, "compile_for", compile_for)
+    for state in (False, False, True, True, False):
+        torch.use_deterministic_algorithms(state)
+        try:
+            differentiate(half.attention)
+        finally:
+            torch.use_deterministic_algorithms(False)
+    assert compiled == [False, True]
+
+
+def disagree(name):
+    """Return the errors of forward and backward passes in which the ranks have different modes."""
+    half, (q, k, v, dout), found = HALVES[name], small(), []
+    for modes in ((0, 2), (2, 1)):
+        out = half.ring_attention(q, k, v)
+        torch.set_deterministic_debug_mode(modes[dist.get_rank()])
+        for wrong in (lambda: half.ring_attention(q, k, v), lambda: out.backward(dout)):
+            with pytest.raises(ValueError) as raised:
+                wrong()
+            found.append(str(raised.value))
+        torch.set_deterministic_debug_mode(0)
+    return found
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_ranks_with_different_switches_raise(name):
+    field = "the ranks disagree:\n  torch.use_deterministic_algorithms:"
+    off, warning = (
+        f"{field} rank 0: {x}; rank 1: {y}"
+        for x, y in (("False", "True"), ("True", "True, warn_only=True"))
+    )
+    errors = process_groups.processes(functools.partial(disagree, name), 2)
+    assert errors == [[off, off, warning, warning]] * 2
+
+
+# --- compiled functions
+
+
+COMPILED = """
+import torch
+from canon import fast
+from canon.fast import backward
+
+found = []
+backward.automatic = lambda q, k, v, mask, how: found.append(how.repeats) or "split"
+q, k, v = (torch.randn(1, 12, 4, 8, requires_grad=True) for _ in range(3))
+attend = torch.compile(lambda q, k, v: fast.attention(q, k, v).sum(), backend="aot_eager")
+for state in (False, True, False, True):
+    torch.use_deterministic_algorithms(state)
+    attend(q, k, v).backward()
+print(found)
+"""
+
+
+def test_a_compiled_function_reads_the_switch_when_it_runs():
+    assert printed(COMPILED).strip() == "[False, True, False, True]"
