@@ -42,9 +42,10 @@ def evenly(documents):
 
 @pytest.mark.parametrize("documents", [16, 64, 256, 1024])
 def test_both_passes_of_a_new_mask_upload_three_tables_at_most(documents):
+    """Of both states of `torch.use_deterministic_algorithms`, which can need two orders, four."""
     plans, _ = planned(evenly(documents))
     arrays = [x for _, plan in plans if isinstance(plan, tuple) for x in plan]
-    assert 1 <= sum(isinstance(x, np.ndarray) for x in arrays) <= 3
+    assert 1 <= sum(isinstance(x, np.ndarray) for x in arrays) <= 4
 
 
 def growth():
