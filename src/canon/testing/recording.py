@@ -176,7 +176,9 @@ def _hop(log: Log, batch: Callable) -> Callable:
 
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
-        first, mask = arguments[0], next(x for x in arguments if isinstance(x, Mask))
+        # a Mask, or the cells of one
+        masks = (getattr(x, "mask", x) for x in arguments)
+        first, mask = arguments[0], next(x for x in masks if isinstance(x, Mask))
         area = Cells(mask, options.get("places")).area
         # or dout, which has the same heads
         queries = first if isinstance(first, Tensor) else first.q
