@@ -95,9 +95,10 @@ def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     assert given == options_of("kernels", *words)  # the record's command asks for the same again
     assert "packs" not in kept["command"]
     assert kept["ceilings"] == CEILINGS
-    assert [row["contender"] for row in kept["results"]][-2:] == [
+    assert [row["contender"] for row in kept["results"]][-3:] == [
         "canon auto",
         "canon auto, rank invariant",
+        "canon auto, repeatable",
     ]
     assert all(row["agrees"] for row in kept["results"] if not row.get("declined"))
     declined = {row["contender"] for row in kept["results"] if row.get("declined")}

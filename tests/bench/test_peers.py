@@ -63,7 +63,7 @@ def test_who_can_do_a_mask_is_asked():
     ]
     assert not set(dense_ones) & set(names("1,65536,4,2,16,causal")), "their scores are too large"
     cuda = peers.contenders(shapes.shape_of("1,64,4,2,16,causal"), on_cpu("canon", backend="cuda"))
-    auto = ["canon auto", "canon auto, rank invariant"]
+    auto = ["canon auto", "canon auto, rank invariant", "canon auto, repeatable"]
     assert [one.name for one in cuda] == ["canon cuda split", "canon cuda head_parallel", *auto]
     assert "canon triton head_parallel" not in names("1,64,4,4,16,causal")
     assert not set(sdpa) & set(names("1,64,4,2,16,documents:9"))

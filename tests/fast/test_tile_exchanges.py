@@ -25,10 +25,10 @@ def backward_events(monkeypatch, function, **options):
         """
         plain = getattr(owner, name)
 
-        def call(*arguments):
+        def call(*arguments, **options):
             if dist.get_rank() == 0:
                 events.append(event if isinstance(event, str) else event(arguments))
-            return plain(*arguments)
+            return plain(*arguments, **options)
 
         monkeypatch.setattr(owner, name, call)
 
