@@ -102,7 +102,7 @@ def test_more_ranks_than_tokens(half, call, unwritten_is_nan):
 
 
 @every_call
-def test_packed_tensors_and_the_default_mask_and_layout(half, call):
+def test_packed_tensors_and_the_default_mask_and_layout(half, call, empty_cache):
     q, k, v, dout, _ = whole(Mask.causal(12))
     layout = layout_of(call, 12, 3, Layout.contiguous(12, 3))
     attend = functools.partial(getattr(half, CALLS[call][0]), **CALLS[call][1])
