@@ -198,12 +198,10 @@ class Assignment:
         """Return which of ``others`` may gain, and the keys that its chunks and theirs add there
         and here (others, chunks).
         """
-        chunks, mine, theirs, flat = (
-            self.chunks,
-            self.slots[rank],
-            self.slots[others],
-            self.missing.reshape(-1),
-        )
+        chunks = self.chunks
+        mine = self.slots[rank]
+        theirs = self.slots[others]
+        flat = self.missing.reshape(-1)
         row = (others * self.missing.shape[1])[:, None, None]
         to_other = (flat.take(chunks.last[mine] + row) - flat.take(chunks.first[mine] + row)).sum(2)
         to_me = chunks.between(self.missing[rank], theirs)
@@ -230,10 +228,8 @@ class Assignment:
         peak_now = np.maximum(self.cost[others], max(self.cost[rank], chunks.allowed))
         # Shared keys only add to a peak and to a change, so they are needed only where these bounds
         # gain.
-        peak, change = (
-            np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received)),
-            here + there,
-        )
+        peak = np.maximum(np.maximum(load, chunks.allowed), np.maximum(*received))
+        change = here + there
         gains = _gains(peak, change, peak_now[:, None, None])
         gains &= self._keeps_one_small(rank, others)
         pairs = np.nonzero(gains)
@@ -258,10 +254,8 @@ class Assignment:
         """Return which swaps leave at most one small chunk on both ranks."""
         if not self.chunks.small_ones:
             return True
-        small, theirs = (
-            self.chunks.small[self.slots[rank]][:, None],
-            self.chunks.small[self.slots[others]][:, None],
-        )
+        small = self.chunks.small[self.slots[rank]][:, None]
+        theirs = self.chunks.small[self.slots[others]][:, None]
         too_many = small & ~theirs & self.has_small[others][:, None, None]
         return ~too_many & (small | ~theirs | ~self.has_small[rank])
 

@@ -75,10 +75,8 @@ def decode_in_order(
         _padded(rows * dv) + _padded(8 * rows) + 2 * UNIT, dtype=torch.float32, device=q.device
     )
     state, counter = state[:-UNIT], state[-UNIT:].view(torch.int32)  # the counter does not travel
-    o, sums = (
-        state[: rows * dv].view(b, t, h, dv),
-        state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4),
-    )
+    o = state[: rows * dv].view(b, t, h, dv)
+    sums = state[_padded(rows * dv) :][: 8 * rows].view(2, b, h, t, 4)
     must_repeat = state[-1:].view(torch.int32)
 
     each = (

@@ -121,10 +121,8 @@ def _transfers(
     """
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
-    first, stop = (
-        first // granularity * granularity,
-        np.minimum(-(-stop // granularity) * granularity, layout.tokens),
-    )
+    first = first // granularity * granularity
+    stop = np.minimum(-(-stop // granularity) * granularity, layout.tokens)
     rank, first, stop = union_of_intervals(held.runs[2][run], first, stop, layout.tokens)
     # ranges are disjoint, so the ranges that overlap with an interval are neighbours
     if held.step == 1:

@@ -89,10 +89,8 @@ def latent_backward(
     """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are
     sent, too.
     """
-    ring, projection = (
-        ring_of(call, latent, k_rope, _Step),
-        _Projection(call, up_weight, needs_grad[3]),
-    )
+    ring = ring_of(call, latent, k_rope, _Step)
+    projection = _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = projection.keys(ring, latent, k_rope)
     state = _Backward(ring, inputs, projection, needs_grad)

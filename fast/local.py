@@ -195,10 +195,8 @@ def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tu
     device.
     """
     check_device(out)
-    new_out, new_lse = (
-        torch.empty_like(out),
-        torch.empty(lse.shape, dtype=lse.dtype, device=lse.device),
-    )
+    new_out = torch.empty_like(out)
+    new_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     tensors = (out, lse, other_out, other_lse, new_out, new_lse)
     rows_for(out).merge(*(x.unsqueeze(0) if out.ndim == 3 else x for x in tensors))
     return new_out, new_lse

@@ -45,12 +45,10 @@ def resources(messages: str) -> Resources:
     numbers: Callable[[str], list[int]] = lambda pattern: [
         int(found) for found in re.findall(pattern, messages)
     ]
-    registers, spilled = (
-        numbers(r"Used (\d+) registers"),
-        numbers(
-            r"(\d+) bytes spill "
-            r"(?:stores|loads)"
-        ),
+    registers = numbers(r"Used (\d+) registers")
+    spilled = numbers(
+        r"(\d+) bytes spill "
+        r"(?:stores|loads)"
     )
     if len(registers) != 1:
         raise ValueError(f"expected the messages of one kernel, got {len(registers)}: {messages}")

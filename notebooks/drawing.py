@@ -359,10 +359,8 @@ def timelines(schedules, hop):
                     "linewidth": 0,
                 }
                 ax.add_patch(Rectangle((now, rank - 0.4), length, 0.54, **waiting))
-                share, sent = (
-                    cells / perfect,
-                    {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0},
-                )
+                share = cells / perfect
+                sent = {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0}
                 ax.add_patch(
                     Rectangle(
                         (now, rank - 0.4), share, 0.54, facecolor=RANKS[owner], edgecolor="white"

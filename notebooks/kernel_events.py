@@ -93,11 +93,9 @@ def steps_of(events: Sequence[Event], kernel: str) -> tuple[list[Step], list[tup
     counts, starts = Counter(), {}
     published, last = {}, {}
     for place, event in enumerate(event for event in events if event.partition in lanes):
-        lane, name, landed = (
-            lanes[event.partition],
-            name_of(event),
-            event.kind == "done" and event.of.kind == "load",
-        )
+        lane = lanes[event.partition]
+        name = name_of(event)
+        landed = event.kind == "done" and event.of.kind == "load"
         if name and event.kind in ("load", "wgmma", "exp2"):
             tile = _tile(event, name, counts[lane, event.kind, name], kernel)
             counts[lane, event.kind, name] += 1

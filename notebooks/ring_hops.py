@@ -166,10 +166,8 @@ def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtyp
             f"{count}: the part of step 0 stays, and every later step sends"
         )
         for step, hop in enumerate(own, 1):
-            where, dtypes = (
-                (f"rank {rank}, step {step}: the gradient hop"),
-                {x.dtype for x in hop.tensors},
-            )
+            where = f"rank {rank}, step {step}: the gradient hop"
+            dtypes = {x.dtype for x in hop.tensors}
             assert dtypes == {dtype}, (
                 f"{where} has {', '.join(map(str, dtypes))}, expected call.reduce_dtype, {dtype}"
             )

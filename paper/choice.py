@@ -57,11 +57,9 @@ def work(of, ranks: int) -> Work:
     """Return the work of the mask ``of`` on so many ranks."""
     from canon import Layout, fast
 
-    everyone, zigzag, planned = (
-        range(ranks),
-        Layout.zigzag(of.queries, ranks),
-        fast.dispatch(of, ranks),
-    )
+    everyone = range(ranks)
+    zigzag = Layout.zigzag(of.queries, ranks)
+    planned = fast.dispatch(of, ranks)
     cells = lambda layout, rank, owner: layout.local_mask(of, rank, owner).area
     report = fast.plan_report(of, planned)
     return Work(
@@ -89,10 +87,8 @@ def milliseconds(name: str, work: Work, ranks: int, rates: Rates) -> float:
             total += sum(max(step, moved * hop) for step in steps) + last + (moved - 1) * hop
         elif name.startswith("strided"):
             groups = G // int(name.split()[-1])
-            gather, step = (
-                (ranks - 1) * shard / groups / rates.gather,
-                kernel(work.strided / groups, flops),
-            )
+            gather = (ranks - 1) * shard / groups / rates.gather
+            step = kernel(work.strided / groups, flops)
             total += gather + step + (groups - 1) * max(step, moved * gather) + (moved - 1) * gather
         else:
             cast = work.received * key / rates.gather

@@ -21,10 +21,8 @@ def _cells(axes, cells, left: float, top: float, colour: str = BLUE) -> None:
     extent = (left, left + columns, top + rows, top)
     colours = ListedColormap(["#efefef", colour])
     axes.imshow(cells.numpy(), cmap=colours, extent=extent, interpolation="nearest", vmin=0, vmax=1)
-    xs, ys = (
-        [left, left + columns, left + columns, left, left],
-        [top, top, top + rows, top + rows, top],
-    )
+    xs = [left, left + columns, left + columns, left, left]
+    ys = [top, top, top + rows, top + rows, top]
     axes.plot(xs, ys, color=GREY, linewidth=0.6)
 
 
@@ -309,10 +307,8 @@ def judge():
     """Draw the errors of all recorded cases as parts of their bounds, by tensor and dtype."""
     figure, grid = new(width=NARROW, height=2.2)
     axes = grid[0][0]
-    names, dtypes = (
-        ("out", "lse", "dq", "dk", "dv"),
-        (("bfloat16", BLUE), ("float16", GREEN), ("float32", ORANGE)),
-    )
+    names = ("out", "lse", "dq", "dk", "dv")
+    dtypes = (("bfloat16", BLUE), ("float16", GREEN), ("float32", ORANGE))
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in (row for record, *_ in kernel_tables.CHECKS for row in load(record)["results"]):
         dtype = next((dtype for dtype, _ in dtypes if dtype in row["case"].split("/")), "")

@@ -149,11 +149,9 @@ def tiled_backward(
     sizes = q.shape[1], k.shape[1], k.shape[1]
     if whole_tiles:
         dout, q, k, v = map(in_whole_tiles, (dout, q, k, v))
-        lse, delta, mask = (
-            in_whole_tiles(lse, 2, -torch.inf),
-            in_whole_tiles(delta, 2),
-            mask_in_whole_tiles(mask),
-        )
+        lse = in_whole_tiles(lse, 2, -torch.inf)
+        delta = in_whole_tiles(delta, 2)
+        mask = mask_in_whole_tiles(mask)
     heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
     tiles = _Backward(mask, scale, *heads_first, lse, delta)
     walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)

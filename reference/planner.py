@@ -179,10 +179,8 @@ def moved_by(assignment: Assignment) -> list[int]:
     """Return for each rank the tokens that it receives or those that it sends,
     whichever are more.
     """
-    needs, owns = (
-        [need_of(held) for held in assignment],
-        [reduce(or_, (x.own for x in held), 0) for held in assignment],
-    )
+    needs = [need_of(held) for held in assignment]
+    owns = [reduce(or_, (x.own for x in held), 0) for held in assignment]
     # not to itself
     sent = [sum((need & own).bit_count() for need in needs) - own.bit_count() for own in owns]
     return [max(received_by(held), each) for held, each in zip(assignment, sent, strict=True)]
@@ -270,10 +268,8 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
     """Assign the largest chunk first, to a rank with area <= ``limit`` that then needs the fewest
     additional keys.
     """
-    slots, most_full = (
-        len(chunks) // ranks if chunks else 0,
-        ranks - sum(chunk.small for chunk in chunks),
-    )
+    slots = len(chunks) // ranks if chunks else 0
+    most_full = ranks - sum(chunk.small for chunk in chunks)
     assignment: Assignment = [[] for _ in range(ranks)]
     order = sorted(chunks, key=lambda chunk: (-chunk.area, chunk.number))
     for place, chunk in enumerate(order):

@@ -138,10 +138,8 @@ def ring_backward(
     own_part = (None, None)  # dk and dv of this rank's keys from its own queries: set at step 0
     for step in named_steps(range(call.ranks)):
         owner = (call.rank - step) % call.ranks
-        hop, mask = (
-            Hop(held, owner - 1, call) if step + 1 < call.ranks else None,
-            call.local_mask(owner),
-        )
+        hop = Hop(held, owner - 1, call) if step + 1 < call.ranks else None
+        mask = call.local_mask(owner)
         dq_part, *part = tiled_backward(
             dout,
             q,

@@ -226,11 +226,9 @@ def few_queries_on_ranks(x: Inputs) -> None:
         y = Inputs(x.model, x.q.device, min(queries, few.MOST_QUERIES), TOKENS)
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
-        lse, counter, scale = (
-            y.statistic(),
-            torch.zeros(2, dtype=torch.int32, device=y.q.device),
-            y.model.scale,
-        )
+        lse = y.statistic()
+        counter = torch.zeros(2, dtype=torch.int32, device=y.q.device)
+        scale = y.model.scale
         o, sums, qkv = y.out.float(), lse.new_zeros(2, *lse.shape, 4), (y.q, y.k, y.v)
         weights = kernels.weights_of_rank(*qkv, y.cells)
         with _replaced(few, "slice_width", width):

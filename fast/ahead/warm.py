@@ -121,11 +121,9 @@ def _checked_model(
     )
     known = all_functions()
     dtypes, backends = ", ".join(map(str, DTYPES)), ", ".join(map(repr, BACKENDS))
-    width, remedy, reduced = (
-        "a positive multiple of 16",
-        ": others compile when used",
-        options.get("reduce_dtype"),
-    )
+    width = "a positive multiple of 16"
+    remedy = ": others compile when used"
+    reduced = options.get("reduce_dtype")
     for name, value, fits, expected, advice in (
         ("dtype", dtype, dtype in DTYPES, f"one of {dtypes}", ""),
         ("d", d, _is_width(d), width, remedy),

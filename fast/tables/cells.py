@@ -109,10 +109,8 @@ class Places:
             np.searchsorted(visited.end, first, "right"),
             np.searchsorted(visited.start, last, "left"),
         )
-        begin, end = (
-            np.maximum(first[part], visited.start[piece]),
-            np.minimum(last[part], visited.end[piece]),
-        )
+        begin = np.maximum(first[part], visited.start[piece])
+        end = np.minimum(last[part], visited.end[piece])
         if (end - begin).sum() != (last - first).sum():
             raise RuntimeError("a buffer lacks tokens that its tiles visit")
         tile, right = tile[part], visited.shift[piece]

@@ -106,16 +106,12 @@ def visible_words(mask: Mask) -> np.ndarray:
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     band, place = counted(q_stop - q_start)
     query = q_start[band] + place
-    left, last = (
-        np.maximum(k_start[band], query + lo[band]),
-        np.minimum(k_stop[band], query + hi[band] + 1) - 1,
-    )
+    left = np.maximum(k_start[band], query + lo[band])
+    last = np.minimum(k_stop[band], query + hi[band] + 1) - 1
     query, left, last = (x[last >= left] for x in (query, left, last))
     first, end = left // WORD, last // WORD
-    head, tail = (
-        ALL << (left % WORD).astype(np.uint64),
-        ALL >> (WORD - 1 - last % WORD).astype(np.uint64),
-    )
+    head = ALL << (left % WORD).astype(np.uint64)
+    tail = ALL >> (WORD - 1 - last % WORD).astype(np.uint64)
     head, several = np.where(first == end, head & tail, head), first < end
     # Between ``first`` and ``end``, a query sees whole words: their sum over the words before is 1.
     inner = np.zeros((mask.queries, -(-mask.keys // WORD) + 1), np.int8)

@@ -59,10 +59,8 @@ def needs_more_owners(
 
     The bounds 1 <= imbalance <= `_imbalance_bound` decide most masks; margins cover rounding.
     """
-    by_key, by_query = (
-        (mask, rows, columns, key_heads, query_heads // key_heads),
-        (mask, rows, columns, query_heads, 1),
-    )
+    by_key = (mask, rows, columns, key_heads, query_heads // key_heads)
+    by_query = (mask, rows, columns, query_heads, 1)
     margin = 1e-6
     if _imbalance_bound(*by_key, sms) <= MORE_OWNERS - margin:
         return False

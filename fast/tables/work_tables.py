@@ -240,10 +240,8 @@ def _table(
     number = np.concatenate([full_from, full, count - full_to])
     kept = np.flatnonzero(number)
     kind, piece = np.divmod(kept, len(band)) if len(band) else (kept, kept)
-    is_full, column = (
-        kind == 1,
-        begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept],
-    )
+    is_full = kind == 1
+    column = begin[piece] + small * np.stack([0 * full_from, full_from, full_to]).ravel()[kept]
     # By tile, partial before full, then by column (below 2**31).
     order = np.argsort((2 * tile[piece] + is_full << 31) + column, kind="stable")
     is_full, piece = is_full[order], piece[order]

@@ -204,10 +204,8 @@ class HeadGroup:
 
     def _views(self, buffer: Tensor, first: int, tokens: int) -> list[Tensor]:
         heads, stride = len(self.heads), sum(self.widths)
-        strides, start = (
-            (heads * stride, self.token, stride, 1),
-            int(buffer.storage_offset()) + first * self.token,
-        )
+        strides = (heads * stride, self.token, stride, 1)
+        start = int(buffer.storage_offset()) + first * self.token
         starts = accumulate(self.widths[:-1], initial=start)
         return [
             buffer.as_strided((self.batch, tokens, heads, width), strides, start)

@@ -104,10 +104,8 @@ class Tree:
         Sums of advantages may be 0 or below: pass the number of labels to the loss, as
         ``num_items_in_batch``. Raises TypeError or ValueError for other types or numbers of
         weights."""
-        rows, given = (
-            self.unpack(torch.arange(len(self.token_ids), device="cpu")),
-            list(per_sequence),
-        )
+        rows = self.unpack(torch.arange(len(self.token_ids), device="cpu"))
+        given = list(per_sequence)
         if len(given) != len(rows):
             raise ValueError(
                 f"weights_of: {len(given)} weights for {len(rows)} sequences: give one of each"

@@ -46,11 +46,9 @@ def short_packs(monkeypatch):
 @pytest.mark.usefixtures("flash4")
 def test_who_can_do_a_mask_is_asked():
     canon = ["canon triton split", "canon triton fused", "canon triton head_parallel", "canon auto"]
-    sdpa, flex, four = (
-        ["SDPA cudnn", "SDPA flash"],
-        ["FlexAttention"],
-        ["flash-attn-4", "flash-attn-4 deterministic"],
-    )
+    sdpa = ["SDPA cudnn", "SDPA flash"]
+    flex = ["FlexAttention"]
+    four = ["flash-attn-4", "flash-attn-4 deterministic"]
     dense_ones = ["SDPA mask", "eager", "eager float32"]
     found = names("1,64,4,2,16,causal")
     assert [

@@ -95,10 +95,8 @@ def test_what_was_measured_is_kept_after_each_shape(tmp_path):
 
 
 def test_exposed_is_what_no_kernel_covers():
-    waiting, meeting = (
-        (0.0, 90.0, "at::cuda::spin_kernel(long)"),
-        (92.0, 100.0, "ncclDevKernel_AllReduce"),
-    )
+    waiting = (0.0, 90.0, "at::cuda::spin_kernel(long)")
+    meeting = (92.0, 100.0, "ncclDevKernel_AllReduce")
     message = (100.0, 140.0, "ncclDevKernel_SendRecv")
     kernels = [
         (110.0, 120.0, "forward_kernel"),
@@ -160,11 +158,9 @@ def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
     """The two functions of FlashAttention 2 that ring-flash-attn imports pass their arguments
     on.
     """
-    kernels, ring, calls = (
-        ModuleType("flash_attn.cute.interface"),
-        ModuleType("ring_flash_attn"),
-        [],
-    )
+    kernels = ModuleType("flash_attn.cute.interface")
+    ring = ModuleType("ring_flash_attn")
+    calls = []
     monkeypatch.setattr(
         kernels,
         "_flash_attn_fwd",

@@ -219,10 +219,8 @@ def test_a_factor_is_only_named_if_it_explains_the_result():
 def test_the_lse_of_a_query_tells_which_keys_it_saw():
     """Keys 3 to 5 have so little weight that rounding of out in 16 bits hides them."""
     k = torch.tensor([0.0, 0.0, 0.0, -9.0, -9.0, -9.0])[:, None, None].double()
-    q, v = (
-        torch.ones_like(k),
-        torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double(),
-    )
+    q = torch.ones_like(k)
+    v = torch.tensor([3.0, -2.0, 1.0, 3.0, 2.0, -3.0])[:, None, None].double()
     x = Inputs(q, k, v, v, v, Mask.causal(6), 1.0, torch.zeros(1))
     exact = Attended(v, torch.zeros(1, 6).double())
     rounded = exact._replace(out=v + 4e-3)

@@ -164,10 +164,8 @@ def test_float16_cases_come_near_the_largest_dS(table):
     cases = [draws.drawn(0, index, table) for index in range(600)]
     near = [case for case in cases if case.ds and case.shape.batch < 2 and not case.has_sink]
     for case in near[:25]:
-        x, expected = (
-            source.inputs(case, "cpu"),
-            source.expected(case, case.layout_of(source.mask(case), 1), "cpu"),
-        )
+        x = source.inputs(case, "cpu")
+        expected = source.expected(case, case.layout_of(source.mask(case), 1), "cpu")
         q, k, v, dout = (
             t.reshape(-1, *t.shape[-2:]).nan_to_num().double() for t in (x.q, x.k, x.v, x.dout)
         )
@@ -347,10 +345,8 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
     for name, got, true, size in zip(
         Attended._fields, dense(q, k, v, dout, mask), exact, reach, strict=True
     ):
-        error, once = (
-            (got.double() - true).abs(),
-            torch.finfo(got.dtype).eps * true.abs().clamp(min=torch.finfo(got.dtype).tiny),
-        )
+        error = (got.double() - true).abs()
+        once = torch.finfo(got.dtype).eps * true.abs().clamp(min=torch.finfo(got.dtype).tiny)
         assert (error <= 8 * size + once).all(), name
         assert error.max() >= size.max() / 300, name
 

@@ -175,11 +175,9 @@ def late(monkeypatch):
     exchange = dist.all_to_all_single
 
     def place(x):
-        storage, dtype, view = (
-            weakref.ref(x.untyped_storage()),
-            x.dtype,
-            (x.storage_offset(), x.size(), x.stride()),
-        )
+        storage = weakref.ref(x.untyped_storage())
+        dtype = x.dtype
+        view = (x.storage_offset(), x.size(), x.stride())
 
         def found():
             assert storage() is not None, "its memory was freed before the end of the exchange"

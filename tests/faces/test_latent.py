@@ -149,10 +149,8 @@ def test_ranks_exchange_latents_and_their_gradients_alone(half, reduce_dtype, si
 
 def test_hidden_tokens_may_hold_nan(half):
     """They change nothing, in the gradient of up_weight neither: it sums over all tokens."""
-    mask, layout = (
-        Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N),
-        Layout.zigzag(N, 2),
-    )
+    mask = Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N)
+    layout = Layout.zigzag(N, 2)
     assert hidden_keys(mask) == (range(0, 2), range(15, N))
     tensors = whole()
     expected = process_groups.threads(partial(shards, reference, mask, layout, tensors), 2)[0]
@@ -197,11 +195,9 @@ def test_packed_tensors_autocast_a_sink_and_a_mask_for_each_sequence(half):
 
 
 def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(half):
-    tokens, layout, options = (
-        9,
-        Layout.striped(9, 2),
-        dict(softcap=0.7, return_lse=True, return_max_logits=True),
-    )
+    tokens = 9
+    layout = Layout.striped(9, 2)
+    options = dict(softcap=0.7, return_lse=True, return_max_logits=True)
     q, latent, k_rope, weight, *_ = whole(tokens)
     k, v = keys_of(latent.unsqueeze(2), k_rope.unsqueeze(2), weight, H, NOPE + ROPE)
     out, lse, largest = reference.attention(q, k, v, Mask.causal(tokens), **options)

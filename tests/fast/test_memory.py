@@ -91,12 +91,10 @@ def test_few_queries_hold_float32_parts_of_the_keys_that_they_see(window, count)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_ring_holds_two_blocks_each_way(ranks):
     t, layout = 12, Layout.zigzag(12 * ranks, ranks)
-    keys, sums, so_far, newest = (
-        2 * 2 * KV,
-        2 * 4 * KV,
-        4 * (DQ + KV) + DELTA,
-        4 * (DQ + KV * (ranks > 2)),
-    )
+    keys = 2 * 2 * KV
+    sums = 2 * 4 * KV
+    so_far = 4 * (DQ + KV) + DELTA
+    newest = 4 * (DQ + KV * (ranks > 2))
     rounded = 2 * (DQ + KV)  # the results, once the newest part has been added and K and V are free
     expected = (
         t * (keys + 2 * (4 * OUT + LSE) + 2 * OUT),

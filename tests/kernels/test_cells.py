@@ -261,10 +261,8 @@ def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
     if planted:
         monkeypatch.setattr(owner_computes, "canonical", lambda x: x)
         monkeypatch.setattr(local, "canonical", lambda x: x)
-    q, dout = (
-        torch.randn(1, 128, 2, 16, device=DEVICE),
-        torch.randn(1 + 128 * 2 * 16, device=DEVICE),
-    )
+    q = torch.randn(1, 128, 2, 16, device=DEVICE)
+    dout = torch.randn(1 + 128 * 2 * 16, device=DEVICE)
     dout = dout[1:].view(1, 128, 2, 16)
     for attend in (fast.attention, fast.strided_attention):
         x = q.clone().requires_grad_()

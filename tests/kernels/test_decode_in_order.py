@@ -180,10 +180,8 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
 
 
 def test_only_few_queries_on_hopper_kernels():
-    q, k = (
-        torch.empty(1, 64, 8, 64, dtype=torch.bfloat16),
-        torch.empty(1, 0, 2, 64, dtype=torch.bfloat16),
-    )
+    q = torch.empty(1, 64, 8, 64, dtype=torch.bfloat16)
+    k = torch.empty(1, 0, 2, 64, dtype=torch.bfloat16)
     with hopper():
         assert decode_in_order.in_order(q, k, k) is decode_in_order.decode_in_order
         assert decode_in_order.in_order(q, k[:, :, :1], k[:, :, :1]) is public_decode.keys_travel

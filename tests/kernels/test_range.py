@@ -142,10 +142,8 @@ def test_gradients_of_scores_up_to_the_largest_float16_overflow_nothing(kernels,
     """
     mask = Mask.documents([0, 2, 4])
     q, k, v = zeros(4, 4, torch.float16)
-    dout, sign = (
-        torch.zeros_like(q),
-        torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None],
-    )
+    dout = torch.zeros_like(q)
+    sign = torch.tensor([1.0, -1.0, 1.0, -1.0], device=DEVICE)[None, :, None]
     small = 2.0**-10
     q[..., 0], k[..., 1], v[..., 0] = small, small * sign, 2 * sign
     dout[:, 1::2, :, 0], v[:, 2:] = LARGEST_DS, 2 * v[:, 2:]

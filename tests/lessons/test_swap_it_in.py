@@ -95,10 +95,8 @@ def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
 
 def new_trainer(run):
     """Return a trainer whose weights FSDP2 divides. In fixed order every rank holds all weights."""
-    swap_it_in, mesh = (
-        importlib.import_module("swap_it_in"),
-        dist.init_device_mesh("cpu", (dist.get_world_size(),)),
-    )
+    swap_it_in = importlib.import_module("swap_it_in")
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     with mock.patch.object(swap_it_in, "DistributedDataParallel", partial(fully_shard, mesh=mesh)):
         trainer = swap_it_in.Trainer(run)
     trainer.optimizer.param_groups[0]["params"] = trainer.parameters = [*trainer.model.parameters()]

@@ -54,10 +54,8 @@ def faulty(training, fault):
 
     def as_tree(sequences, weights):
         tree = training.canon.trees.pack(sequences)
-        packed, rows = (
-            right(sequences, weights),
-            torch.cat(tree.unpack(torch.arange(len(tree.token_ids)))),
-        )
+        packed = right(sequences, weights)
+        rows = torch.cat(tree.unpack(torch.arange(len(tree.token_ids))))
         if fault == "positions in the pack":
             return packed._replace(positions=torch.arange(len(packed.ids)))
         if fault == "a causal mask":

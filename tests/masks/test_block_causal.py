@@ -112,10 +112,8 @@ def test_padding_in_the_middle_costs_a_few_bands():
     n, hole = 4000, range(1500, 1600)
     valid = [token not in hole for token in range(n)]
     mask = Mask.block_causal(range(n), None, valid, valid)
-    before, after = (
-        Mask.causal(hole.start).bands,
-        Mask.causal(n).crop(range(hole.stop, n), range(hole.stop, n)).bands,
-    )
+    before = Mask.causal(hole.start).bands
+    after = Mask.causal(n).crop(range(hole.stop, n), range(hole.stop, n)).bands
     assert mask == Mask(
         [
             *before,

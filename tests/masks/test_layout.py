@@ -198,10 +198,8 @@ def test_document_positions_count_from_the_start_of_each_document(data, layout):
 
 @given(st.data(), layouts())
 def test_shard_returns_the_tokens_of_a_rank_and_its_gradient_writes_them_back(data, layout):
-    rank, dim = (
-        data.draw(st.integers(0, layout.ranks - 1)),
-        data.draw(st.sampled_from([0, 1, 2, -1])),
-    )
+    rank = data.draw(st.integers(0, layout.ranks - 1))
+    dim = data.draw(st.sampled_from([0, 1, 2, -1]))
     shape = [2, 3, 2]
     shape[dim] = layout.tokens
     x = torch.arange(float(torch.Size(shape).numel())).view(shape).requires_grad_()

@@ -170,10 +170,8 @@ def test_a_deep_chain_is_causal():
 
 @given(st.data(), masks(), st.integers(1, 4))
 def test_crop_slices_the_matrix(data, mask, step):
-    rows, columns = (
-        data.draw(ranges_inside(mask.queries, step)),
-        data.draw(ranges_inside(mask.keys, step)),
-    )
+    rows = data.draw(ranges_inside(mask.queries, step))
+    columns = data.draw(ranges_inside(mask.keys, step))
     dense = mask.dense()
     assert same(mask.crop(rows, columns), dense[list(rows)][:, list(columns)])
     if step == 1:

@@ -165,10 +165,8 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
 
 
 def test_the_numbers_of_speed_follow_from_records(scripts):
-    speed, found = (
-        " ".join(section("Is it faster\\?").split()),
-        scripts("readme_figures").numbers(),
-    )
+    speed = " ".join(section("Is it faster\\?").split())
+    found = scripts("readme_figures").numbers()
     assert found["table"] in section("Is it faster\\?")
     assert len(found["table"].splitlines()) <= 9, "seven rows"
     sentences = (

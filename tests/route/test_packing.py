@@ -102,10 +102,8 @@ def test_ranks_take_a_mask_for_each_sequence(half, call):
 @pytest.mark.parametrize("masks", [MASKS[1:2] * 2, MASKS[:0]], ids=["equal", "none"])
 @pytest.mark.parametrize("call", ["striped", "strided", "magi"])
 def test_equal_masks_on_ranks_have_the_bits_of_one_mask(half, call, masks):
-    layout, tensors = (
-        layout_of(call, N, 3, Layout.contiguous(N, 3)),
-        [x[: len(masks)] for x in batch(MASKS[1:2] * 2)],
-    )
+    layout = layout_of(call, N, 3, Layout.contiguous(N, 3))
+    tensors = [x[: len(masks)] for x in batch(MASKS[1:2] * 2)]
     one, several = (
         process_groups.threads(
             lambda mask=mask: on_this_rank(attending(half, call, mask, None), layout, tensors), 3

@@ -35,10 +35,8 @@ def worlds(ranks, masks):
     cases = []
     for row, count in enumerate(ranks):
         for column, mask in enumerate(masks):
-            layout, heads = (
-                tuple(LAYOUTS)[(row + column) % 3],
-                tuple(HEADS)[(row // 3 + column) % 3],
-            )
+            layout = tuple(LAYOUTS)[(row + column) % 3]
+            heads = tuple(HEADS)[(row // 3 + column) % 3]
             dtype, method = DTYPES[(row + 2 * column) % 3], METHODS[(row + column) // 3 % 3]
             cases.append(
                 pytest.param(

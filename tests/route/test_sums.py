@@ -47,10 +47,8 @@ def losses(half):
     logits = torch.zeros(N, 2, dtype=torch.bfloat16)
     labels = torch.zeros(N, dtype=torch.int64)
     yield sequence_loss(logits, labels, num_items_in_batch=1), N * torch.tensor(2.0).log()
-    hidden, weight = (
-        torch.zeros(N, 1, dtype=torch.bfloat16),
-        torch.zeros(2, 1, dtype=torch.bfloat16),
-    )
+    hidden = torch.zeros(N, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16)
     yield (
         linear_sequence_loss(hidden, weight, labels, chunk=1, num_items_in_batch=1),
         N * torch.tensor(2.0).log(),
@@ -194,11 +192,9 @@ def up_weight(half):
     call = Call.__new__(Call)
     object.__setattr__(call, "shapes", tuple(map(torch.Size, shapes)))
     for steps, tokens in ((N, 1), (1, N)):
-        latent, dk, dv = (
-            ones(1, tokens, 1, 16),
-            ones(1, tokens, 1, 32).float(),
-            ones(1, tokens, 1, 16).float(),
-        )
+        latent = ones(1, tokens, 1, 16)
+        dk = ones(1, tokens, 1, 32).float()
+        dv = ones(1, tokens, 1, 16).float()
         projection = _Projection(call, weight, True) if half is fast else Projection(call, weight)
         projection.latent = latent.flatten(0, 2) if half is fast else latent
         for _ in range(steps):

@@ -62,10 +62,8 @@ def copy_kernel(source, target, row, column, HOW: gl.constexpr):
 @every_interleaving
 @pytest.mark.parametrize("how", ["copied", "stored and fenced", "added"])
 def test_tma_moves_boxes_with_zeros_around_the_tensor(how, order, seed):
-    x, y = (
-        numbers(100, 3, 64)[:, 1],
-        torch.full((110, 64), 1 if how == "added" else math.nan, dtype=torch.bfloat16),
-    )
+    x = numbers(100, 3, 64)[:, 1]
+    y = torch.full((110, 64), 1 if how == "added" else math.nan, dtype=torch.bfloat16)
     with simulated_kernels.simulated(order, seed):
         copy_kernel[(1,)](box(x), box(y), -10, 8, HOW=how, num_warps=4)
     assert torch.equal(

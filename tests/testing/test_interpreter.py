@@ -75,11 +75,9 @@ def infinities_kernel(out):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 def test_products_of_tiles(dtype, kept):
-    a, b, c = (
-        torch.randn(32, 64).to(dtype),
-        torch.randn(64, 32).to(dtype),
-        torch.empty(32, 32, dtype=kept),
-    )
+    a = torch.randn(32, 64).to(dtype)
+    b = torch.randn(64, 32).to(dtype)
+    c = torch.empty(32, 32, dtype=kept)
     dot_kernel[(1,)](a, b, c, M=32, K=64)
     exact = a.double() @ b.double()
     assert (c.double() - exact).norm() <= (

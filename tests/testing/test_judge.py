@@ -26,11 +26,9 @@ SHORT, LONG = (
     Documents(tuple("abc"), tuple(bytes(range(n)) * 4 for n in (30, 1, last)))
     for last in (100, 250)
 )
-LOCAL, RING, FULL = (
-    "attention/documents",
-    "ring_attention/zigzag/causal",
-    "ring_attention/contiguous/full",
-)
+LOCAL = "attention/documents"
+RING = "ring_attention/zigzag/causal"
+FULL = "ring_attention/contiguous/full"
 CASTS = "group_collectives"
 CAST, REDUCE = "group_cast/planned/documents/two_casts", "group_reduce/striped/documents/one_cast"
 SHARED = dict.fromkeys(("checks", "call", "attend"), "canon.route")
@@ -380,10 +378,8 @@ def under_sink(q, k, v, sink, dout, dlse, mask, scale):
         [x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, mask, strict=True)]
     )
     weights = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)
-    out, lse = (
-        torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2)),
-        scores.logsumexp(-1),
-    )
+    out = torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2))
+    lse = scores.logsumexp(-1)
     return (
         out,
         lse,
@@ -393,10 +389,8 @@ def under_sink(q, k, v, sink, dout, dlse, mask, scale):
 
 def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
     q, k, v, dout, dlse = tensors(batch=(2,))
-    sink, masks = (
-        torch.tensor([0.5, -2, 30, -40]).double(),
-        (Mask.causal(40), Mask.documents([0, 1, 17, 40])),
-    )
+    sink = torch.tensor([0.5, -2, 30, -40]).double()
+    masks = (Mask.causal(40), Mask.documents([0, 1, 17, 40]))
     exact = oracle(q, k, v, dout, masks, 0.3, dlse, sink)
     for mine, theirs in zip(exact, under_sink(q, k, v, sink, dout, dlse, masks, 0.3), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)

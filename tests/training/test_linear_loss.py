@@ -275,11 +275,9 @@ def test_small_and_large_weights_fit_in_float16(size):
     weights.
     """
     leaves, labels, weights = inputs(dtype=torch.float16)
-    leaves, labels, weights = (
-        [x.detach().to(DEVICE) for x in leaves],
-        labels.to(DEVICE),
-        weights.to(DEVICE),
-    )
+    leaves = [x.detach().to(DEVICE) for x in leaves]
+    labels = labels.to(DEVICE)
+    weights = weights.to(DEVICE)
 
     def gradients(weights, items):
         mine = [x.clone().requires_grad_() for x in leaves]
@@ -317,10 +315,8 @@ def test_weights_sums_and_item_counts_of_both_losses_agree():
         {"weights": weights, "num_items_in_batch": 7.5},
     ):
         logits = linear(hidden, weight)
-        found, expected = (
-            sequence_loss(logits, labels, **options),
-            linear_sequence_loss(hidden, weight, labels, **options),
-        )
+        found = sequence_loss(logits, labels, **options)
+        expected = linear_sequence_loss(hidden, weight, labels, **options)
         close(found, expected)
         close(*(torch.autograd.grad(x, (hidden, weight)) for x in (found, expected)))
 

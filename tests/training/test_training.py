@@ -81,11 +81,9 @@ def step(model, batch, layout, attention_group, loss_group, linear=False, **opti
     attend = functools.partial(
         reference.ring_attention, mask=MASK, layout=layout, group=attention_group
     )
-    inputs, labels, options = (
-        (part["input_ids"], part["position_ids"], attend),
-        part["shift_labels"],
-        options | {"group": loss_group},
-    )
+    inputs = (part["input_ids"], part["position_ids"], attend)
+    labels = part["shift_labels"]
+    options = options | {"group": loss_group}
     loss = (
         model(*inputs, labels, chunk=4, **options)
         if linear
@@ -309,10 +307,8 @@ def test_advantages_are_weights_of_a_number_of_items():
     """
     rewards = torch.tensor([1.0, 0.0, 0.3, 0.9], dtype=torch.float64)
     advantages = ((rewards - rewards.mean()) / rewards.std()).repeat_interleave(3)
-    hidden, labels = (
-        torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double(),
-        torch.arange(12) % 7,
-    )
+    hidden = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
+    labels = torch.arange(12) % 7
     expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
     for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)

@@ -33,12 +33,10 @@ DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
 DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
 
 # Kernels without MMAs are portable.
-delta, merge, sum_heads, row_statistics = (
-    portable.delta,
-    portable.merge,
-    portable.sum_heads,
-    portable.row_statistics,
-)
+delta = portable.delta
+merge = portable.merge
+sum_heads = portable.sum_heads
+row_statistics = portable.row_statistics
 make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
 choose_method = portable.choose_method
 

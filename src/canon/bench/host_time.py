@@ -96,11 +96,11 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    title, lines = (
+    title = (
         f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; "
-        "memory of the chain",
-        [],
+        "memory of the chain"
     )
+    lines = []
     for row in rows:
         cells = [clocks(row, name) for name in MEASURES]
         cells += [f"{row['loop_to_cudnn']:.2f}" if "loop_to_cudnn" in row else "-"]

@@ -57,8 +57,6 @@ def _shuffled(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack(ends: np.ndarray, start: int, tokens: int) -> list[int]:
-    first, last = (
-        np.searchsorted(ends, start, "right"),
-        np.searchsorted(ends, start + tokens, "left"),
-    )
+    first = np.searchsorted(ends, start, "right")
+    last = np.searchsorted(ends, start + tokens, "left")
     return [0, *(ends[first:last] - start).tolist(), tokens]

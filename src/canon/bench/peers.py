@@ -159,10 +159,8 @@ def _eager(shape: Shape, device: torch.device, scores_dtype: torch.dtype | None)
 
 def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
     """Return SDPA with a dense mask."""
-    seen, attention = (
-        shape.mask.dense().to(device),
-        torch.nn.functional.scaled_dot_product_attention,
-    )
+    seen = shape.mask.dense().to(device)
+    attention = torch.nn.functional.scaled_dot_product_attention
     return lambda q, k, v: attention(*_by_query_head(q, k, v), attn_mask=seen).transpose(1, 2)
 
 

@@ -73,10 +73,8 @@ def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
         yield of(name, magi, planned, keep_kv=False, **options)
         yield of(f"{name}, keys kept", magi, planned, keep_kv=True, **options)
     invariant: dict[str, Any] = {"rank_invariant": True}
-    zigzag, planned = (
-        Layout.zigzag(n, ranks, multiple_of=128),
-        fast.dispatch(mask, ranks, **invariant),
-    )
+    zigzag = Layout.zigzag(n, ranks, multiple_of=128)
+    planned = fast.dispatch(mask, ranks, **invariant)
     name = f"strided zigzag {shape.g}, rank invariant"
     yield of(name, strided, zigzag, head_stride=shape.g, **invariant)
     yield of("magi, rank invariant", magi, planned, **invariant)

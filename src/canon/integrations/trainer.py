@@ -211,11 +211,9 @@ def mask_of(batch: Mapping[str, Tensor]) -> Mask:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise ValueError for arguments of a Trainer that are not supported."""
-    args, name, config = (
-        trainer.args,
-        type(trainer).__name__,
-        trainer.model.config.get_text_config(),
-    )
+    args = trainer.args
+    name = type(trainer).__name__
+    config = trainer.model.config.get_text_config()
     if ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is not attend_layer:
         raise ValueError(
             f"{name}: the model has attn_implementation={config._attn_implementation!r}, so ranks "

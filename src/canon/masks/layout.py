@@ -87,11 +87,9 @@ class Layout(metaclass=OpaqueMeta):
 
         Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2
         ``multiple_of`` - 1."""
-        n, ranks, multiple_of = (
-            whole("n", n, 0),
-            whole("ranks", ranks, 1),
-            whole("multiple_of", multiple_of, 1),
-        )
+        n = whole("n", n, 0)
+        ranks = whole("ranks", ranks, 1)
+        multiple_of = whole("multiple_of", multiple_of, 1)
         return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
 
     @classmethod
@@ -99,11 +97,9 @@ class Layout(metaclass=OpaqueMeta):
         """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
         and 2 ``ranks`` - 1 - r.
         """
-        n, ranks, multiple_of = (
-            whole("n", n, 0),
-            whole("ranks", ranks, 1),
-            whole("multiple_of", multiple_of, 1),
-        )
+        n = whole("n", n, 0)
+        ranks = whole("ranks", ranks, 1)
+        multiple_of = whole("multiple_of", multiple_of, 1)
         pieces = _pieces(n, 2 * ranks, multiple_of)
         return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
 

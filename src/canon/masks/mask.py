@@ -362,10 +362,8 @@ class Mask(metaclass=OpaqueMeta):
 
         Raises ValueError if a range leaves the mask or runs backwards, or if the two steps differ.
         """
-        rows, columns = (
-            crop_range("queries", queries, self.queries),
-            crop_range("keys", keys, self.keys),
-        )
+        rows = crop_range("queries", queries, self.queries)
+        columns = crop_range("keys", keys, self.keys)
         step = rows.step if queries is not None else columns.step
         if keys is not None and queries is not None and rows.step != columns.step:
             raise ValueError(

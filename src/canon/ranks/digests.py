@@ -189,10 +189,8 @@ def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
 
     A secret in the first 16 bytes identifies the file. Rank 0 removes its name.
     """
-    size, folder = (
-        8 * (SLOTS + 2) * ranks,
-        "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir(),
-    )
+    size = 8 * (SLOTS + 2) * ranks
+    folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()
     if rank == 0:
         path, secret = Path(folder) / f"canon-{uuid.uuid4().hex}", uuid.uuid4().bytes
         with suppress(OSError):

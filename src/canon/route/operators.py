@@ -294,10 +294,8 @@ def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> De
     forward.register_autograd(
         partial(_differentiate, declaration), setup_context=partial(_save, number)
     )
-    of_results, saved = (
-        ("bool[] needs_input_grad, Tensor dout, Tensor? dlse"),
-        "Tensor out, Tensor lse, Tensor[] kept",
-    )
+    of_results = "bool[] needs_input_grad, Tensor dout, Tensor? dlse"
+    saved = "Tensor out, Tensor lse, Tensor[] kept"
     schema = f"({of_results}, {given[0]}, {saved}, {given[1]}) -> Tensor[]"
     backward = _operator(f"{declaration.name}_backward", schema, partial(_backward, declaration))
     backward.register_fake(_fake_backward)

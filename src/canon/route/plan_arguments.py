@@ -144,10 +144,8 @@ def checked_dispatch(
     Warn if an explicit chunk leaves a rank empty although a shorter one would not.
     """
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
-    cells_per_us, tokens_per_us = (
-        whole("cells_per_us", cells_per_us, 1),
-        whole("tokens_per_us", tokens_per_us, 1),
-    )
+    cells_per_us = whole("cells_per_us", cells_per_us, 1)
+    tokens_per_us = whole("tokens_per_us", tokens_per_us, 1)
     if isinstance(imbalance, bool) or not isinstance(imbalance, Real):
         raise TypeError(f"imbalance must be a number >= 1, got {shown(imbalance)}: pass a float")
     if not 1 <= imbalance < float("inf"):

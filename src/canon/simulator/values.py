@@ -287,11 +287,9 @@ def binary(function: Callable, a: Any, b: Any) -> Any:
         raise TypeError(f"{function.__name__} of {kind}, at {Place()}")
     if function is operator.truediv:
         if kind.is_int():
-            left, right, kind = (
-                cast(left, kind, gl.float32),
-                cast(right, kind, gl.float32),
-                gl.float32,
-            )
+            left = cast(left, kind, gl.float32)
+            right = cast(right, kind, gl.float32)
+            kind = gl.float32
         result = block(left, kind) / block(right, kind)
     elif function in DIVISIONS:
         result = truncated(function, block(left, kind), block(right, kind), kind)

@@ -210,11 +210,9 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
                 case, used, kernel.warmup(*arguments, **options, grid=(1,)), bytes_
             )
 
-    tokens, counter, sums = (
-        q.shape[1],
-        torch.zeros(2, dtype=torch.int32),
-        torch.empty(2, *lse.shape, 4),
-    )
+    tokens = q.shape[1]
+    counter = torch.zeros(2, dtype=torch.int32)
+    sums = torch.empty(2, *lse.shape, 4)
     with _target(case.arch), mock.patch.object(few, "launch", keep):
         for width, queries in product(few.SLICES, (1, tokens)):
             mask = Mask.causal(queries, tokens)

@@ -180,10 +180,8 @@ def _attend(
             scores, slope = _capped(scale * LOG2E * _products(q[:, :, rows], k, narrow), softcap)
             scores.masked_fill_(~visible[:, keys], -torch.inf)
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
-            seen_lse, seen = (
-                _finite(lse[:, :, rows]),
-                visible[:, keys] & (lse[:, :, rows, None] != -torch.inf),
-            )
+            seen_lse = _finite(lse[:, :, rows])
+            seen = visible[:, keys] & (lse[:, :, rows, None] != -torch.inf)
             # the share of the keys
             a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)
             out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
@@ -202,11 +200,9 @@ def _attend(
             dv += _over_seen(rounded(a[..., None] * p).mT, dout[:, :, rows], seen.mT)
             if sink is not None and dsink is not None:
                 dsink -= (torch.sigmoid(sink - seen_lse) * delta).sum((0, 2))
-    dq, dk, dv = (
-        dq[..., widths.argsort()],
-        dk[:, :, keys.argsort()][..., widths.argsort()],
-        dv[:, :, keys.argsort()],
-    )
+    dq = dq[..., widths.argsort()]
+    dk = dk[:, :, keys.argsort()][..., widths.argsort()]
+    dv = dv[:, :, keys.argsort()]
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     narrow = wide if narrow is None else narrow
     out, dq, dk, dv = (x.transpose(1, 2).to(narrow) for x in (out, dq, dk, dv))

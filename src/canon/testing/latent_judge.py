@@ -99,10 +99,8 @@ def _attend(
     assert of_keys.dv is not None
     nope = q.shape[-1] - k_rope.shape[-1]
     rows = torch.cat([of_keys.dk[..., :nope], of_keys.dv], -1).to(wide).flatten(-2)
-    dlatent, dk_rope = (
-        (rows @ weight).unsqueeze(-2),
-        of_keys.dk[..., nope:].to(wide).sum(-2, keepdim=True),
-    )
+    dlatent = (rows @ weight).unsqueeze(-2)
+    dk_rope = of_keys.dk[..., nope:].to(wide).sum(-2, keepdim=True)
     dup_weight = rows.flatten(0, -2).mT @ latent.flatten(0, -2)
     return AttendedLatent(
         *of_keys[:3], *(x.to(narrow) for x in (dlatent, dk_rope, dup_weight)), *of_keys[5:]

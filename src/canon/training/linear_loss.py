@@ -108,16 +108,12 @@ def linear_sequence_loss(
     )
     with refused_together(name, group, ranks):
         with refused_together(name, vocab_group, slices):
-            ignore_index, items = (
-                whole(f"{name}: ignore_index", ignore_index),
-                number_of_items(num_items_in_batch),
-            )
+            ignore_index = whole(f"{name}: ignore_index", ignore_index)
+            items = number_of_items(num_items_in_batch)
             chunk = CHUNK if chunk is None else whole(f"{name}: chunk", chunk, 1)
             softcap = None if softcap is None else number("softcap", softcap, above=0)
-            z_loss, smoothing = (
-                number("z_loss", z_loss),
-                number("label_smoothing", label_smoothing, most=1),
-            )
+            z_loss = number("z_loss", z_loss)
+            smoothing = number("label_smoothing", label_smoothing, most=1)
             check_labels("hidden (b, t, width)", hidden, shift_labels, weights)
             check_weights(weights, shift_labels, items, ignore_index)
             _check_head(hidden, linear_weight, linear_bias)
@@ -253,10 +249,8 @@ class _LinearSum(torch.autograd.Function):
             torch.zeros_like(x, dtype=wide) if needed else None
             for x, needed in zip((weight, bias), needs[1:], strict=True)
         )
-        buffer, own = (
-            hidden.new_empty(kept, columns, dtype=accumulate),
-            hidden.new_zeros((), dtype=torch.float64),
-        )
+        buffer = hidden.new_empty(kept, columns, dtype=accumulate)
+        own = hidden.new_zeros((), dtype=torch.float64)
         unit = None if terms.weights is None else terms.unit(accumulate)
         for start in range(0, tokens, terms.chunk):
             part = slice(start, start + terms.chunk)

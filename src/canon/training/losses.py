@@ -61,10 +61,8 @@ def sequence_loss(
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
-        ignore_index, items = (
-            whole(f"{name}: ignore_index", ignore_index),
-            number_of_items(num_items_in_batch),
-        )
+        ignore_index = whole(f"{name}: ignore_index", ignore_index)
+        items = number_of_items(num_items_in_batch)
         check_labels("logits (b, t, vocabulary)", logits, shift_labels, weights)
         check_weights(weights, shift_labels, items, ignore_index)
         check_range(shift_labels, ignore_index, logits.shape[-1])
@@ -75,10 +73,8 @@ def sequence_loss(
         ("num_items_in_batch", items if isinstance(items, float | None) else "a tensor"),
     )
     agree(name, group, ranks, logits, fields)
-    scores, labels = (
-        logits.flatten(0, -2).to(accumulate_dtype(logits.dtype)),
-        shift_labels.flatten(),
-    )
+    scores = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype))
+    labels = shift_labels.flatten()
     counted = (
         labels if weights is None else labels.masked_fill(weights.flatten() == 0, ignore_index)
     )

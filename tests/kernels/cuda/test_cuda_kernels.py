@@ -68,12 +68,10 @@ def attend(
 
     how |= {"choose": choose} if isinstance(configs, dict) else {"gpu": Gpu((8, 0), 108, configs)}
     new = lambda x, width: empty((*x.shape[:3], width), dtype=result or q.dtype).fill_(torch.nan)
-    out, dq, dk, dv = (
-        new(q, v.shape[-1]),
-        new(q, q.shape[-1]),
-        new(k, q.shape[-1]),
-        new(v, v.shape[-1]),
-    )
+    out = new(q, v.shape[-1])
+    dq = new(q, q.shape[-1])
+    dk = new(k, q.shape[-1])
+    dv = new(v, v.shape[-1])
     lse = torch.full(dlse.shape, torch.nan)
     with emulated(**how):
         local.forward_into(q, k, v, mask, scale, out, lse)

@@ -195,10 +195,8 @@ def test_scores_contract_three_quarters_of_the_padded_width_if_that_suffices(pad
 
     def operations(d, kernel):
         """Return the FLOPs of the MMAs of a kernel for one head."""
-        x, y = (
-            torch.zeros(1, 128, 1, d, dtype=torch.bfloat16),
-            torch.zeros(1, 128, 1, dv, dtype=torch.bfloat16),
-        )
+        x = torch.zeros(1, 128, 1, d, dtype=torch.bfloat16)
+        y = torch.zeros(1, 128, 1, dv, dtype=torch.bfloat16)
         stats, log = torch.zeros(1, 1, 2, 128), []
         with simulated_kernels.simulated(log=log):
             if kernel == "forward":

@@ -63,10 +63,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tile
     mask = Mask.full(450)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
     k[..., 0] = torch.arange(450, device=DEVICE)[None, :, None] // 64
-    alone, following = (
-        torch.arange(450, device=DEVICE) % 3 > 0,
-        torch.tensor([0.0, 30.0], device=DEVICE),
-    )
+    alone = torch.arange(450, device=DEVICE) % 3 > 0
+    following = torch.tensor([0.0, 30.0], device=DEVICE)
     results = []
     for slope in following:
         q[..., 0] = torch.where(alone, 0, slope)[None, :, None]

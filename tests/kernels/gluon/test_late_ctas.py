@@ -32,10 +32,8 @@ def schedule(mask: Mask, ctas: int, heads: int = 32) -> tuple[np.ndarray, np.nda
     """
     traversal = Traversal(128, 128, False, Heads(1, heads, 4), 1, 1, mask.keys * 512, ctas=ctas)
     work = tile_schedule(Cells(mask), traversal, CPU).work.numpy()
-    work_tiles, spans = (
-        work[WORK_TILE : work[0]].reshape(-1, WORK_TILE),
-        work[work[0] :].reshape(-1, WORK_TILE),
-    )
+    work_tiles = work[WORK_TILE : work[0]].reshape(-1, WORK_TILE)
+    spans = work[work[0] :].reshape(-1, WORK_TILE)
     visited = np.append(0, np.cumsum(spans[:, 1]))
     begin, end = (work_tiles[:, 4:6].T - work[0]) // WORK_TILE
     return work_tiles, 1 + visited[end] - visited[begin]

@@ -196,10 +196,8 @@ def test_a_warp_rescales_its_rows_if_any_factor_is_not_1_and_a_factor_of_0_remov
     factors = np.ones((2, 32))
     for lane, row in rows:
         factors[row, lane] = factor
-    factors, x = (
-        factors[np.arange(number) // 2 % 2],
-        np.arange(number * 32, dtype=float).reshape(number, 32),
-    )
+    factors = factors[np.arange(number) // 2 % 2]
+    x = np.arange(number * 32, dtype=float).reshape(number, 32)
     given = np.where(factors == 0, np.nan, x)
     operands = {f"${i}": given[i] for i in range(number)} | {
         f"${2 * number + i}": factors[i] for i in range(number)
