@@ -184,6 +184,22 @@ def test_float16_cases_come_near_the_largest_dS(table):
     assert sum(size > 1000 for size in largest) > len(largest) / 2
 
 
+def test_near_the_range_of_dS_the_honest_evaluation_is_finite():
+    """dP is 1.6e6 in this case, beyond float16, and all results are within it."""
+    source, case = RandomSource(), draws.drawn(77, 483)
+    assert case.ds
+    expected = source.expected(case, case.layout_of(source.mask(case), 1), "cpu")
+    for honest in expected.honest:
+        for exact, found in zip(expected.exact, honest, strict=True):
+            seen = exact.isfinite()
+            torch.testing.assert_close(
+                found.double()[seen],
+                exact[seen],
+                rtol=0.05,
+                atol=0.02 * float(exact[seen].abs().max()),
+            )
+
+
 def test_a_failure_names_its_draws_and_the_command_that_repeats_it(
     run, write_module, tmp_path, monkeypatch
 ):
