@@ -13,6 +13,7 @@ from sharded import DEVICE
 
 from canon import Mask, fast, reference, trees
 from canon.fast.active_queries import row_indices
+from canon.fast.kernels.torch import rows as plain_rows
 from canon.fast.kernels.triton.rows import add_rows, add_to_rows
 from canon.fast.kernels.triton.sum_ranks import sum_ranks
 from canon.fast.latent import _Projection
@@ -159,9 +160,10 @@ def of_ranks(half):
     """Each part travels in bfloat16."""
     received = ones(N, 1, 1, 1, 16)
     if half is fast:
-        total = torch.empty(1, 1, 1, 16, device=DEVICE)
-        sum_ranks(received.transpose(0, 1), total)
-        yield total, N * ONE
+        for operation in (sum_ranks, plain_rows.sum_ranks):
+            total = torch.empty(1, 1, 1, 16, device=DEVICE)
+            operation(received.transpose(0, 1), total)
+            yield total, N * ONE
     else:
         message = ReduceScatter.__new__(ReduceScatter)
         message.received, message.request, message.widths = received[..., 0, :], None, [8, 8]
