@@ -296,8 +296,7 @@ def automatic(
         multiprocessors = multiprocessor_count(q.device) if is_gpu else 1
     if multiprocessors == 1 or not q.shape[0]:
         return "split"
-    _, repeats, sends = method
-    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors, repeats, sends)
+    return kernels_for(q, v).choose_method(q, k, v, mask, multiprocessors, *method[1:])
 
 
 def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -> None:
@@ -373,7 +372,6 @@ NOTES = """
     Raises:
         ValueError: the widths need more shared memory than the device has.
         RuntimeError: the device is not one of the chosen backend; "fused" under
-        `torch.use_deterministic_algorithms(True)`
-            where it cannot repeat its bits.
+            `torch.use_deterministic_algorithms(True)` where it cannot repeat its bits.
     """
 attention_backward = public_parts.attention_backward(_attention_backward, NOTES)

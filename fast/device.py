@@ -105,8 +105,7 @@ def _count(key: int, is_chosen: bool) -> None:
     elif not is_chosen and _first_runs[key, True]:
         raise RuntimeError(
             "a checkpoint recomputes a call after its `with backend(...)` has ended: put `with "
-            "backend(...)` inside the "
-            "function that is checkpointed"
+            "backend(...)` inside the function that is checkpointed"
         )
 
 
@@ -181,6 +180,5 @@ def check_device(x: Tensor) -> None:
     elif x.device.type == "cpu" and is_requested_too_late():
         raise RuntimeError(
             "canon.fast was imported before TRITON_INTERPRET=1 was set, so it cannot run on CPU "
-            "tensors: set the variable "
-            "before the import, or use canon.reference"
+            "tensors: set the variable before the import, or use canon.reference"
         )

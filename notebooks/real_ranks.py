@@ -116,7 +116,7 @@ class Place:
             how = (
                 "threads that share one GPU"
                 if self.shared
-                else ("processes over NCCL, one for each GPU")
+                else "processes over NCCL, one for each GPU"
             )
             how += f" ({torch.cuda.get_device_name(0)})"
         sizes = (

@@ -460,7 +460,7 @@ def main() -> None:
             ):
                 print(f"step {step}: loss {loss:.6f}, gradient {norm:.4f}")
             memory = (
-                (f", peak memory {entry['peak_bytes'] / 1e9:.1f} GB") if entry["peak_bytes"] else ""
+                f", peak memory {entry['peak_bytes'] / 1e9:.1f} GB" if entry["peak_bytes"] else ""
             )
             print(
                 f"{run.function} on {entry['ranks']} ranks: {entry['tokens_per_second']:.0f} "

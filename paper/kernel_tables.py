@@ -400,8 +400,8 @@ def compilation() -> dict[str, str]:
             kernels = [row["spilled"] for row in results if row["case"]["backend"] == backend]
             spilled = [bytes_ for bytes_ in kernels if bytes_]
             cells.append(
-                (f"{len(spilled)} of {len(kernels)}")
-                + ((f", at most {max(spilled)} bytes") if spilled else "")
+                f"{len(spilled)} of {len(kernels)}"
+                + (f", at most {max(spilled)} bytes" if spilled else "")
             )
         rows.append([f"[{version}](data/{record}.json)", *cells])
     return {
@@ -471,7 +471,7 @@ def beside_peers() -> dict[str, str]:
     found = {f"{name}_mean": f"{geometric_mean(x.values()):.2f}" for name, x in ratios.items()}
     found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
     found |= {
-        f"{name}_slower": (f"{sum(y < 1 for y in x.values())} of {len(x)}")
+        f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}"
         for name, x in ratios.items()
     }
     full = ratio("canon gluon fused in order", "canon gluon split")

@@ -259,8 +259,7 @@ def dq_order():
     axes.barh([0], [0], color=VERMILION, label="ordered, alternating")
     axes.plot([], [], color="black", linewidth=1.3, label="split")
     labels = [
-        (f"{b} × {tokens(int(s))}, {h}/{g}")
-        for b, s, h, g, *_ in (text.split(",") for text in cases)
+        f"{b} × {tokens(int(s))}, {h}/{g}" for b, s, h, g, *_ in (text.split(",") for text in cases)
     ]
     axes.set_yticks([-i for i in range(len(cases))], labels)
     axes.legend(fontsize=SMALL, loc="lower right", frameon=True)

@@ -229,13 +229,13 @@ def schedules() -> Table:
     numbers = {"eight": 8, "four": 4}
     header = [
         "schedule",
-        *((f"{numbers[record.split('_')[1]]} GPUs, {tokens(n)}") for record, n in columns),
+        *(f"{numbers[record.split('_')[1]]} GPUs, {tokens(n)}" for record, n in columns),
     ]
     rows = []
     for name, label in SCHEDULES:
         found = [schedule_tables.schedule(record, name, n) for record, n in columns]
         rows.append(
-            [label, *((f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}") for row in found)]
+            [label, *(f"{row['forward_tflops']:.0f} / {row['both_tflops']:.0f}" for row in found)]
         )
     return {"header": header, "rows": rows}
 

@@ -149,7 +149,7 @@ def packs() -> dict[str, str]:
     found = pack_speeds()
     mean = lambda key, i: sum(row[i] for row in found[key]) / len(found[key])
     rows = [
-        [label, *((f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}") for i in range(2))]
+        [label, *(f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}" for i in range(2))]
         for name, label in PACKED
     ]
     one, ring, whole = "magi, 0 stages", "ring zigzag", "one GPU"
@@ -283,7 +283,7 @@ def training() -> dict[str, str]:
         for name in ("causal", "packed", "causal_two")
     )
     speed = lambda row: (
-        (f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)")
+        f"{tokens(round(row['tokens_per_second']))} ({row['peak_bytes'] / 1e9:.1f} GB)"
         if row
         else "-"
     )

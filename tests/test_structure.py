@@ -393,7 +393,7 @@ def test_sentences_follow_the_mechanical_rules_of_the_style(folder):
 def test_wrong_words_and_long_sentences_are_found(tmp_path):
     page, module = tmp_path / "page.md", tmp_path / "module.py"
     page.write_text(
-        ("# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n")
+        "# What is it?\n\nWhat it gives is this. What is `told`?\n\n| told | said |\n\n"
         + "word " * 29
     )
     module.write_text(

@@ -87,8 +87,7 @@ def _compile(model: Model, device: torch.device) -> None:
     if not done.complete:
         warnings.warn(
             f"canon.fast compiled {done.compiled} of {done.of or 'unknown many'} kernels of "
-            f"{what}; the others compile when "
-            f"they are first used: {done.error}",
+            f"{what}; the others compile when they are first used: {done.error}",
             stacklevel=2,
         )
     elif first_rank:

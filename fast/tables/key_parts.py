@@ -53,9 +53,8 @@ class PartTable(NamedTuple):
     the part among ``parts``.
         Keys are multiples of 64, or both 0 if the rows see no key of the part.
     words: (words, queries + row tiles), int64: bit j of row i, column q: query q sees key 64 i + j.
-    A further column of each
-        row tile has the keys that it loads: those that any query sees, if a row of the tile sees
-        one of the word.
+        A further column of each row tile has the keys that it loads: those that any query sees, if
+        a row of the tile sees one of the word.
     parts: number of parts with a visible cell, or 1.
     loads_all: the work visits only keys that are loaded.
     """

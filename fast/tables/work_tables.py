@@ -29,19 +29,16 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.route.rank_invariance import TILE
 
-TILE_FIELDS = 5  # row start, row stop, first partial span, first full span, end of the spans
-
 
 class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
     tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans
-    spans[partial:full],
-        full spans spans[full:end]. Each row is in one tile, fully masked rows included.
+        spans[partial:full], full spans spans[full:end]. Each row is in one tile, fully masked rows
+        included.
     spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the
-    band in the table's
-        orientation: row start, stop, column start, stop, lo, hi; zeros if full. `key_order` has
-        those of rows that sum in the order of keys.
+        band in the table's orientation: row start, stop, column start, stop, lo, hi; zeros if full.
+        `key_order` has those of rows that sum in the order of keys.
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. With
     places: of all ranks.
     key_order: whether rows sum in the order of keys."""

@@ -6,8 +6,9 @@ canon show mask --causal 4096 --blocks 300:876,2000:2576 --out images.svg
 canon show mask --window 4096,512 --prefix 4096,64 --out union.svg
 canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
 canon show plan --documents 4096,1024,300 --ranks 8 --out plan.svg
-canon show timeline paper/data/schedules_timeline_four_h200.json --schedule "ring zigzag" --out
-timeline.svg
+canon show timeline RECORD --schedule "ring zigzag" --out timeline.svg
+
+RECORD is a record of `canon bench schedules`, such as paper/data/schedules_timeline_four_h200.json.
 """
 
 import argparse

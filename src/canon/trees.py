@@ -140,8 +140,8 @@ def pack(
         sequences: lists or tensors of one axis.
         multiple_of: branches begin at depths and positions that are multiples of this number. It
             costs positions: up to ``multiple_of`` shared tokens repeat in each branch, and a gap
-                follows it. 8 answers of 5 tokens to a prompt of 130
-            take 177 positions with 1, and 1,031 with 128. Separately they have 1,080 tokens.
+            follows it. 8 answers of 5 tokens to a prompt of 130 take 177 positions with 1, and
+            1,031 with 128. Separately they have 1,080 tokens.
         max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
             after tree keeps the order.
 

@@ -2,8 +2,7 @@
 disk cache.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
-    canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions attention
-    strided_attention --ranks 8
+    canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions magi_attention --ranks 8
 
 Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program.
 It needs a GPU."""
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not torch.cuda.is_available():  # `warm_up` has printed that
         return FAILED
     text = (
-        (f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s")
+        f"{compiled} kernels compiled in {time.monotonic() - start:.0f} s"
         if compiled
         else "compiled already"
     )

@@ -64,7 +64,7 @@ WRONG_MOVES = {  # fault: (message, function, wrong line)
     "the tokens of one source are those of the previous cast": (
         "cast 1: ",
         "group_cast",
-        {"cast": STALE + ("received = torch.cat([old[:n], received[n:]]) if stage else received")},
+        {"cast": STALE + "received = torch.cat([old[:n], received[n:]]) if stage else received"},
     ),
     "a sum travels in bfloat16": (
         "sum is off by",

@@ -96,7 +96,7 @@ def test_a_kernel_that_adds_in_another_order_for_one_row_is_named(check, row, fa
     (cell,) = others
     assert (cell["row"], cell["verdict"]) == (row, "differs")
     assert 0 < max(cell["out"], cell["lse"]) < 1e5
-    assert (f"token {cell['token']}, head {cell['head']}: out {cell['out']:.3g}") in " ".join(
+    assert f"token {cell['token']}, head {cell['head']}: out {cell['out']:.3g}" in " ".join(
         text.split()
     )
 
@@ -131,7 +131,7 @@ def test_a_layout_without_whole_tiles_may_be_refused_and_an_error_may_not(
         "pieces"
     ) in printed.out
     write_module(
-        "raises", own.format(("if len(q) > 1: raise ValueError('one sequence only')\n    ") + body)
+        "raises", own.format("if len(q) > 1: raise ValueError('one sequence only')\n    " + body)
     )
     status, printed, _ = run(LINE, "--only", "beside*", "raises")
     assert status == 1

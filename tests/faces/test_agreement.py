@@ -2,8 +2,8 @@
 shapes do not reach.
 
 `make check` runs the table on `canon.fast`. This file is the one place where the agreement of
-public functions is stated. `canon check --random` draws further cases.
-The kernel backends have tests of their own, with tiles and shapes that are awkward for them.
+public functions is stated. `canon check --random` draws further cases. The kernel backends have
+tests of their own, with tiles and shapes that are awkward for them.
 """
 
 import functools

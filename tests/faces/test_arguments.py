@@ -590,6 +590,6 @@ def test_a_rank_outside_the_group_raises_alone(half):
 
     assert process_groups.threads(program, RANKS)[:2] == ["nothing was raised"] * 2
     assert "is not a member of" in process_groups.threads(program, RANKS)[2]
-    assert ("group must be a ProcessGroup, a DeviceMesh") in refused(
+    assert "group must be a ProcessGroup, a DeviceMesh" in refused(
         half, "ring_attention", {"group": "a group"}
     )

@@ -90,8 +90,7 @@ def test_a_chunk_that_leaves_ranks_empty_gives_a_warning_with_a_better_chunk(hal
     mask = Mask.causal(2048)
     message = (
         "chunk=1024 leaves 2 of 4 ranks without a token, as 2048 tokens make fewer chunks than "
-        "ranks: "
-        "pass chunk=64, the default"
+        "ranks: pass chunk=64, the default"
     )
     for _ in range(2):  # the second plan is cached
         with pytest.warns(UserWarning, match=message):

@@ -126,7 +126,7 @@ def warnings_of_restarts():
             model(**part, use_cache=False)
         found.append(
             sum(
-                ("a document sees those before it: pass Mask.documents") in str(one.message)
+                "a document sees those before it: pass Mask.documents" in str(one.message)
                 for one in raised
             )
         )

@@ -188,33 +188,27 @@ def test_the_code_of_the_page_runs_as_printed():
 # --- Gemma 3 and PaliGemma: blocks
 
 
+VISION = dict(
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    image_size=16,
+    patch_size=4,
+)
+
+
 def gemma(attention):
-    vision = dict(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-    )
     text = transformers.Gemma3TextConfig(**SIZES, **WINDOWED)
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE
+        text_config=text, vision_config=VISION, mm_tokens_per_image=4, image_token_id=IMAGE
     )
     with Float64():
         return filled(transformers.Gemma3ForConditionalGeneration(config), attention)
 
 
 def paligemma(attention):
-    vision = dict(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=16,
-        patch_size=4,
-        projection_dim=32,
-    )
+    vision = VISION | dict(projection_dim=32)
     config = transformers.PaliGemmaConfig(
         text_config=dict(model_type="gemma", **SIZES), vision_config=vision, projection_dim=32
     )

@@ -216,9 +216,10 @@ def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_p
         assert "This copy is solved" not in text
         assert "your turn" not in text
         assert "<summary>Solution</summary>" in text
-        assert (f"`.venv/bin/jupyter lab {folder.parent}` opens") in nbformat.reads(text, 4).cells[
-            0
-        ].source
+        assert (
+            f"`.venv/bin/jupyter lab {folder.parent}` opens"
+            in nbformat.reads(text, 4).cells[0].source
+        )
     cells = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
     texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
     links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}

@@ -38,7 +38,7 @@ def choose_method(
     """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with
     dq in a fixed order if ``repeats``.
     """
-    method = portable.choose_method(q, k, v, mask, multiprocessors, repeats, sends)
+    method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
         return method

@@ -35,6 +35,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
+from typing import Any
 
 import torch
 import triton
@@ -69,8 +70,7 @@ def choose_method(
     v: Tensor,
     mask: Mask,
     multiprocessors: int,
-    repeats: bool,
-    sends: bool,
+    *given: Any,
 ) -> str:
     """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
     is slower here: paper/data/kernels_triton_h200.json.

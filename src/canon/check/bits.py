@@ -272,8 +272,7 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
     if not has_option(module, "attention"):
         raise ValueError(
             "--bits compares with the whole call of attention(..., rank_invariant=True), and "
-            f"{arguments.module} has no "
-            "function attention with this keyword"
+            f"{arguments.module} has no function attention with this keyword"
         )
     tokens, heads = SIZES[device]
     tokens = arguments.tokens or tokens

@@ -108,7 +108,7 @@ def _blocks(draw: Random, n: int) -> str:
 
 def _validity(draw: Random, n: int, sides: str) -> str:
     arguments = [
-        (f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}") for side in sides
+        f", {side}_valid={_runs(draw, n, 4, lambda: draw.randint(0, 1))}" for side in sides
     ]
     return "".join(argument for argument in arguments if draw.random() < 0.5)
 

@@ -40,7 +40,7 @@ def place(name: str, got: Tensor, exact: Tensor, layout: Layout | None) -> str:
     b, token, head = (int(i) for i in (error == worst).nonzero()[0])
     bad = (error >= worst / 2).any(-1).any(0).nonzero().flatten().tolist()
     line = (
-        (f"{name} is worst at token {token}")
+        f"{name} is worst at token {token}"
         + (f" of sequence {b}" if len(error) > 1 else "")
         + f", head {head}"
     )

@@ -32,7 +32,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
         return (
-            (f"{outcome.compiled} kernels compiled.")
+            f"{outcome.compiled} kernels compiled."
             if outcome.compiled
             else "The kernels are compiled already."
         )

@@ -91,8 +91,8 @@ def decode_attention(
                 queries, on any number of ranks. The keys of all ranks follow each other, and those
                 of each rank begin at a multiple of 128. K and V travel to all ranks, unless notes
                 below say otherwise, and the host waits: no CUDA graph can be captured. Dividing the
-                    heads among ranks, and calling `attention` with this option on each, needs no
-                    messages.
+                heads among ranks, and calling `attention` with this option on each, needs no
+                messages.
             group: as in `canon.faces`. A mesh ("tokens", "heads") stands for its ranks: no heads
                 are exchanged.
             return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.

@@ -57,15 +57,15 @@ def latent_attention(algorithm: Algorithm):
             k_rope: the part of K that all heads share, with the rotary embedding.
             up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all
                 ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then
-                    dv rows for V. K of a head ends with k_rope. A rank's
-                gradient of it is the sum over its own queries: add the gradients of all ranks.
+                dv rows for V. K of a head ends with k_rope. A rank's gradient of it is the sum over
+                its own queries: add the gradients of all ranks.
             scale: factor of the scores; None is 1 / sqrt(d).
             reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is
                 float32 (float64 for float64).
 
-        `canon.faces` lists the others. All tensors of tokens may be without b.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
-        differ between ranks. Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+        `canon.faces` lists the others. All tensors of tokens may be without b. Raises ValueError or
+        TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
+        Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
         """
         options = {
             "scale": scale,

@@ -47,16 +47,16 @@ def magi_attention(algorithm: Algorithm):
                 before it is used.
             own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight.
                 False: step 0 waits for the only cast and uses all keys. None: by the mask and the
-                    layout (`own_keys_come_first` in
-                `canon.masks.cast_plan`); True for several casts, False with rank_invariant.
+                layout (`own_keys_come_first` in `canon.masks.cast_plan`); True for several casts,
+                False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
 
         `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
         without b. ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose
         pieces begin at multiples of 128, as those of ``dispatch(mask, ranks,
-        rank_invariant=True)``.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
-        differ between ranks; also if an option or the layout contradicts rank_invariant. Source:
+        rank_invariant=True)``. Raises ValueError or TypeError on every rank, if arguments of a rank
+        do not fit together or differ between ranks; also if an option or the layout contradicts
+        rank_invariant. Source:
         Tao and Huang, MagiAttention (2025)."""
         options = {
             "casts": casts,

@@ -105,8 +105,8 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
         is sent.
 
         Args: ``mask`` over the whole sequence; any ``layout``; the others as in `magi_attention`.
-        There are fewer casts if
-            every rank sends fewer than ``casts`` tokens to each other rank.
+            There are fewer casts if every rank sends fewer than ``casts`` tokens to each other
+            rank.
         Raises ValueError if mask and layout differ in their number of tokens, or the options do not
         fit together. Wrong types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """
@@ -125,8 +125,7 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
         that it receives and sends.
 
         Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
-        chunk is not divided, so its
-            area is a lower bound of the largest work.
+            chunk is not divided, so its area is a lower bound of the largest work.
         Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong
         types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
         """

@@ -39,9 +39,8 @@ def ring_attention(algorithm: Algorithm):
         ring. A collective.
 
         Args: `canon.faces` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
-        without b.
-        Raises ValueError or TypeError on every rank, if arguments of a rank do not fit together or
-        differ between ranks. Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+        without b. Raises ValueError or TypeError on every rank, if arguments of a rank do not fit
+        together or differ between ranks. Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
         options = {
             "scale": scale,

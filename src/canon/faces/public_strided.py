@@ -48,13 +48,11 @@ def strided_attention(algorithm: Algorithm):
             head_stride: number of key heads in a head group, a divisor of g. None: the largest with
                 at most 1 GiB of gathered K and V (`default_stride` in `canon.masks.head_groups`).
             forward_first_stride, backward_first_stride: number of key heads in the first step, less
-            than head_stride. None:
-                no split.
+                than head_stride. None: no split.
             backward_last_stride: number of key heads in the last step, likewise. If both backward
-                strides are given, there
-                must be two head groups or more: one group is split only once. Splits rarely pay on
-                    one host: in all
-                recorded pairs, both passes take 0.99 to 1.14 times as long.
+                strides are given, there must be two head groups or more: one group is split only
+                once. Splits rarely pay on one host: in all recorded pairs, both passes take 0.99 to
+                1.14 times as long.
             backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose
                 memory does not grow with the number of ranks. It takes no backward strides.
 

@@ -202,9 +202,8 @@ def mask_of(batch: Mapping[str, Tensor]) -> Mask:
     if len(masks) > 1:
         raise ValueError(
             "ContextParallelTrainer: the sequences of a batch are packed differently, but several "
-            "ranks take one mask for "
-            "all of them: flatten the batch into one sequence, as DataCollatorWithFlattening or "
-            "padding_free=True do"
+            "ranks take one mask for all of them: flatten the batch into one sequence, as "
+            "DataCollatorWithFlattening or padding_free=True do"
         )
     return masks.pop()
 
@@ -217,9 +216,8 @@ def _check_trainer(trainer: Any) -> None:
     if ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation) is not attend_layer:
         raise ValueError(
             f"{name}: the model has attn_implementation={config._attn_implementation!r}, so ranks "
-            "would attend to their own "
-            "tokens alone: call canon.integrations.transformers.register and load the model with "
-            "that name"
+            "would attend to their own tokens alone: call "
+            "canon.integrations.transformers.register and load the model with that name"
         )
     if other := sorted(set(getattr(config, "layer_types", None) or ()) - ATTENTION):
         raise ValueError(

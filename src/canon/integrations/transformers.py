@@ -164,9 +164,8 @@ class Sharding:
         tokens = self.layout.tokens
         if kept_queries(index, tokens) != range(tokens):
             raise ValueError(
-                f"canon: the model takes [{index}] of its mask, but sharded needs all queries of "
-                "a rank: leave out "
-                "logits_to_keep"
+                f"canon: the model takes [{index}] of its mask, but sharded needs all queries of a "
+                "rank: leave out logits_to_keep"
             )
         return self
 
@@ -189,8 +188,7 @@ def _attention_of(
     if empty := [rank for rank in range(layout.ranks) if not layout.size(rank)]:
         raise ValueError(
             f"sharded: layout gives rank {empty[0]} no tokens, and models of transformers fail "
-            "without tokens: use fewer "
-            "ranks or another layout"
+            "without tokens: use fewer ranks or another layout"
         )
     attention = getattr(import_module(f"canon.{half}"), f"{function}_attention")
     parameters = inspect.signature(attention).parameters.values()
@@ -268,10 +266,8 @@ def _check_whole(rows: range, columns: range) -> None:
     if frame is not None or rows != columns or rows.start:
         raise ValueError(
             "canon: sharded does not support generate() and a KV cache, or an attention_mask of "
-            "another length than this "
-            f"rank's tokens, and got {len(rows)} queries from token {rows.start} on with "
-            f"{len(columns)} keys: generate on one "
-            "process, outside sharded"
+            f"another length than this rank's tokens, and got {len(rows)} queries from token "
+            f"{rows.start} on with {len(columns)} keys: generate on one process, outside sharded"
         )
 
 
@@ -332,8 +328,7 @@ def attend_layer(
     if not isinstance(attention_mask, Mask | tuple):
         raise TypeError(
             "canon: attention_mask must be a padding mask (b, n) or None, the layer got "
-            f"{shown(attention_mask)}: for other "
-            "cells use `sharded` with a Mask"
+            f"{shown(attention_mask)}: for other cells use `sharded` with a Mask"
         )
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
@@ -363,10 +358,9 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
         if any(_sees(mask, token, token - 1) for token in restarts):
             raise ValueError(
                 "canon: position_ids restart at a token that sees the one before it, because the "
-                "model does not give them to "
-                "its mask, or use_cache is True: pass use_cache=False, or use "
-                "canon.integrations.transformers.sharded with a "
-                "Layout of one rank and Mask.documents"
+                "model does not give them to its mask, or use_cache is True: pass "
+                "use_cache=False, or use canon.integrations.transformers.sharded with a Layout of "
+                "one rank and Mask.documents"
             )
         if dist.is_initialized() and any(_sees(mask, token, max(0, token - 1)) for token in jumps):
             _warn_of_a_shard()
@@ -392,9 +386,8 @@ def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
     if bool(((positions.cpu().diff() < 1) & neighbours).any()):
         warnings.warn(
             "canon: position_ids restart, but without a mask sharded is causal over the whole "
-            "sequence, so a document sees "
-            "those before it: pass Mask.documents(cu_seqlens), or Mask.from_position_ids of the "
-            "whole sequence",
+            "sequence, so a document sees those before it: pass Mask.documents(cu_seqlens), or "
+            "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
 

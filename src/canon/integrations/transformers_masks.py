@@ -185,10 +185,9 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
         if any(picked(mask.bands, rows, columns) for rows in _runs(row) for columns in hidden):
             raise ValueError(
                 f"canon: in sequence {place} of {len(valid)}, a token sees padding of an "
-                "attention_mask that differs between "
-                "sequences. Several ranks take one mask for the batch: pad on the right of causal "
-                "sequences, or pack them "
-                "into one, and pass Mask.documents"
+                "attention_mask that differs between sequences. Several ranks take one mask for "
+                "the batch: pad on the right of causal sequences, or pack them into one, and pass "
+                "Mask.documents"
             )
     return mask
 

@@ -24,7 +24,7 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
         raise ValueError(
             f"{expected}, got {number}"
             if number < least
-            else (f"{name} must be below 2^62, got {number}")
+            else f"{name} must be below 2^62, got {number}"
         )
     return number
 

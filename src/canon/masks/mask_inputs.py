@@ -135,10 +135,9 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
             place = int(wrong.nonzero()[0])
             raise ValueError(
                 f"{name}[{place}] is {int(positions[place])}: a position is 0, at the start of a "
-                "document, or one more "
-                "than the position before it. Pass positions of the whole sequence; for padding "
-                "use Mask.padding, for "
-                "sequences that begin alike canon.trees"
+                "document, or one more than the position before it. Pass positions of the whole "
+                "sequence; for padding use Mask.padding, for sequences that begin alike "
+                "canon.trees"
             )
         found.append(
             [*starts.nonzero().flatten().tolist(), len(positions)] if len(positions) else [0]
@@ -222,7 +221,7 @@ def _type_number(kind: int | str) -> int:
     elif kind in SLICE_TYPES:
         return SLICE_TYPES.index(kind)
     remedy = (
-        ("; write 'inverse_causal' for this type of MagiAttention") if kind == "inv_causal" else ""
+        "; write 'inverse_causal' for this type of MagiAttention" if kind == "inv_causal" else ""
     )
     raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}{remedy}")
 
@@ -321,8 +320,7 @@ def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
         if piece.start != due or piece[-1] >= tokens:
             raise ValueError(
                 f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes "
-                "where "
-                f"token {due} is due"
+                f"where token {due} is due"
             )
         expected[piece.start % step] = piece[-1] + step
     missing = [token for token in expected if token < tokens]

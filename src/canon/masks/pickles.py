@@ -31,8 +31,7 @@ class OldModules(MetaPathFinder):
         if name in OLD_MODULES:
             raise ModuleNotFoundError(
                 f"{name} belongs to an older version of Canon. A pickle of that version cannot be "
-                f"read: {REMEDY}. "
-                "Code imports Band, Layout and Mask from canon",
+                f"read: {REMEDY}. Code imports Band, Layout and Mask from canon",
                 name=name,
             )
 

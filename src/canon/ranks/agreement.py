@@ -95,7 +95,7 @@ class Liveness:
         }
         if behind:
             return "; ".join(
-                (f"rank {rank} is missing: it runs, but is at call {made}")
+                f"rank {rank} is missing: it runs, but is at call {made}"
                 for rank, made in behind.items()
             )
         return "all ranks still run"
@@ -260,7 +260,7 @@ class GroupState:
                 holders.setdefault(theirs.get(name, ""), []).append(rank)
             if len(holders) > 1:
                 values = (
-                    (f"rank {', '.join(map(str, ranks))}: {text or 'fine'}")
+                    f"rank {', '.join(map(str, ranks))}: {text or 'fine'}"
                     for text, ranks in holders.items()
                 )
                 lines.append(f"  {name}: {'; '.join(values)}")
@@ -291,7 +291,7 @@ class GroupState:
         if not is_from_messages(error):
             self.raised = True
             self.liveness.report(
-                self.calls, (f"{type(error).__name__} in {name}") + (f": {cause}" if cause else "")
+                self.calls, f"{type(error).__name__} in {name}" + (f": {cause}" if cause else "")
             )
             raise error
         if alone := self.liveness.raised_alone():
@@ -299,8 +299,7 @@ class GroupState:
         missing = self.liveness.missing(self.calls)
         self.broken = RuntimeError(
             f"{name}, call {self.calls} of rank {self.rank}: {missing}. The messages of the call "
-            f"failed ({cause}), "
-            "so make a new process group."
+            f"failed ({cause}), so make a new process group."
         )
         raise self.broken from error
 
@@ -385,8 +384,7 @@ class GroupState:
             self.pending = None
             self.broken = RuntimeError(
                 f"{call.name}, call {call.number} of rank {self.rank}: {error}. The messages of "
-                "the call were in flight, "
-                "so make a new process group."
+                "the call were in flight, so make a new process group."
             )
             raise self.broken from error
         self.settle(digests=digests)

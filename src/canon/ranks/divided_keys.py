@@ -67,10 +67,9 @@ def check_starts(function: str, sizes: list[int]) -> list[int]:
     for rank, keys in enumerate(sizes):
         if keys and starts[-1] % TILE:
             raise ValueError(
-                f"{function}: rank_invariant=True needs keys that begin at a multiple of {TILE} "
-                "on each rank; those of rank "
-                f"{rank} begin at {starts[-1]}: give every rank but the last a multiple of {TILE} "
-                "keys"
+                f"{function}: rank_invariant=True needs keys that begin at a multiple of {TILE} on "
+                f"each rank; those of rank {rank} begin at {starts[-1]}: give every rank but the "
+                f"last a multiple of {TILE} keys"
             )
         starts.append(starts[-1] + keys)
     return starts

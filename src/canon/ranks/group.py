@@ -47,8 +47,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
     if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh | Mesh):
         raise TypeError(
             f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-            f"{shown(group)}: "
-            "pass the result of dist.new_group"
+            f"{shown(group)}: pass the result of dist.new_group"
         )
     if not dist.is_initialized():
         if group is not None:
@@ -80,8 +79,7 @@ def _warn_of_one_rank() -> None:
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         warnings.warn(
             f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this "
-            "process computes alone: call "
-            "init_process_group first",
+            "process computes alone: call init_process_group first",
             stacklevel=3,
         )
 
@@ -124,7 +122,7 @@ def mesh_of(name: str, group: Any) -> Mesh | None:
     """
     if isinstance(group, Mesh):
         return group
-    if not isinstance(group, dist.DeviceMesh) or group.ndim == 1:
+    if not isinstance(group, dist.DeviceMesh) or group.ndim == 1 or not dist.is_initialized():
         return None
     _check_dimensions(name, group)
     column, row = (group.get_group(dim) for dim in TOKENS_HEADS)
@@ -154,16 +152,15 @@ def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
     """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads")."""
     if (names := mesh.mesh_dim_names) != TOKENS_HEADS:
         dimensions = (
-            (f"dimensions {', '.join(map(repr, names))}")
+            f"dimensions {', '.join(map(repr, names))}"
             if names
-            else (f"{mesh.ndim} dimensions without names")
+            else f"{mesh.ndim} dimensions without names"
         )
         remedy = 'mesh["cp"]' if not names or "cp" in names else f'mesh["{names[-1]}"]'
         raise ValueError(
             f"{name}: group is a DeviceMesh with {dimensions}, expected one, or 'tokens', 'heads' "
-            "in this order: pass the dimension of the sequence, "
-            f"for example {remedy}"
-            + ("" if names else (", and give mesh_dim_names to init_device_mesh"))
+            f"in this order: pass the dimension of the sequence, for example {remedy}"
+            + ("" if names else ", and give mesh_dim_names to init_device_mesh")
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -79,10 +79,9 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
     dim = plain_tensor(name, x, dim)
     if ranks != layout.ranks or x.shape[dim] != layout.size(rank):
         raise ValueError(
-            f"{name}: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the "
-            "layout is for "
-            f"{layout.ranks} ranks"
-            + ((f" and gives it {layout.size(rank)}") if rank < layout.ranks else "")
+            f"{name}: rank {rank} of {ranks} has {x.shape[dim]} tokens along dim {dim}; the layout "
+            f"is for {layout.ranks} ranks"
+            + (f" and gives it {layout.size(rank)}" if rank < layout.ranks else "")
         )
     return dim
 

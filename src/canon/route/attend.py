@@ -56,9 +56,8 @@ def attend(
     all tensors.
 
     Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without
-    it; ``mask``, one for all
-        or a sequence of them; ``options``, the other arguments of the public function by name, in
-        the order of its signature.
+        it; ``mask``, one for all or a sequence of them; ``options``, the other arguments of the
+        public function by name, in the order of its signature.
     Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A
     second derivative raises RuntimeError when it is computed. Arguments that do not fit raise as in
     `call_of`."""
@@ -147,7 +146,6 @@ def _layout_of_each(
     if rank_invariant and layout.tokens % TILE:
         raise ValueError(
             f"{algorithm.function}: rank_invariant=True takes different masks for sequences of a "
-            f"multiple of {TILE} tokens, "
-            f"got {layout.tokens}: pad them"
+            f"multiple of {TILE} tokens, got {layout.tokens}: pad them"
         )
     return repeated(layout, len(masks))

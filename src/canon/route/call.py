@@ -331,8 +331,10 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
 
 def place_of(name: str, group: Group) -> Place:
     """Return the place of this process in a group or a mesh. Raises like `place_in`."""
-    place, mesh = place_in(name, group), mesh_of(name, group)
-    return Place(*place) if mesh is None else Place(*place, mesh.columns, mesh)
+    mesh = mesh_of(name, group)
+    if mesh is None:
+        return Place(*place_in(name, group))
+    return Place(*place_in(name, mesh), mesh.columns, mesh)
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
@@ -454,7 +456,7 @@ def mask_and_layout(
     if q.shape[-3] != layout.size(rank):
         hint = (
             transpose_hint((q, layout.size(rank)))
-            or (": pass the layout that divided the tokens") * is_default
+            or ": pass the layout that divided the tokens" * is_default
         )
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"

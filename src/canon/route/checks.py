@@ -109,8 +109,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
         raise ValueError(
             (
                 f"{name} is {mask.queries} queries x {mask.keys} keys, q holds {q.shape[-3]} "
-                "tokens "
-                f"and k {k.shape[-3]}"
+                f"tokens and k {k.shape[-3]}"
             )
             + transpose_hint((q, mask.queries), (k, mask.keys))
         )
@@ -131,9 +130,8 @@ def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: 
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
-            "heads. If they are (b, heads, "
-            "t, width), pass x.transpose(1, 2). If they are not, pass a mask, as "
-            "Mask.causal(tokens of the sequence)",
+            "heads. If they are (b, heads, t, width), pass x.transpose(1, 2). If they are not, "
+            "pass a mask, as Mask.causal(tokens of the sequence)",
             stacklevel=6,  # the caller's line
         )
 
@@ -144,8 +142,7 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
     if isinstance(mask, (tuple, list)):
         raise TypeError(
             f"{name} must be one canon.Mask or None, got a {type(mask).__name__}: one Mask serves "
-            "the whole batch here, "
-            "so pack the sequences into one and pass Mask.concat(masks)"
+            "the whole batch here, so pack the sequences into one and pass Mask.concat(masks)"
         )
     if not isinstance(mask, Mask):
         expected = "a canon.Mask or None" if name == "mask" else "a canon.Mask"

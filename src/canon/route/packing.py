@@ -130,8 +130,7 @@ def refuse_compilation() -> None:
     if torch.compiler.is_compiling():
         raise NotImplementedError(
             "a compiled call of attention takes one Mask: build Mask.concat(masks), and "
-            "Layout.concat of the layouts, "
-            "outside, and flatten batch and tokens"
+            "Layout.concat of the layouts, outside, and flatten batch and tokens"
         )
 
 

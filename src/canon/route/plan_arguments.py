@@ -170,18 +170,16 @@ def checked_dispatch(
     if rank_invariant:
         if chunk is not None and chunk % TILE:
             raise ValueError(
-                f"dispatch: rank_invariant=True needs a chunk that is a multiple of {TILE} "
-                f"tokens, got {chunk}: call "
-                f"dispatch(..., chunk={-(-chunk // TILE) * TILE}, rank_invariant=True), or leave "
-                "chunk None"
+                f"dispatch: rank_invariant=True needs a chunk that is a multiple of {TILE} tokens, "
+                f"got {chunk}: call dispatch(..., chunk={-(-chunk // TILE) * TILE}, "
+                "rank_invariant=True), or leave chunk None"
             )
         together, default = (-(-tokens // TILE) * TILE for tokens in (together, default))
     chunks = -(-tokens // together)
     if chunk is not None and chunks < ranks <= tokens and together > default:
         warn(
-            f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, "
-            f"as {tokens} tokens make "
-            f"fewer chunks than ranks: pass chunk={default}, the default",
+            f"dispatch: chunk={chunk} leaves {ranks - chunks} of {ranks} ranks without a token, as "
+            f"{tokens} tokens make fewer chunks than ranks: pass chunk={default}, the default",
             stacklevel=3,
         )
     return ranks, together, allowed, cells_per_us, tokens_per_us, swaps
@@ -204,9 +202,8 @@ def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_def
     if planned is not None and planned != layout and planned.size(rank) == layout.size(rank):
         warn(
             f"{function}: dispatch has planned a layout for this mask, but none is passed, so "
-            "tokens are taken to be "
-            "contiguous: pass layout=, the result of dispatch, if it divided them, or "
-            "layout=Layout.contiguous(tokens, ranks)",
+            "tokens are taken to be contiguous: pass layout=, the result of dispatch, if it "
+            "divided them, or layout=Layout.contiguous(tokens, ranks)",
             stacklevel=7,  # the caller's line
         )
 

@@ -147,8 +147,7 @@ class Preparation:
             if not dist.is_initialized() or dist.get_world_size() != layout.ranks:
                 raise ValueError(
                     f"prepare: rank=None needs a process group of {layout.ranks} ranks in this "
-                    "process: pass rank, which a "
-                    "data-loader worker cannot find out"
+                    "process: pass rank, which a data-loader worker cannot find out"
                 )
             rank = dist.get_rank()
         if (rank := whole("rank", rank or 0, 0)) >= layout.ranks:

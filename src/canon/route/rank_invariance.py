@@ -104,8 +104,7 @@ def check_rank_invariant(
         if options.get(name, allowed[0]) not in allowed:
             raise ValueError(
                 f"{function}: {name}={options[name]!r} {reason}, which contradicts "
-                "rank_invariant=True: call "
-                f"{function}(..., rank_invariant=True) {remedy}"
+                f"rank_invariant=True: call {function}(..., rank_invariant=True) {remedy}"
             )
 
 
@@ -124,11 +123,9 @@ def check_tiled(function: str, layout: Layout) -> None:
     )
     raise ValueError(
         f"{function}: rank_invariant=True needs pieces that begin at multiples of {TILE} tokens, "
-        "in the sequence and on their "
-        f"rank; rank {rank} holds {place} from its row {row} on: pass Layout.contiguous({n}, "
-        f"{ranks}, multiple_of={TILE}), "
-        f"Layout.zigzag({n}, {ranks}, multiple_of={TILE}) or dispatch(mask, {ranks}, "
-        "rank_invariant=True)"
+        f"in the sequence and on their rank; rank {rank} holds {place} from its row {row} on: pass "
+        f"Layout.contiguous({n}, {ranks}, multiple_of={TILE}), Layout.zigzag({n}, {ranks}, "
+        f"multiple_of={TILE}) or dispatch(mask, {ranks}, rank_invariant=True)"
     )
 
 

@@ -58,7 +58,7 @@ def plot_layout(layout: "Layout", mask: Mask | None = None):
         step,
     )
     left.set_title(
-        ("rows in the colours of their ranks") + f"\none cell for every {step} tokens" * (step > 1)
+        "rows in the colours of their ranks" + f"\none cell for every {step} tokens" * (step > 1)
     )
     mean = sum(work) / len(work)
     bars(

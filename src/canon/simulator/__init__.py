@@ -247,7 +247,7 @@ class _Rewriting(ast.NodeTransformer):
 
     def _converted(self, names: list[str], conversion: str, at: ast.AST) -> list[ast.stmt]:
         lines = (
-            (f"try: {name} = {conversion.format(name)}\nexcept NameError: pass") for name in names
+            f"try: {name} = {conversion.format(name)}\nexcept NameError: pass" for name in names
         )
         statements = [statement for line in lines for statement in ast.parse(line).body]
         for statement in statements:

@@ -104,7 +104,7 @@ class Access:
         return (
             f"the {self} is still in flight"
             if self.epoch is None
-            else (f"no barrier says that the {self} is over")
+            else f"no barrier says that the {self} is over"
         )
 
     def visible(self, me: Partition) -> bool:
@@ -125,8 +125,7 @@ class Allocation:
         self.barriers: list[Barrier] = []
         if isinstance(layout, gl.nvidia.hopper.mbarrier.MBarrierLayout):
             names = (
-                (f"barrier {program.allocations}[{i}] of {Place()}")
-                for i in range(self.data.numel())
+                f"barrier {program.allocations}[{i}] of {Place()}" for i in range(self.data.numel())
             )
             self.barriers = [Barrier(program, name) for name in names]
             program.barriers += self.barriers

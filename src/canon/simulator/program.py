@@ -62,7 +62,7 @@ class Place:
 
     def __str__(self) -> str:
         return " < ".join(
-            (f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})") for code, n in self.lines
+            f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines
         )
 
     def source(self) -> list[str]:
@@ -242,7 +242,7 @@ class Program:
 
     def deadlock(self) -> str:
         waiting = [
-            (f"{p.name} waits for {p.waits_for()}, at {p.place}")
+            f"{p.name} waits for {p.waits_for()}, at {p.place}"
             for p in self.partitions
             if not p.finished
         ]

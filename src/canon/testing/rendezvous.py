@@ -54,7 +54,7 @@ class Rendezvous:
             return
         if not any(ready() for ready, _ in self.waiting.values()):
             states = [
-                (f"rank {rank} waits in {describe()}")
+                f"rank {rank} waits in {describe()}"
                 for rank, (_, describe) in sorted(self.waiting.items())
             ]
             states += [
@@ -69,7 +69,7 @@ class Rendezvous:
 def rank_error(rank: int, error: BaseException, details: str = "") -> RuntimeError:
     """Return a RuntimeError that names the rank that failed."""
     return RuntimeError(
-        (f"rank {rank}: {type(error).__name__}: {error}") + (f"\n{details}" if details else "")
+        f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{details}" if details else "")
     )
 
 

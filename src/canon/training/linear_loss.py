@@ -83,16 +83,16 @@ def linear_sequence_loss(
 
     Args: those of `sequence_loss`, and
         hidden: (b, t, width) or (t, width); on every rank of ``vocab_group`` the same, with the
-        same labels and weights. linear_weight, linear_bias: (vocabulary, width) and (vocabulary,),
-        in the dtype of hidden. With ``vocab_group`` this
-            rank's rows, at least one; the slices follow each other in rank order. Labels count in
-            the whole vocabulary.
+            same labels and weights.
+        linear_weight, linear_bias: (vocabulary, width) and (vocabulary,), in the dtype of hidden.
+            With ``vocab_group`` this rank's rows, at least one; the slices follow each other in
+            rank order. Labels count in the whole vocabulary.
         softcap: logits become softcap * tanh(logits / softcap).
         z_loss: factor of the mean of lse squared, which is added. Mean: that of the loss.
         label_smoothing: part of the target, 0 to 1, that is divided equally over the vocabulary.
         chunk: tokens whose logits exist at one time; None is 2,048.
         vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
-        this rank with ``group``.
+            this rank with ``group``.
 
     The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64
     for float64). In bfloat16 and float16 the gradient of a chunk's logits is rounded to this dtype,

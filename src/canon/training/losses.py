@@ -151,7 +151,7 @@ def number(name: str, value: Any, most: float = math.inf, above: float | None = 
     for anything else.
     """
     expected = (
-        (f">= 0{'' if most == math.inf else f' and <= {most}'}") if above is None else f"> {above}"
+        f">= 0{'' if most == math.inf else f' and <= {most}'}" if above is None else f"> {above}"
     )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {expected}, got {shown(value)}")
@@ -185,12 +185,11 @@ def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None
     if x.ndim not in (2, 3) or x.shape[:-1] != shift_labels.shape:
         raise ValueError(
             f"{name} must be {expected.removeprefix(name + ' ')} and shift_labels (b, t), or both "
-            "without b, got "
-            f"{tuple(x.shape)} and {tuple(shift_labels.shape)}"
+            f"without b, got {tuple(x.shape)} and {tuple(shift_labels.shape)}"
         )
     if weights is not None and (weights.shape != shift_labels.shape or weights.requires_grad):
         wrong = (
-            ("a tensor with a gradient: pass weights.detach()")
+            "a tensor with a gradient: pass weights.detach()"
             if weights.requires_grad
             else tuple(weights.shape)
         )
@@ -221,10 +220,8 @@ def check_weights(
     if not fits.all():
         raise ValueError(
             f"weights must be finite, and 0 or at least {least:.1e}, because the mean divides by "
-            "their sum; got "
-            f"{weights[~fits][0].item()}: for advantages, which have both signs, pass "
-            "num_items_in_batch, the number of "
-            "labelled tokens of all ranks and microbatches"
+            f"their sum; got {weights[~fits][0].item()}: for advantages, which have both signs, "
+            "pass num_items_in_batch, the number of labelled tokens of all ranks and microbatches"
         )
 
 
