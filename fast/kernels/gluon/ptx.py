@@ -85,14 +85,16 @@ def fence_async_global():
 def ping_pong_wait(WARPGROUP: gl.constexpr):
     """Wait until the previous warpgroup calls `ping_pong_arrive`."""
     ID: gl.constexpr = 8 + WARPGROUP  # Triton itself uses the lower ones
-    run_ptx(f"bar.sync {ID}, 256;")
+    TEXT: gl.constexpr = f"bar.sync {ID}, 256;"  # Triton 3.6 takes no f-string as an argument
+    run_ptx(TEXT)
 
 
 @gluon.jit
 def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Let the next warpgroup issue its MMAs."""
     ID: gl.constexpr = 8 + (WARPGROUP + 1) % WARPGROUPS
-    run_ptx(f"bar.arrive {ID}, 256;")
+    TEXT: gl.constexpr = f"bar.arrive {ID}, 256;"  # Triton 3.6 takes no f-string as an argument
+    run_ptx(TEXT)
 
 
 # ------------------------------------------------------------------ operations with a fixed place
