@@ -108,6 +108,7 @@ def test_all_kinds_are_drawn():
         "softcap",
         "rank_invariant",
         "reduce_dtype",
+        "columns",
         "casts",
         "own_keys_first",
         "keep_kv",
