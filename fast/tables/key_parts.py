@@ -10,12 +10,12 @@ than "triton" is forced. Different masks of several sequences count as one mask 
 With ``rank_invariant=True`` there are no parts: on Hopper `canon.fast.kernels.gluon.few_queries`
 shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
 
-**Bits.** Where parts begin depends on nothing: at multiples of 512 below 8,192 keys, of 1,024 below
-16,384 and of 2,048 above. So 8 key heads fill the SMs at 8,192 keys, and long sequences have few
-parts to merge. Tiles begin at multiples of their size, are visited in order, and run the same instructions whether a query sees all of a tile or a part of it.
-A tile that a query does not see leaves the state of the query as it is. So the bits of a query
-depend on the positions of its keys, and not on other queries, sequences or heads of the call, nor
-on the number of SMs.
+**Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
+above. So 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Its
+tiles begin at multiples of their size, are visited in order, and run the same instructions whether
+a query sees all of a tile or a part of it. A tile that a query does not see leaves the state of the
+query as it is. So the bits of a query depend on the positions of its keys, and not on other
+queries, sequences or heads of the call, nor on the number of SMs.
 
 **Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts
 with a visible cell, or 1.
