@@ -1,0 +1,169 @@
+"""The time of both passes of a schedule: its steps on a clock, as `canon.fast.schedule` runs them.
+
+The messages of a step start when the last rank begins the step before, and wait for the message
+before them. In the backward pass dk and dv leave after the kernels, and their sum waits for them.
+Steps, masks and messages are those of the schedule's own plans. Of many ranks, eight are followed,
+at equal distances.
+
+On a mesh the first step only brings heads from the other ranks of a host, and the last one only
+returns them, so nothing hides these messages. All columns are alike: the first one is followed.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from canon.costs.kernel_costs import MEMORY, RATES, Rates, tile_work
+from canon.costs.network import Links
+from canon.costs.traffic import all_gather, group_cast, hop, sizes_of
+from canon.fast.half import FAST
+from canon.fast.kernels.launcher import meta_stands_for
+from canon.fast.ring import ring_of
+from canon.masks.layout import Layout
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import noted_plans
+from canon.route.call import Call
+from canon.route.prepared_plans import Preparation
+
+Pair = tuple[int, int]
+FOLLOWED = 8  # ranks
+# Bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
+# merge a float32 part, and to round float32 results at the end.
+COPIED, MERGED, ROUNDED = 4, 12, 8
+
+
+class Pass(NamedTuple):
+    """A pass: ``work`` of `tile_work` and bytes that row kernels move, (followed ranks, steps).
+
+    ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys, which arrive before a step, and
+    sums, which leave after it.
+    """
+
+    rates: Rates
+    work: np.ndarray
+    rows: np.ndarray
+    messages: np.ndarray
+
+    def seconds(self, links: Links) -> tuple[float, float]:
+        """Return the time of the slowest rank, and that of the kernels of the busiest one."""
+        kernels = self.rates.tile * self.work
+        computed = kernels + self.rates.step * (kernels > 0) + self.rows / MEMORY
+        loads = self.messages.max(-1)
+        keys, sums = links.seconds(loads)
+        now, arrived, summed, adding = np.zeros(len(kernels)), keys[0], 0.0, 0.0
+        link = arrived  # when the last message ends
+        for step, following in enumerate([*keys[1:], 0]):
+            now = np.maximum(now, arrived)
+            if following:
+                arrived = link = max(link, now.max()) + following
+            now = np.maximum(now + computed[:, step], summed) + adding
+            summed, adding = 0.0, loads[1, step, 0] / MEMORY
+            if sums[step]:
+                summed = link = max(link, now.max()) + sums[step]
+        return max(now.max(), summed) + adding, kernels.sum(1).max()
+
+
+class Plan(NamedTuple):
+    """Both passes of a ``call``, with all its options, on the first rank."""
+
+    call: Call
+    forward: Pass
+    backward: Pass
+
+    def seconds(self, links: Links) -> tuple[float, ...]:
+        """Return (forward, both passes, exposed): exposed is all but the busiest rank's kernels."""
+        (forward, computed), (backward, more) = (one.seconds(links) for one in self[1:])
+        return forward, forward + backward, forward + backward - computed - more
+
+    @property
+    def nbytes(self) -> np.ndarray:
+        """The bytes of both passes, as in `traffic`: (2, ranks of a column)."""
+        return (self.forward.messages.sum(1) + self.backward.messages.sum(1)).sum(0)
+
+    def tensors(self) -> dict[str, float]:
+        """Return the bytes of a rank's tensors at the peak, in the backward pass."""
+        (b, t, h, d), (_, _, g, _), dv = *self.call.computed.shapes[:2], self.call.value_width
+        own, merges = b * t * g * (d + dv), self.backward.rows[:, 2:].any()
+        keys, sums = np.sort(self.backward.messages[:, 1:-1, 0].max(-1))
+        return {
+            "q, k, v, out and dout": 2 * (own + b * t * h * (d + 2 * dv)),
+            "dq, and its parts": (8 if merges else 6) * b * t * h * d,
+            "K and V of all ranks": 2 * own + keys[-2:].sum(),
+            "dk and dv of all ranks": (4 if merges else 6) * own + sums[-2:].sum() + sums[-1],
+            "exchanged heads": self.backward.messages[:, [0, -1], 0].sum((0, 1)).max(),
+        }
+
+
+def plan_of(
+    function: str, mask: Mask, layout: Layout, heads: Pair, widths: Pair, hosts: int = 1,
+    mesh_heads: int = 1, **options: Any,
+) -> Plan:  # fmt: skip
+    """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
+    Arguments as those of `prepare`.
+
+    Raises ValueError or TypeError as the call would.
+    """
+    rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
+    given = heads, widths, torch.bfloat16, True, options
+    with meta_stands_for(None), noted_plans():
+        calls = [
+            Preparation(function, mask, layout, row * mesh_heads, mesh_heads, 1, *given).call(FAST)
+            for row in rows.tolist()
+        ]
+        host = np.arange(0, layout.ranks, mesh_heads) * hosts // layout.ranks
+        return Plan(calls[0], *(_pass(calls, host, backward) for backward in (False, True)))
+
+
+def _pass(calls, hosts, backward) -> Pass:
+    whole, one = calls[0], calls[0].computed
+    steps = [_steps(call.computed, backward) for call in calls]
+    messages = _messages(one, steps[0], hosts)
+    messages[1] *= backward
+    if backward and whole.options.get("keep_kv"):  # nothing is fetched, own keys come last
+        messages[0] = 0
+        messages = np.roll(messages, -1, 1)
+        steps = [(*some[1:], some[0]) for some in steps]
+    (_, t, h, d), (_, _, g, _), dv = *one.shapes[:2], one.value_width
+    costs = [[_costs(step, h // g, backward) for step in some] for some in steps]
+    work, rows = np.pad(costs, [(0, 0), (1, 1), (0, 0)]).transpose(2, 0, 1)
+    rows[:, 1] += t * (ROUNDED * rows.any() + COPIED * backward)
+    sizes = sizes_of(whole.layout).reshape(len(hosts), -1)
+    tokens = np.maximum(sizes[:, 1:].sum(1), (whole.columns - 1) * sizes[:, 0])
+    ends = 2 * (h * d + g * (d + dv)), 2 * h * dv + 4 * h  # q, k, v; out and lse
+    messages = np.pad(messages, [(0, 0), (1, 1), (0, 0), (0, 0)])
+    messages[0, 0, 0], messages[1, -1, 0] = np.outer(ends[::-1] if backward else ends, tokens)
+    return Pass(RATES[backward], work * (d + dv) / 256, rows * h * dv, messages)
+
+
+def _steps(call, backward):
+    """Return the steps of the schedule's own plan."""
+    if call.algorithm.plan is None:
+        return ring_of(call, *(torch.empty(x, device="meta") for x in call.shapes[1:])).steps
+    return getattr(call.plan, "steps", None) or (call.plan.forward, call.plan.backward)[backward]
+
+
+def _costs(step, share, backward):
+    """Return the `tile_work` of a step, and the bytes of row kernels for each element of a row."""
+    if not step.has_work:
+        return 0, 0
+    mask, heads = step.active.mask, len(range(step.call.shapes[0][2])[step.heads])
+    copied = 0 if step.active.in_place else COPIED * (1 + backward)
+    rows = 0 if step.writes else mask.queries * (MERGED + copied)
+    return tile_work(mask, heads // share, share, backward), rows
+
+
+def _messages(call, steps, hosts) -> np.ndarray:
+    """Return the ``messages`` of a pass, without exchanges of heads."""
+    (b, _, g, d), layout, numbers = call.shapes[1], call.layout, range(len(steps))
+    if hasattr(steps[0], "group"):  # strided: some heads in each step
+        shares = [len(step.group.heads) / g for step in steps]
+        tokens = [[x * share for share in shares] for x in all_gather(layout, hosts)]
+    elif hasattr(steps[0], "transfer"):  # magi: casts of equal parts
+        casts = np.array([step.transfer is not None for step in steps])
+        parts = np.multiply.outer(casts / max(1, sum(casts)), group_cast(call.mask, layout, hosts))
+        tokens = [parts, parts]
+    else:
+        tokens = [[(n > 0) * hop(layout, hosts, n + late) for n in numbers] for late in (0, 1)]
+    nbytes = [x.itemsize * (d + call.value_width) for x in (call.dtype, call.reduce_dtype)]
+    return b * g * np.reshape(nbytes, (2, 1, 1, 1)) * tokens
