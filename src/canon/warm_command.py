@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--widths",
-        type=pair,
+        type=_pair,
         default=(128, 128),
         metavar="D[/DV]",
         help="head widths of K and V (default: 128)",
     )
     add(
         "--heads",
-        type=pair,
+        type=_pair,
         default=(32, 8),
         metavar="H[/G]",
         help="query heads and key heads (default: 32/8)",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--processes", type=int, help="compiling processes (default: one per core)")
 
 
-def pair(text: str) -> tuple[int, int]:
+def _pair(text: str) -> tuple[int, int]:
     """Return (a, b) of "a/b", and (a, a) of "a"."""
     first, _, second = text.partition("/")
     return int(first), int(second or first)

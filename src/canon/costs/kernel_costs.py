@@ -27,7 +27,7 @@ class Rates(NamedTuple):
     step: float
 
 
-RATES = Rates(1.495e-6, 33.0e-6), Rates(4.92e-6, 101.4e-6)  # forward, backward
+RATES = Rates(1.498e-6, 33.4e-6), Rates(4.92e-6, 102e-6)  # forward, backward
 
 
 @cached_plan

@@ -24,7 +24,7 @@ class Links(NamedTuple):
 
 # Bandwidths are round figures of NCCL on H200s and of 400 Gbit/s. The first latency is fitted with
 # the rates of `kernel_costs`. The second was never measured.
-ASSUMED = Links((300, 50), (37.1, 40))
+ASSUMED = Links((300, 50), (35.4, 40))
 
 
 def read_links(path: Path) -> Links:

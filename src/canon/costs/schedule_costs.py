@@ -1,7 +1,7 @@
 """The time of both passes of a schedule: its steps on a clock, as `canon.fast.schedule` runs them.
 
-The messages of a step start when the last rank begins the step before, and wait for the message
-before them. In the backward pass dk and dv leave after the kernels, and their sum waits for them.
+Two kinds of messages are in flight during a step: the keys of the next step, and in the backward
+pass dk and dv of the step before. The step takes as long as its kernels, or as these messages.
 Steps, masks and messages are those of the schedule's own plans. Of many ranks, eight are followed,
 at equal distances.
 
@@ -37,10 +37,11 @@ class Pass(NamedTuple):
     """A pass: ``work`` of `tile_work` and bytes that row kernels move, (followed ranks, steps).
 
     ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys, which arrive before a step, and
-    sums, which leave after it.
+    sums, which leave after it. ``is_ring``: ranks wait for one another in each step.
     """
 
     rates: Rates
+    is_ring: bool
     work: np.ndarray
     rows: np.ndarray
     messages: np.ndarray
@@ -49,19 +50,13 @@ class Pass(NamedTuple):
         """Return the time of the slowest rank, and that of the kernels of the busiest one."""
         kernels = self.rates.tile * self.work
         computed = kernels + self.rates.step * (kernels > 0) + self.rows / MEMORY
+        computed = computed.max(0, keepdims=True) if self.is_ring else computed
         loads = self.messages.max(-1)
         keys, sums = links.seconds(loads)
-        now, arrived, summed, adding = np.zeros(len(kernels)), keys[0], 0.0, 0.0
-        link = arrived  # when the last message ends
-        for step, following in enumerate([*keys[1:], 0]):
-            now = np.maximum(now, arrived)
-            if following:
-                arrived = link = max(link, now.max()) + following
-            now = np.maximum(now + computed[:, step], summed) + adding
-            summed, adding = 0.0, loads[1, step, 0] / MEMORY
-            if sums[step]:
-                summed = link = max(link, now.max()) + sums[step]
-        return max(now.max(), summed) + adding, kernels.sum(1).max()
+        # of each step: the keys of the next one, and the sums of the one before
+        hidden = np.append(keys[1:], 0) + np.append(0, sums[:-1])
+        both = np.maximum(computed, hidden).sum(1).max() + loads[1, :, 0].sum() / MEMORY
+        return keys[0] + both + sums[-1], kernels.sum(1).max()
 
 
 class Plan(NamedTuple):
@@ -77,27 +72,27 @@ class Plan(NamedTuple):
         return forward, forward + backward, forward + backward - computed - more
 
     @property
-    def nbytes(self) -> np.ndarray:
-        """The bytes of both passes, as in `traffic`: (2, ranks of a column)."""
-        return (self.forward.messages.sum(1) + self.backward.messages.sum(1)).sum(0)
+    def nic_bytes(self) -> float:
+        """The bytes of both passes through the busiest NIC."""
+        return np.sum([one.messages[:, :, 1].sum((0, 1)) for one in self[1:]], 0).max()
 
     def tensors(self) -> dict[str, float]:
         """Return the bytes of a rank's tensors at the peak, in the backward pass."""
-        (b, t, h, d), (_, _, g, _), dv = *self.call.computed.shapes[:2], self.call.value_width
-        own, merges = b * t * g * (d + dv), self.backward.rows[:, 2:].any()
+        q, *own = (x.numel() for x in self.call.computed.shapes)
+        own, merges = sum(own), self.backward.rows[:, 2:].any()
         keys, sums = np.sort(self.backward.messages[:, 1:-1, 0].max(-1))
         return {
-            "q, k, v, out and dout": 2 * (own + b * t * h * (d + 2 * dv)),
-            "dq, and its parts": (8 if merges else 6) * b * t * h * d,
+            "q, k, v, out and dout": 6 * q + 2 * own,
+            "dq, and its parts": (8 if merges else 6) * q,
             "K and V of all ranks": 2 * own + keys[-2:].sum(),
             "dk and dv of all ranks": (4 if merges else 6) * own + sums[-2:].sum() + sums[-1],
-            "exchanged heads": self.backward.messages[:, [0, -1], 0].sum((0, 1)).max(),
+            "exchanged heads": self.backward.messages[:, [0, -1], 0].max(-1).sum(),
         }
 
 
 def plan_of(
-    function: str, mask: Mask, layout: Layout, heads: Pair, widths: Pair, hosts: int = 1,
-    mesh_heads: int = 1, **options: Any,
+    function: str, heads: Pair, widths: Pair, hosts: int = 1, mesh_heads: int = 1, *,
+    mask: Mask, layout: Layout, **options: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
     Arguments as those of `prepare`.
@@ -128,12 +123,12 @@ def _pass(calls, hosts, backward) -> Pass:
     costs = [[_costs(step, h // g, backward) for step in some] for some in steps]
     work, rows = np.pad(costs, [(0, 0), (1, 1), (0, 0)]).transpose(2, 0, 1)
     rows[:, 1] += t * (ROUNDED * rows.any() + COPIED * backward)
-    sizes = sizes_of(whole.layout).reshape(len(hosts), -1)
-    tokens = np.maximum(sizes[:, 1:].sum(1), (whole.columns - 1) * sizes[:, 0])
     ends = 2 * (h * d + g * (d + dv)), 2 * h * dv + 4 * h  # q, k, v; out and lse
+    tokens = (whole.columns - 1) * sizes_of(whole.layout)[:: whole.columns]
     messages = np.pad(messages, [(0, 0), (1, 1), (0, 0), (0, 0)])
     messages[0, 0, 0], messages[1, -1, 0] = np.outer(ends[::-1] if backward else ends, tokens)
-    return Pass(RATES[backward], work * (d + dv) / 256, rows * h * dv, messages)
+    costs = work * (d + dv) / 256, rows * h * dv
+    return Pass(RATES[backward], one.algorithm.plan is None, *costs, messages)
 
 
 def _steps(call, backward):
@@ -155,15 +150,15 @@ def _costs(step, share, backward):
 
 def _messages(call, steps, hosts) -> np.ndarray:
     """Return the ``messages`` of a pass, without exchanges of heads."""
-    (b, _, g, d), layout, numbers = call.shapes[1], call.layout, range(len(steps))
+    (_, _, g, d), layout, numbers = call.shapes[1], call.layout, range(len(steps))
     if hasattr(steps[0], "group"):  # strided: some heads in each step
         shares = [len(step.group.heads) / g for step in steps]
         tokens = [[x * share for share in shares] for x in all_gather(layout, hosts)]
     elif hasattr(steps[0], "transfer"):  # magi: casts of equal parts
         casts = np.array([step.transfer is not None for step in steps])
-        parts = np.multiply.outer(casts / max(1, sum(casts)), group_cast(call.mask, layout, hosts))
-        tokens = [parts, parts]
+        cast = group_cast(call.mask, layout, hosts) / max(1, sum(casts))
+        tokens = [np.multiply.outer(casts, cast)] * 2
     else:
         tokens = [[(n > 0) * hop(layout, hosts, n + late) for n in numbers] for late in (0, 1)]
-    nbytes = [x.itemsize * (d + call.value_width) for x in (call.dtype, call.reduce_dtype)]
-    return b * g * np.reshape(nbytes, (2, 1, 1, 1)) * tokens
+    nbytes = [2, call.reduce_dtype.itemsize]
+    return g * (d + call.value_width) * np.reshape(nbytes, (2, 1, 1, 1)) * tokens
