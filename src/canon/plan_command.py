@@ -48,15 +48,16 @@ def run(options: argparse.Namespace) -> int:
     """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
     try:
         links = read_links(options.links) if options.links else ASSUMED
+        source = f"measured, {options.links}" if options.links else "assumed"
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
     if options.json:
-        print(json.dumps({"figures": "model", "links": links._asdict(), "plans": rows}, indent=1))
+        print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
     cells = [[x if isinstance(x, str) else f"{x:.2f}" for x in row.values()] for row in rows]
-    Console(width=180).print(table(f"model; links: {links.source}", list(rows[0]), cells))
+    Console(width=180).print(table(f"model; links: {source}", list(rows[0]), cells))
     return 0
 
 
@@ -67,7 +68,7 @@ def _rows(given, links):
     sizes = 1, given.tokens, *given.heads.split("/"), given.width
     shape = shape_of(",".join(map(str, sizes)), given.mask)
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
-        place = (shape.h, shape.g), (shape.d, shape.d), given.hosts, columns
+        place = (shape.h, shape.g), shape.d, given.hosts, columns
         for one in schedules_of(shape, given.gpus, columns):
             # nothing travels between the ranks of a column of one
             if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from canon.__main__ import main
 from canon.bench import links
-from canon.costs.network import read_links
+from canon.costs.network import ASSUMED, read_links
 from canon.testing import process_groups
 
 
@@ -25,4 +25,4 @@ def test_every_pair_has_a_row_and_wrong_bytes_have_none(monkeypatch):
 def test_the_command_writes_a_record_that_the_plan_reads(tmp_path):
     path = tmp_path / "links.json"
     assert main(["bench", "links", "--rounds", "2", "--record", str(path)]) == 0
-    assert read_links(path).source == "measured, links.json"
+    assert read_links(path)[0, 0] < 300 == ASSUMED[0, 0]

@@ -37,17 +37,16 @@ def test_bytes_are_those_that_ranks_receive(function, mask, layout, columns, opt
     with recording() as log:
         process_groups.threads(program)
     received = [sum(event.nbytes for event in log.of(rank)) for rank in range(0, 4, columns)]
-    plan = plan_of(name, (16, 4), (8, 8), 1, columns, mask=mask, layout=layout, **options)
+    plan = plan_of(name, (16, 4), 8, 1, columns, mask=mask, layout=layout, **options)
     assert sum(one.messages[:, :, 0].sum((0, 1)) for one in plan[1:]).tolist() == received
 
 
 def test_bytes_between_hosts_are_those_of_the_formulas():
     gathered, exchanged = all_gather(Layout.contiguous(32, 8), np.arange(8) // 4)
-    assert gathered.tolist() == [[28] * 8, [4] * 8]  # it enters each host once
-    assert exchanged.tolist() == [[28] * 8, [16] * 8]
-    tokens = 1 << 13
-    given = {"mask": Mask.causal(tokens), "layout": Layout.zigzag(tokens, 16)}
-    ring = plan_of("ring_attention", (32, 8), (128, 128), 4, 4, **given)
-    assert ring.nic_bytes == (1 - 1 / 4) * tokens / 4 * 8 * 256 * (2 + 2 + 4)
-    one = plan_of("ring_attention", (32, 8), (128, 128), 4, **given)
-    assert one.nic_bytes == (1 - 1 / 16) * tokens * 8 * 256 * (2 + 2 + 4)
+    assert gathered[1].tolist() == [4] * 8  # it enters each host once
+    assert exchanged[1].tolist() == [16] * 8
+    given = {"mask": Mask.causal(8192), "layout": Layout.zigzag(8192, 16)}
+    for columns in (1, 4):
+        plan = plan_of("ring_attention", (32, 8), 128, 4, columns, **given)
+        sent = (1 - columns / 16) * 8192 / columns * 8 * 256  # elements of K and V
+        assert plan.nic_bytes == sent * (2 + 2 + 4)

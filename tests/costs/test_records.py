@@ -2,9 +2,10 @@
 
 import statistics
 from functools import cache
-from itertools import chain, combinations
+from itertools import combinations
 from math import log
 
+import numpy as np
 import pytest
 from schedule_records import DATA, recorded
 
@@ -26,7 +27,7 @@ def planned(text, ranks, name):
     """Return the plan of a schedule of the records."""
     shape = shape_of(text)
     (one,) = (x for x in schedules(shape, ranks, Settings()) if x.name == name)
-    given = one.attend.func.__name__, (shape.h, shape.g), (shape.d, shape.d)
+    given = one.attend.func.__name__, (shape.h, shape.g), shape.d
     return plan_of(*given, **one.attend.keywords)
 
 
@@ -42,18 +43,18 @@ def calls(names):
 
 def loss(place=0, factor=1.0):
     """Return the loss of the fit, with one constant changed."""
-    constants = [*chain(*RATES), ASSUMED.us[0]]
-    constants[place] *= factor
-    links, total = ASSUMED._replace(us=(constants.pop(), 0)), 0.0
+    constants = np.array([*RATES, ASSUMED[0]])
+    constants.flat[place] *= factor
+    *rates, inside = constants
+    total, links = 0.0, np.array([inside, ASSUMED[1]])
     for _, plan, times in calls(FITTED):
-        rates = Rates(*constants[:2]), Rates(*constants[2:])
-        passes = (x._replace(rates=y) for x, y in zip(plan[1:], rates, strict=True))
+        passes = (x._replace(rates=Rates(*y)) for x, y in zip(plan[1:], rates, strict=True))
         predicted = type(plan)(plan.call, *passes).seconds(links)
         total += sum(abs(log(1e3 * x / y)) ** 1.5 for x, y in zip(predicted, times, strict=False))
     return total
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 5])  # a bandwidth is assumed
 def test_no_other_constant_fits_the_records_of_two_gpus_better(place):
     assert loss() < min(loss(place, 0.95), loss(place, 1.05))
 

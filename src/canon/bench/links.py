@@ -13,7 +13,6 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,9 @@ from canon.bench.timing import eager, table
 from canon.testing import process_groups
 
 SMALL, LARGE = 8, 64 << 20  # bytes
-Rows = list[dict[str, Any]]
 
 
-def batches(ranks: int, times: int) -> Iterator[Rows]:
+def batches(ranks: int, times: int) -> Iterator[list[dict]]:
     """Yield the rows. Under torchrun, rank 0 alone yields them."""
     on_gpus = process_groups.kernel_gpus() > 0
     if "RANK" not in os.environ:
@@ -41,7 +39,7 @@ def batches(ranks: int, times: int) -> Iterator[Rows]:
     dist.destroy_process_group()
 
 
-def measure(times: int) -> Rows:
+def measure(times: int) -> list[dict]:
     """Return a row for each pair of ranks, the same on all ranks. Raise RuntimeError if wrong bytes
     arrive.
     """
@@ -69,6 +67,6 @@ def _exchange(other, sent, received) -> None:
         work.wait()
 
 
-def tables(rows: Rows) -> list:
+def tables(rows: list[dict]) -> list:
     """Return a table of all pairs."""
     return [table("measured", list(rows[0]), [map(str, row.values()) for row in rows])]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from canon.costs.kernel_costs import MEMORY, RATES, Rates, tile_work
-from canon.costs.network import Links
+from canon.costs.network import seconds
 from canon.costs.traffic import all_gather, group_cast, hop, sizes_of
 from canon.fast.half import FAST
 from canon.fast.kernels.launcher import meta_stands_for
@@ -26,7 +26,6 @@ from canon.masks.plan_cache import noted_plans
 from canon.route.call import Call
 from canon.route.prepared_plans import Preparation
 
-Pair = tuple[int, int]
 FOLLOWED = 8  # ranks
 # Bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
 # merge a float32 part, and to round float32 results at the end.
@@ -46,13 +45,13 @@ class Pass(NamedTuple):
     rows: np.ndarray
     messages: np.ndarray
 
-    def seconds(self, links: Links) -> tuple[float, float]:
+    def seconds(self, links: np.ndarray) -> tuple[float, float]:
         """Return the time of the slowest rank, and that of the kernels of the busiest one."""
         kernels = self.rates.tile * self.work
         computed = kernels + self.rates.step * (kernels > 0) + self.rows / MEMORY
         computed = computed.max(0, keepdims=True) if self.is_ring else computed
         loads = self.messages.max(-1)
-        keys, sums = links.seconds(loads)
+        keys, sums = seconds(links, loads)
         # of each step: the keys of the next one, and the sums of the one before
         hidden = np.append(keys[1:], 0) + np.append(0, sums[:-1])
         both = np.maximum(computed, hidden).sum(1).max() + loads[1, :, 0].sum() / MEMORY
@@ -66,7 +65,7 @@ class Plan(NamedTuple):
     forward: Pass
     backward: Pass
 
-    def seconds(self, links: Links) -> tuple[float, ...]:
+    def seconds(self, links: np.ndarray) -> tuple[float, ...]:
         """Return (forward, both passes, exposed): exposed is all but the busiest rank's kernels."""
         (forward, computed), (backward, more) = (one.seconds(links) for one in self[1:])
         return forward, forward + backward, forward + backward - computed - more
@@ -91,16 +90,16 @@ class Plan(NamedTuple):
 
 
 def plan_of(
-    function: str, heads: Pair, widths: Pair, hosts: int = 1, mesh_heads: int = 1, *,
+    function: str, heads: tuple[int, int], width: int, hosts: int = 1, mesh_heads: int = 1, *,
     mask: Mask, layout: Layout, **options: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
-    Arguments as those of `prepare`.
+    Arguments as those of `prepare`, with one width of K and V.
 
     Raises ValueError or TypeError as the call would.
     """
     rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
-    given = heads, widths, torch.bfloat16, True, options
+    given = heads, (width, width), torch.bfloat16, True, options
     with meta_stands_for(None), noted_plans():
         calls = [
             Preparation(function, mask, layout, row * mesh_heads, mesh_heads, 1, *given).call(FAST)
@@ -119,15 +118,15 @@ def _pass(calls, hosts, backward) -> Pass:
         messages[0] = 0
         messages = np.roll(messages, -1, 1)
         steps = [(*some[1:], some[0]) for some in steps]
-    (_, t, h, d), (_, _, g, _), dv = *one.shapes[:2], one.value_width
+    (_, t, h, d), (_, _, g, _), _ = one.shapes
     costs = [[_costs(step, h // g, backward) for step in some] for some in steps]
     work, rows = np.pad(costs, [(0, 0), (1, 1), (0, 0)]).transpose(2, 0, 1)
     rows[:, 1] += t * (ROUNDED * rows.any() + COPIED * backward)
-    ends = 2 * (h * d + g * (d + dv)), 2 * h * dv + 4 * h  # q, k, v; out and lse
+    ends = 2 * d * (h + 2 * g), 2 * d * h + 4 * h  # q, k, v; out and lse
     tokens = (whole.columns - 1) * sizes_of(whole.layout)[:: whole.columns]
     messages = np.pad(messages, [(0, 0), (1, 1), (0, 0), (0, 0)])
     messages[0, 0, 0], messages[1, -1, 0] = np.outer(ends[::-1] if backward else ends, tokens)
-    costs = work * (d + dv) / 256, rows * h * dv
+    costs = work * d / 128, rows * h * d
     return Pass(RATES[backward], one.algorithm.plan is None, *costs, messages)
 
 
@@ -150,7 +149,7 @@ def _costs(step, share, backward):
 
 def _messages(call, steps, hosts) -> np.ndarray:
     """Return the ``messages`` of a pass, without exchanges of heads."""
-    (_, _, g, d), layout, numbers = call.shapes[1], call.layout, range(len(steps))
+    (_, _, g, d), layout = call.shapes[1], call.layout
     if hasattr(steps[0], "group"):  # strided: some heads in each step
         shares = [len(step.group.heads) / g for step in steps]
         tokens = [[x * share for share in shares] for x in all_gather(layout, hosts)]
@@ -159,6 +158,7 @@ def _messages(call, steps, hosts) -> np.ndarray:
         cast = group_cast(call.mask, layout, hosts) / max(1, sum(casts))
         tokens = [np.multiply.outer(casts, cast)] * 2
     else:
-        tokens = [[(n > 0) * hop(layout, hosts, n + late) for n in numbers] for late in (0, 1)]
+        rest = range(len(steps))
+        tokens = [[(n > 0) * hop(layout, hosts, n + late) for n in rest] for late in (0, 1)]
     nbytes = [2, call.reduce_dtype.itemsize]
-    return g * (d + call.value_width) * np.reshape(nbytes, (2, 1, 1, 1)) * tokens
+    return 2 * g * d * np.reshape(nbytes, (2, 1, 1, 1)) * tokens
