@@ -5,6 +5,7 @@ import json
 import pytest
 
 from canon.__main__ import main
+from canon.costs.network import ASSUMED, read_links
 
 SMALL = ["plan", "--tokens", "8192", "--gpus", "8", "--hosts", "2"]
 
@@ -12,6 +13,7 @@ SMALL = ["plan", "--tokens", "8192", "--gpus", "8", "--hosts", "2"]
 def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(capsys, tmp_path):
     path = tmp_path / "links.json"
     path.write_text(json.dumps({"results": [{"one_host": False, "gb_s": 0.1, "us": 90}]}))
+    assert read_links(path).tolist() == [ASSUMED[0].tolist(), [0.1, 90]]
     found = []
     for words in ([], ["--memory", "0.1", "--links", str(path)]):
         assert main([*SMALL, "--json", *words]) == 0

@@ -3,7 +3,6 @@
 import statistics
 from functools import cache
 from itertools import combinations
-from math import log
 
 import numpy as np
 import pytest
@@ -31,14 +30,16 @@ def planned(text, ranks, name):
     return plan_of(*given, **one.attend.keywords)
 
 
-def calls(names):
-    """Yield (record and shape, plan, milliseconds of the forward pass and of both)."""
+def compared(names, links=ASSUMED, rates=RATES):
+    """Yield (record and shape, predicted, recorded): seconds of the forward pass and of both."""
     for name in names:
         for (text, ranks), rows in recorded(f"{name}_h200.json").items():
             for schedule, row in rows.items():
                 if "invariant" not in schedule:
-                    times = [statistics.median(row[x]) for x in ("forward_ms", "both_ms")]
-                    yield (name, text), planned(text, ranks, schedule), times
+                    passes = zip(planned(text, ranks, schedule)[1:], rates, strict=True)
+                    forward, backward = (x._replace(rates=y).seconds(links)[0] for x, y in passes)
+                    times = [statistics.median(row[x]) / 1e3 for x in ("forward_ms", "both_ms")]
+                    yield (name, text), (forward, forward + backward), times
 
 
 def loss(place=0, factor=1.0):
@@ -46,12 +47,8 @@ def loss(place=0, factor=1.0):
     constants = np.array([*RATES, ASSUMED[0]])
     constants.flat[place] *= factor
     *rates, inside = constants
-    total, links = 0.0, np.array([inside, ASSUMED[1]])
-    for _, plan, times in calls(FITTED):
-        passes = (x._replace(rates=Rates(*y)) for x, y in zip(plan[1:], rates, strict=True))
-        predicted = type(plan)(plan.call, *passes).seconds(links)
-        total += sum(abs(log(1e3 * x / y)) ** 1.5 for x, y in zip(predicted, times, strict=False))
-    return total
+    found = compared(FITTED, np.array([inside, ASSUMED[1]]), [Rates(*x) for x in rates])
+    return sum((abs(np.log(np.divide(*x))) ** 1.5).sum() for _, *x in found)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 5])  # a bandwidth is assumed
@@ -63,17 +60,12 @@ def test_no_other_constant_fits_the_records_of_two_gpus_better(place):
     ("causal", CAUSAL), ("packed", PACKED), ("all", (*CAUSAL, *PACKED)),
 ])  # fmt: skip
 def test_the_page_quotes_how_well_the_model_predicts_four_and_eight_gpus(kind, names):
-    rows = [(key, plan.seconds(ASSUMED), times) for key, plan, times in calls(names)]
-    ratios = [
-        1e3 * x / y
-        for _, model, times in rows
-        for x, y in zip(model, times, strict=False)
-        if y >= 1
-    ]
+    rows = list(compared(names))
+    ratios = [x / y for _, *both in rows for x, y in zip(*both, strict=True) if y >= 1e-3]
     right = [
         (x[1] < y[1]) == (one[1] < other[1])
         for (key, x, one), (same, y, other) in combinations(rows, 2)
-        if key == same and abs(log(one[1] / other[1])) > log(1.03)
+        if key == same and abs(np.log(one[1] / other[1])) > np.log(1.03)
     ]
     shares = [abs(ratio - 1) <= 0.15 for ratio in ratios], right
     cells = [f"{sum(x):,} of {len(x):,} ({100 * sum(x) / len(x):.0f} %)" for x in shares]
