@@ -65,8 +65,8 @@ def _rows(given, links):
     """Yield the names and the figures of each plan."""
     if given.gpus % given.hosts:
         raise ValueError(f"--hosts {given.hosts}: expected a divisor of the {given.gpus} GPUs")
-    sizes = 1, given.tokens, *given.heads.split("/"), given.width
-    shape = shape_of(",".join(map(str, sizes)), given.mask)
+    sizes = f"1,{given.tokens},{given.heads},{given.width}"
+    shape = shape_of(sizes.replace("/", ","), given.mask)
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
         place = (shape.h, shape.g), shape.d, given.hosts, columns
         for one in schedules_of(shape, given.gpus, columns):

@@ -11,7 +11,7 @@ from schedule_records import DATA, recorded
 from canon.bench.measuring import Settings
 from canon.bench.schedule_peers import schedules
 from canon.bench.shapes import shape_of
-from canon.costs.kernel_costs import RATES, Rates
+from canon.costs.kernel_costs import RATES
 from canon.costs.network import ASSUMED
 from canon.costs.schedule_costs import plan_of
 
@@ -47,7 +47,7 @@ def loss(place=0, factor=1.0):
     constants = np.array([*RATES, ASSUMED[0]])
     constants.flat[place] *= factor
     *rates, inside = constants
-    found = compared(FITTED, np.array([inside, ASSUMED[1]]), [Rates(*x) for x in rates])
+    found = compared(FITTED, np.array([inside, ASSUMED[1]]), rates)
     return sum((abs(np.log(np.divide(*x))) ** 1.5).sum() for _, *x in found)
 
 

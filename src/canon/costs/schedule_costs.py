@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from canon.costs.kernel_costs import MEMORY, RATES, Rates, tile_work
+from canon.costs.kernel_costs import MEMORY, RATES, tile_work
 from canon.costs.network import seconds
 from canon.costs.traffic import all_gather, group_cast, hop, sizes_of
 from canon.fast.half import FAST
@@ -39,7 +39,7 @@ class Pass(NamedTuple):
     sums, which leave after it. ``is_ring``: ranks wait for one another in each step.
     """
 
-    rates: Rates
+    rates: np.ndarray
     is_ring: bool
     work: np.ndarray
     rows: np.ndarray
@@ -47,8 +47,9 @@ class Pass(NamedTuple):
 
     def seconds(self, links: np.ndarray) -> tuple[float, float]:
         """Return the time of the slowest rank, and that of the kernels of the busiest one."""
-        kernels = self.rates.tile * self.work
-        computed = kernels + self.rates.step * (kernels > 0) + self.rows / MEMORY
+        tile, step = self.rates
+        kernels = tile * self.work
+        computed = kernels + step * (kernels > 0) + self.rows / MEMORY
         computed = computed.max(0, keepdims=True) if self.is_ring else computed
         loads = self.messages.max(-1)
         keys, sums = seconds(links, loads)
@@ -127,7 +128,7 @@ def _pass(calls, hosts, backward) -> Pass:
     messages = np.pad(messages, [(0, 0), (1, 1), (0, 0), (0, 0)])
     messages[0, 0, 0], messages[1, -1, 0] = np.outer(ends[::-1] if backward else ends, tokens)
     costs = work * d / 128, rows * h * d
-    return Pass(RATES[backward], one.algorithm.plan is None, *costs, messages)
+    return Pass(RATES[int(backward)], one.algorithm.plan is None, *costs, messages)
 
 
 def _steps(call, backward):
