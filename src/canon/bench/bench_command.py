@@ -142,7 +142,9 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
     if options.what == "plans":
         return iter([plans.measure(options.ranks, options.packs)]), Settings()
     if options.what == "links":
-        return links.batches(max(options.ranks or [2]), options.rounds), Settings()
+        if (ranks := max(options.ranks or [2])) < 2:
+            raise ValueError(f"--ranks {ranks}: expected two or more")
+        return links.batches(ranks, options.rounds), Settings()
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
