@@ -8,7 +8,7 @@ def test_no_command_prints_the_help(capsys):
     printed, wrong = capsys.readouterr()
     assert not wrong
     assert printed.startswith("usage: canon [-h]")
-    for command in ("check", "bench", "show", "warm"):
+    for command in ("check", "bench", "plan", "show", "warm"):
         assert f"\n    {command} " in printed
 
 
