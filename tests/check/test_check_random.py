@@ -1,6 +1,4 @@
-"""Claims about `canon check --random`: seed and number determine a case, faults are found, records
-resume.
-"""
+"""Claims about `canon check --random`: seed and number determine a case, and faults are found."""
 
 import json
 import re
@@ -11,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from canon.check import draws, random_check
+from canon.check import draws
 from canon.check.planted_values import TENSORS, VALUES
 from canon.check.random_source import RandomSource
 from canon.reference import Layout, Mask
@@ -296,27 +294,6 @@ def test_an_exception_fails_its_case_and_the_other_cases_run(run, write_module):
         c.index for c in drawn if c.function == "ring_attention" and c.dtype != "bfloat16"
     ]
     assert "AssertionError: bfloat16 alone" in printed.out
-
-
-def test_records_resume(run, monkeypatch):
-    status, printed, record = run("canon.reference --random 6 --seed 5")
-    assert status == 0
-    assert sorted(kept_cases(record)) == list(range(6))
-    ran = []
-    add = random_check._RandomCheck.add
-    monkeypatch.setattr(
-        random_check._RandomCheck,
-        "add",
-        lambda check, cases, results: (
-            ran.extend(case.index for case in cases) or add(check, cases, results)
-        ),
-    )
-    status, printed, record = run("canon.reference --random 9 --seed 5")
-    assert sorted(ran) == [6, 7, 8]
-    assert "6 of 9 cases are taken from" in " ".join(printed.out.split())
-    assert "9 of 9 cases agree, 6 taken from the record" in printed.out
-    assert sorted(kept_cases(record)) == list(range(9))
-    assert len(record["runs"]) == 1
 
 
 def test_only_selects_functions_and_masks_of_random_cases(run):
