@@ -162,6 +162,7 @@ def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
                 assert some[must].all(), where
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "value"),
     [
@@ -180,6 +181,7 @@ def test_triton_contains_nan_in_shared_tiles(mask, method, value):
 
 
 @pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is not a Hopper")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "d", "value"),
     [
