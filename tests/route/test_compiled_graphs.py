@@ -209,7 +209,7 @@ def lengths():
 
 
 def options():
-    """Compile sinks and rank_invariant in both halves, and a choice of backend around the call."""
+    """Compile sinks and rank_invariant in both halves."""
     for attend, option in itertools.product(
         (x.attention for x in HALVES.values()), ("sink", "rank_invariant")
     ):
@@ -230,6 +230,10 @@ def options():
             found, expected = (results(f, with_sink(TILED), mask) for f in (compiled, model))
             assert_same(found, expected, exact=option != "sink")
         assert counters["stats"]["unique_graphs"] == 1, "another mask compiles again"
+
+
+def chosen():
+    """Compile a call inside a choice of backend."""
     plain = lambda q, k, v, mask: fast.attention(q, k, v, mask, return_lse=True)
     with fast.backend("triton"):
         compiled = compiled_once(plain, "aot_eager")
@@ -244,8 +248,10 @@ def options():
         compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("program", [local, lengths, options])
+@pytest.mark.parametrize(
+    "program",
+    [local, lengths, options, pytest.param(chosen, marks=pytest.mark.interpreted)],
+)
 def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
     process_groups.processes(program, 1, timeout=200)
 
