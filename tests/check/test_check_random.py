@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 
 import pytest
+import sampling
 import torch
 
 from canon.check import draws
@@ -162,7 +163,7 @@ def test_float16_cases_come_near_the_largest_dS(table):
     source, largest = RandomSource(), []
     cases = [draws.drawn(0, index, table) for index in range(600)]
     near = [case for case in cases if case.ds and case.shape.batch < 2 and not case.has_sink]
-    for case in near[:25]:
+    for case in near[: 25 if sampling.ALL else 12]:
         x = source.inputs(case, "cpu")
         expected = source.expected(case, case.layout_of(source.mask(case), 1), "cpu")
         q, k, v, dout = (
@@ -345,11 +346,15 @@ def test_roundings_bound_the_errors_of_honest_attention(dtype):
         assert error.max() >= size.max() / 300, name
 
 
-@pytest.mark.parametrize("names", [("dk", "dv"), ("dlatent", "dk_rope")])
-def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits(names):
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [("ring_attention", ("dk", "dv")), ("latent_attention", ("dlatent", "dk_rope"))],
+)
+def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits(function, names):
+    limits = draws.Limits((function,))
     case = next(
         c
-        for c in (draws.drawn(0, i) for i in range(9000))
+        for c in (draws.drawn(0, i, limits=limits) for i in range(9000))
         if dict(c.options).get("reduce_dtype") == "bfloat16"
         and c.dtype == "float32"
         and c.ranks > 2
@@ -357,7 +362,6 @@ def test_gradients_that_travel_in_16_bits_have_the_bound_of_16_bits(names):
         and mask.area > 50
         and c.used == "both"
         and not c.planted
-        and c.has_latents == ("dlatent" in names)
     )
     layout = draws.evaluated(case.layout)
     assert isinstance(layout, Layout)
