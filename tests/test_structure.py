@@ -247,17 +247,6 @@ def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     assert forbidden_imports(path, module)
 
 
-def test_importing_canon_does_not_load_dynamo():
-    """torch._dynamo takes longer to import than canon."""
-    program = """
-import sys, torch
-from canon import fast, reference
-
-assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
-"""
-    printed(program)
-
-
 def test_reference_runs_without_triton_and_without_fast():
     program = """
 import importlib.abc, sys
