@@ -28,8 +28,7 @@ tiles (`choose_method`):
                        (`canon.fast.kernels.gluon.dq_order`)
     "split"            otherwise
 
-Both files name the records that their thresholds fit. paper/backward_on_hopper.md explains the
-fixed order.
+paper/backward_on_hopper.md explains the fixed order.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
 (`canon.fast.schedule`).

@@ -1,7 +1,6 @@
 """`canon bench`: measure speed and memory beside peers. A contender that disagrees gets no figure.
 
     canon bench kernels      one GPU: forward, every backward, peers
-    canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
     canon bench schedules    several GPUs: ring, strided and Magi
@@ -34,7 +33,6 @@ from canon.testing import process_groups, record
 # of the record, and on_ranks(program, ranks), if ranks take part.
 MODULES = {
     "kernels": "kernels",
-    "layers": "layers",
     "host": "host_time",
     "masks": "mask_time",
     "schedules": "schedules",
