@@ -376,16 +376,16 @@ def timelines(schedules, hop):
                     "linewidth": 0,
                 }
                 ax.add_patch(Rectangle((now, rank - 0.4), length, 0.54, **waiting))
-                share = cells / perfect
+                length = cells / perfect
                 sent = {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0}
                 ax.add_patch(
                     Rectangle(
-                        (now, rank - 0.4), share, 0.54, facecolor=RANKS[owner], edgecolor="white"
+                        (now, rank - 0.4), length, 0.54, facecolor=RANKS[owner], edgecolor="white"
                     )
                 )
-                if share > 0.03:
+                if length > 0.03:
                     ax.text(
-                        now + share / 2,
+                        now + length / 2,
                         rank - 0.13,
                         f"K{owner}",
                         ha="center",

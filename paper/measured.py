@@ -6,14 +6,13 @@ the files under `data`.
     python paper/measured.py --text          pages only; needs no matplotlib
 
 A page is a template under `templates` in which `{{name}}` stands for a table or a number.
-`kernel_tables.py`, `schedule_tables.py`, `cuda_tables.py`, `choice.py` and `articles` compute these
+`kernel_tables.py`, `schedule_tables.py`, `cuda_tables.py` and `articles` compute these
 from records."""
 
 import argparse
 import re
 from pathlib import Path
 
-import choice
 import cuda_tables
 import kernel_tables
 import measured_figures
@@ -65,7 +64,7 @@ def measured() -> dict[str, str]:
     """Return all tables and numbers of `measured.md` and `records.md`, and those that only the
     paper uses.
     """
-    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS, choice.values)
+    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS)
     return {key: value for part in parts for key, value in part().items()}
 
 
@@ -88,7 +87,6 @@ def pages() -> dict[str, str]:
 def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
     parts = (
-        choice.FIGURES,
         measured_figures.FIGURES,
         readme_figures.FIGURES,
         paper_figures.FIGURES,

@@ -195,7 +195,9 @@ def several_gpus():
         one.text(speed + 8, -i, f"{speed:.0f}", va="center", fontsize=SMALL)
     one.set_yticks([-i for i in range(len(CAUSAL))], list(CAUSAL.values()))
     one.set_xlim(0, 720)
-    _small(one, f"one causal sequence of {tokens(n)} tokens", "TFLOP/s per GPU, both passes")
+    _small(
+        one, f"one causal sequence of {tokens(n)} tokens", "TFLOP/s per GPU, both passes, GPU time"
+    )
     found = schedule_tables.pack_speeds()
     for i, (name, _) in enumerate(PACKED):
         for offset, colour, j in ((0.2, BLUE, 0), (-0.2, ORANGE, 1)):
@@ -214,7 +216,7 @@ def several_gpus():
     two.barh([0], [0], color=ORANGE, label="backward")
     two.legend(fontsize=SMALL, loc="lower right", bbox_to_anchor=(1.0, 0.2), frameon=True)
     count = len(found["magi, 0 stages", 0])
-    _small(two, f"{count} packs of 65,536 tokens", "TFLOP/s per GPU; a tick is one pack")
+    _small(two, f"{count} packs of 65,536 tokens", "TFLOP/s per GPU, GPU time; a tick is a pack")
     return figure
 
 
@@ -263,7 +265,7 @@ def dq_order():
     ]
     axes.set_yticks([-i for i in range(len(cases))], labels)
     axes.legend(fontsize=SMALL, loc="lower right", frameon=True)
-    _small(axes, "", "% more time than additions in any order")
+    _small(axes, "", "% more GPU time than additions in any order")
     return figure
 
 
@@ -297,7 +299,7 @@ def lengths():
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
-    _small(axes, "", "tokens in a sequence", "Canon over cuDNN", grid="both")
+    _small(axes, "", "tokens in a sequence", "Canon over cuDNN, GPU time", grid="both")
     figure.legend(fontsize=SMALL, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
