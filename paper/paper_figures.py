@@ -216,7 +216,7 @@ def several_gpus():
     two.barh([0], [0], color=ORANGE, label="backward")
     two.legend(fontsize=SMALL, loc="lower right", bbox_to_anchor=(1.0, 0.2), frameon=True)
     count = len(found["magi, 0 stages", 0])
-    _small(two, f"{count} packs of 65,536 tokens", "TFLOP/s per GPU, GPU time; a tick is a pack")
+    _small(two, f"{count} packs of 65,536 tokens, a tick for each", "TFLOP/s per GPU, GPU time")
     return figure
 
 
