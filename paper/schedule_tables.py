@@ -461,7 +461,18 @@ def rate(name: str, kernel: str, bytes_of_key: int, last: bool = False) -> float
     return 16384 * 8 * 128 * bytes_of_key / us / 1e3
 
 
-PARTS = (schedules, two_gpus, methods, few_queries, packs, host, plans, training, messages, links)
+PARTS = (
+    schedules,
+    two_gpus,
+    methods,
+    few_queries,
+    packs,
+    host,
+    plans,
+    training,
+    messages,
+    links,
+)
 
 
 def _ring_wall(rank: int, checked: bool) -> str:
