@@ -6,14 +6,15 @@ checks.
 The notebooks stand in FOLDER/course. FOLDER also gets links to four folders of the repository,
 because notebooks link to their files.
 
-A hole stands between two comments in the cell of a function. Its sentence names the lines to write:
+A hole stands between two comments in the cell of a function. Its first line is the task:
 
     # your turn: return the sum of both parts, each with its weight
+    # hint: the weight of a part is exp(its lse - whole)
     return weight * part
     # your turn ends
 
-In the course the hole raises NotImplementedError with this sentence. The solution is folded below
-the cell.
+In the course the hole raises NotImplementedError with the task. The hint and the solution are
+folded below the cell.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from nbformat.v4 import new_markdown_cell
 HERE = Path(__file__).resolve().parent
 LINKED = ("fast", "paper", "reference", "tests")  # folders that the notebooks link to
 HOLE = re.compile(
-    r"^(?P<indent> *)# your turn: (?P<sentence>.*(?:\n(?P=indent)# .*)*)\n"
+    r"^(?P<indent> *)# your turn: (?P<task>.*)\n(?P=indent)# hint: "
+    r"(?P<hint>.*(?:\n(?P=indent)# .*)*)\n"
     r"(?P<solution>(?:.*\n)*?)(?P=indent)# your turn ends(?=\n|$)",
     re.MULTILINE,
 )
@@ -43,20 +45,22 @@ OPEN = (
     "notebooks. In `{folder}`, the command "
     "`{root}/.venv/bin/canon check my_attention` checks all functions."
 )
-FOLDED = "<details><summary>Solution</summary>\n\n```python\n{}\n```\n\n</details>"
+FOLDED = "<details><summary>{}</summary>\n\n{}\n\n</details>"
 
 
 def with_hole(source: str) -> str:
     """Return the source of a cell with NotImplementedError in place of the solution."""
 
-    def hole(found: re.Match) -> str:
-        sentence = re.sub(r"\n *# ", " ", found["sentence"])
-        return (
-            f'{found["indent"]}raise NotImplementedError(\n{found["indent"]}    "Your turn: '
-            f'{sentence}"\n{found["indent"]})'
-        )
+    lines = r"\g<indent>raise NotImplementedError(", r'    "Your turn: \g<task>"', ")"
+    return HOLE.sub(r"\n\g<indent>".join(lines), source)
 
-    return HOLE.sub(hole, source)
+
+def folded(source: str) -> str:
+    """Return the hint and the solution of a cell, folded."""
+    hint = " ".join(re.sub(r"\n *# ", " ", found["hint"]) for found in HOLE.finditer(source))
+    hint = hint[0].upper() + hint[1:]
+    code = f"```python\n{solution(source)}\n```"
+    return f"{FOLDED.format('Hint', hint)}\n\n{FOLDED.format('Solution', code)}"
 
 
 def solution(source: str) -> str:
@@ -86,8 +90,8 @@ def from_root(folder: Path) -> Path:
 
 
 def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
-    """Return the notebook with holes, folded solutions, links to notebooks, and the command that
-    opens it in its first cell.
+    """Return the notebook with holes, folded hints and solutions, links to notebooks, and in its
+    first cell the command that opens it.
     """
     first, place = notebook.cells[0], from_root(folder)
     opens = OPEN.format(root=HERE.parent, folder=place, above=place.parent)
@@ -98,7 +102,7 @@ def for_students(notebook: NotebookNode, folder: Path) -> NotebookNode:
         if cell.cell_type == "markdown":
             cell.source = TWIN.sub(r"](\1.ipynb", cell.source)
         if cell.cell_type == "code" and HOLE.search(cell.source):
-            cells.append(new_markdown_cell(FOLDED.format(solution(cell.source))))
+            cells.append(new_markdown_cell(folded(cell.source)))
             cell.source = with_hole(cell.source)
     notebook.cells = cells
     return notebook

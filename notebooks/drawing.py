@@ -255,6 +255,23 @@ def work(shares):
     return figure
 
 
+@shown
+def other_bits(rows):
+    """Draw a strip of tokens for each row, with a mark at those of other bits. rows[label] are
+    booleans (tokens,).
+    """
+    _, ax = plt.subplots(figsize=(8, 0.5 + 0.36 * len(rows)), layout="constrained")
+    tokens = max(len(other) for other in rows.values())
+    for place, other in enumerate(rows.values()):
+        ax.barh(place, len(other), height=0.7, color=PALE)
+        for token in other.nonzero().flatten().tolist():
+            ax.add_patch(Rectangle((token, place - 0.35), 1, 0.7, color=RANKS[4], linewidth=0))
+        ax.text(1.01 * tokens, place, f"{int(other.sum())} of {len(other)}", va="center")
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set(xlim=(0, tokens), ylim=(len(rows) - 0.5, -0.5), xlabel="token; red: other bits")
+    bare(ax)
+
+
 measured_spans = shown(timeline_figures.measured_spans)
 
 
@@ -359,16 +376,16 @@ def timelines(schedules, hop):
                     "linewidth": 0,
                 }
                 ax.add_patch(Rectangle((now, rank - 0.4), length, 0.54, **waiting))
-                share = cells / perfect
+                length = cells / perfect
                 sent = {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0}
                 ax.add_patch(
                     Rectangle(
-                        (now, rank - 0.4), share, 0.54, facecolor=RANKS[owner], edgecolor="white"
+                        (now, rank - 0.4), length, 0.54, facecolor=RANKS[owner], edgecolor="white"
                     )
                 )
-                if share > 0.03:
+                if length > 0.03:
                     ax.text(
-                        now + share / 2,
+                        now + length / 2,
                         rank - 0.13,
                         f"K{owner}",
                         ha="center",

@@ -12,9 +12,8 @@ of every rank.
     real_ranks.require(results)
 
 Every rank runs reference and fast twice on bfloat16 inputs. The caller's process then compares each
-shard with the shards of the judge's oracle and honest results. A third run of fast is the timeline.
-On GPUs, torch's profiler gives the kernels. On the CPU, `recording` gives the steps: a message
-lasts from its post to the end of the wait for it.
+shard with the shards of the judge's oracle and honest results. On GPUs a third run of fast is the
+timeline, from torch's profiler.
 
 The error of a rank reaches the caller as RuntimeError, with the traceback of that rank.
 """
@@ -41,10 +40,8 @@ from canon.reference import Layout, Mask
 from canon.show.spans import Span, kind_of
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
-from canon.testing.recording import recording
 
 HALVES = ("reference", "fast")
-STEPS = ("forward", "backward")
 NOT_DRAWN = ("Memset", "HtoD", "DtoH")
 
 
@@ -179,29 +176,26 @@ def here() -> Place:
 
 
 def table(results: Mapping[str, list[RankResult]]) -> str:
-    """Return one line for each call and rank: the worst error over its bound, the bits, and the
-    times.
+    """Return one line for each call and rank: the worst error over its bound, the bits, and on GPUs
+    the times.
 
     "exposed" is the time of messages without a kernel, in the timeline of fast. Ranks that share a
     GPU share one timeline."""
-    lines = [
-        f"{'':27} {'error / bound':^25}  {'two runs':^15}  {'ms of both passes':^21} {'exposed':>9}"
-    ]
-    lines.append(
-        f"{'':27} {'reference':>12} {'fast':>12}  reference  fast   {'reference':>10} "
-        f"{'fast':>10} {'ms':>9}"
-    )
+    timed = all(one.device != "CPU" for of_ranks in results.values() for one in of_ranks)
+    first = f"{'':27} {'error / bound':^25}  {'two runs':^15}"
+    second = f"{'':27} {'reference':>12} {'fast':>12}  reference  fast  "
+    lines = [f"{first}  {'ms of both passes':^21} {'exposed':>9}"] if timed else [first]
+    lines.append(f"{second} {'reference':>10} {'fast':>10} {'ms':>9}" if timed else second)
     for name, of_ranks in results.items():
         for one in of_ranks:
             worst = [_worst(one.verdicts[half]) for half in HALVES]
             bits = ["equal" if one.equal_runs[half] else "differ" for half in HALVES]
+            line = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}  {bits[0]:9}  "
             times = [one.milliseconds[half] for half in HALVES]
-            first = f"{name:20} rank {one.rank:<2}{worst[0]:>12} {worst[1]:>12}"
             exposed = f"{one.exposed:.2f}" if one.spans else "-"
-            lines.append(
-                f"{first}  {bits[0]:9}  {bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}"
-            )
-    return "\n".join(lines)
+            more = f"{bits[1]:6} {times[0]:10.2f} {times[1]:10.2f} {exposed:>9}"
+            lines.append(line + (more if timed else bits[1]))
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def require(results: Mapping[str, list[RankResult]]) -> None:
@@ -257,8 +251,9 @@ def _result(place: Place, call: FunctionCall) -> tuple:
         second, milliseconds[half] = _timed(place, half, call, shards)
         equal[half] = all(map(torch.equal, first, second))
         results[half] = [x.cpu() for x in first]
-    spans = [] if place.shared else _timeline(place, call, shards)
-    device = torch.cuda.get_device_name() if place.device == "cuda" else "CPU"
+    on_gpu = place.device == "cuda"
+    spans = _timeline(call, shards) if on_gpu and not place.shared else []
+    device = torch.cuda.get_device_name() if on_gpu else "CPU"
     return results, equal, milliseconds, spans, device
 
 
@@ -305,27 +300,15 @@ def _synchronize(place: Place) -> None:
         torch.cuda.synchronize()
 
 
-def _timeline(place: Place, call: FunctionCall, shards: list[Tensor]) -> list[Span]:
-    """Run fast a third time, and return its spans. Time 0 is the first one of this rank."""
-    if place.device == "cuda":
-        with _profiled() as spans:
-            meet(torch.device("cuda", torch.cuda.current_device()))
-            _attended("fast", call, shards)
-            torch.cuda.synchronize()
-        return spans
-    modules = [import_module(f"canon.fast.{name}") for name in ("ring", "strided", "magi")]
-    dist.barrier()
-    with recording(*modules) as log:
-        start = time.perf_counter()
+def _timeline(call: FunctionCall, shards: list[Tensor]) -> list[Span]:
+    """Run fast a third time on a GPU, and return its spans. Time 0 is the first one of this
+    rank.
+    """
+    with _profiled() as spans:
+        meet(torch.device("cuda", torch.cuda.current_device()))
         _attended("fast", call, shards)
-    return [
-        Span(
-            event.kind if event.kind in STEPS else "message",
-            f"{event.kind} {event.number}",
-            *(1e3 * (x - start) for x in span),
-        )
-        for event, *span in log.spans
-    ]
+        torch.cuda.synchronize()
+    return spans
 
 
 def _spans_of_threads(place: Place, call: FunctionCall) -> list[Span]:

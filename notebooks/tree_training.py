@@ -3,8 +3,8 @@ separate sequences.
 
     torchrun --nproc-per-node 2 notebooks/tree_training.py
 
-    answers     the model draws them, 8 for each prompt by default; the reward is the share of bytes
-                that are letters
+    answers     the model draws them, 8 for each prompt by default; the reward is the fraction of
+                bytes that are letters
     tree        `canon.trees.pack`: tokens that sequences share are computed once
     separate    one packed document for each sequence: each has a prompt of its own
 
@@ -163,7 +163,7 @@ class Trainer:
 
 
 def rewards_of(answers: Tensor) -> Tensor:
-    """Return the share of letters in each answer (..., tokens)."""
+    """Return the fraction of letters in each answer (..., tokens)."""
     lower = answers | 32
     return ((lower >= ord("a")) & (lower <= ord("z"))).double().mean(-1)
 

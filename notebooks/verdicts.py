@@ -19,6 +19,26 @@ def first_difference(verdict: Agreement) -> str:
     return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if finite else verdict.faults[0]
 
 
+def equal(name: str, got: Tensor, expected: Tensor, dim: int = 1) -> None:
+    """Raise AssertionError that names the tokens, along axis ``dim``, that differ by more than
+    1e-12.
+    """
+    for what in ("shape", "dtype"):
+        mine, theirs = getattr(got, what), getattr(expected, what)
+        assert mine == theirs, f"{name}: its {what} is {mine}, expected {theirs}"
+    wrong = ~torch.isclose(got, expected, rtol=0, atol=1e-12)
+    if not wrong.any():
+        return
+    tokens = wrong.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+    shown = ", ".join(map(str, tokens[:8])) + ", ..." * (len(tokens) > 8)
+    place = tuple(wrong.movedim(dim, 0).nonzero()[0].tolist())
+    found, right = (float(x.movedim(dim, 0)[place]) for x in (got, expected))
+    raise AssertionError(
+        f"{name}: wrong at {len(tokens)} of {got.shape[dim]} tokens: {shown}. At the first there "
+        f"is {found:.3g}, expected {right:.3g}"
+    )
+
+
 def require(
     name: str, found: Attended, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: Mask
 ) -> None:

@@ -6,17 +6,17 @@ the files under `data`.
     python paper/measured.py --text          pages only; needs no matplotlib
 
 A page is a template under `templates` in which `{{name}}` stands for a table or a number.
-`kernel_tables.py`, `schedule_tables.py`, `cuda_tables.py`, `choice.py` and `articles` compute these
-from records."""
+The modules `*_tables.py`, `other_libraries.py` and `articles` compute these from records."""
 
 import argparse
 import re
 from pathlib import Path
 
-import choice
 import cuda_tables
+import detection_tables
 import kernel_tables
 import measured_figures
+import other_libraries
 import paper_figures
 import readme_figures
 import schedule_tables
@@ -65,7 +65,8 @@ def measured() -> dict[str, str]:
     """Return all tables and numbers of `measured.md` and `records.md`, and those that only the
     paper uses.
     """
-    parts = (*kernel_tables.PARTS, *cuda_tables.PARTS, *schedule_tables.PARTS, choice.values)
+    modules = (kernel_tables, cuda_tables, schedule_tables, other_libraries, detection_tables)
+    parts = [part for module in modules for part in module.PARTS]
     return {key: value for part in parts for key, value in part().items()}
 
 
@@ -88,7 +89,6 @@ def pages() -> dict[str, str]:
 def drawings() -> dict[str, Drawing]:
     """Return every figure, by name."""
     parts = (
-        choice.FIGURES,
         measured_figures.FIGURES,
         readme_figures.FIGURES,
         paper_figures.FIGURES,

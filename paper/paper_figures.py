@@ -1,14 +1,27 @@
 """Draw the figures of the paper at their size in print: no text is smaller than 7 points."""
 
+import detection_tables
 import kernel_tables
 import schedule_tables
 from articles import order_of_dq
 from measured_figures import short
-from plots import BLUE, GREEN, GREY, ONE, ORANGE, SKY, VERMILION, Drawing, finish, new
+from plots import (
+    BLUE,
+    GREEN,
+    GREY,
+    NARROW,
+    ONE,
+    ORANGE,
+    SKY,
+    SMALL,
+    VERMILION,
+    WIDE,
+    Drawing,
+    new,
+    small,
+)  # fmt: skip
 from records import load, tokens
 
-WIDE, NARROW = 6.85, 3.3  # inches: both columns of the page, and one
-SMALL = 7  # points
 RANKS, TOKENS, RANK = 4, 32, 1  # of the figure of the schedules
 ENDS = (0, 2, 12, 27, 32)  # of its documents
 
@@ -24,15 +37,6 @@ def _cells(axes, cells, left: float, top: float, colour: str = BLUE) -> None:
     xs = [left, left + columns, left + columns, left, left]
     ys = [top, top, top + rows, top + rows, top]
     axes.plot(xs, ys, color=GREY, linewidth=0.6)
-
-
-def _small(axes, title: str = "", xlabel: str = "", ylabel: str = "", grid: str = "x") -> None:
-    """Set the texts of axes in the sizes of the paper."""
-    finish(axes, title, xlabel, ylabel, grid)
-    axes.title.set_fontsize(8)
-    axes.xaxis.label.set_fontsize(SMALL)
-    axes.yaxis.label.set_fontsize(SMALL)
-    axes.tick_params(labelsize=SMALL, pad=2)
 
 
 # ------------------------------------------------------------------ bands and schedules
@@ -173,7 +177,7 @@ def kernels():
                 label=label,
             )
         axes.set_yticks([-i for i in range(len(shapes))], [short(shape) for shape in shapes])
-        _small(axes, f"{name}, {ONE}", "TFLOP/s of visible cells, GPU time", grid="both")
+        small(axes, f"{name}, {ONE}", "TFLOP/s of visible cells, GPU time", grid="both")
     figure.legend(
         *grid[0][1].get_legend_handles_labels(),
         fontsize=SMALL,
@@ -195,7 +199,9 @@ def several_gpus():
         one.text(speed + 8, -i, f"{speed:.0f}", va="center", fontsize=SMALL)
     one.set_yticks([-i for i in range(len(CAUSAL))], list(CAUSAL.values()))
     one.set_xlim(0, 720)
-    _small(one, f"one causal sequence of {tokens(n)} tokens", "TFLOP/s per GPU, both passes")
+    small(
+        one, f"one causal sequence of {tokens(n)} tokens", "TFLOP/s per GPU, both passes, GPU time"
+    )
     found = schedule_tables.pack_speeds()
     for i, (name, _) in enumerate(PACKED):
         for offset, colour, j in ((0.2, BLUE, 0), (-0.2, ORANGE, 1)):
@@ -214,7 +220,7 @@ def several_gpus():
     two.barh([0], [0], color=ORANGE, label="backward")
     two.legend(fontsize=SMALL, loc="lower right", bbox_to_anchor=(1.0, 0.2), frameon=True)
     count = len(found["magi, 0 stages", 0])
-    _small(two, f"{count} packs of 65,536 tokens", "TFLOP/s per GPU; a tick is one pack")
+    small(two, f"{count} packs of 65,536 tokens, a tick for each", "TFLOP/s per GPU, GPU time")
     return figure
 
 
@@ -263,7 +269,7 @@ def dq_order():
     ]
     axes.set_yticks([-i for i in range(len(cases))], labels)
     axes.legend(fontsize=SMALL, loc="lower right", frameon=True)
-    _small(axes, "", "% more time than additions in any order")
+    small(axes, "", "% more GPU time than additions in any order")
     return figure
 
 
@@ -297,7 +303,7 @@ def lengths():
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks([512, 2048, 8192, 32768, 131072], ["512", "2K", "8K", "32K", "128K"])
-    _small(axes, "", "tokens in a sequence", "Canon over cuDNN", grid="both")
+    small(axes, "", "tokens in a sequence", "Canon over cuDNN, GPU time", grid="both")
     figure.legend(fontsize=SMALL, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
@@ -340,7 +346,7 @@ def judge():
     axes.text(0.985, 0.45, "bound", fontsize=SMALL, ha="right", va="center")
     axes.set_yticks([-i for i in range(len(names))], names)
     axes.set_xlim(0, 1.05)
-    _small(axes, "", "error over its bound")
+    small(axes, "", "error over its bound")
     figure.legend(fontsize=SMALL, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
@@ -360,5 +366,6 @@ FIGURES = {
     ),
     "paper_lengths": Drawing(lengths, ("kernels_sweep_widths_h200.json",)),
     "paper_judge": Drawing(judge, tuple(f"{record}.json" for record, *_ in kernel_tables.CHECKS)),
+    "paper_detection": detection_tables.FIGURE,
     "paper_dq_order": Drawing(dq_order, ("pairs_h200.json",)),
 }

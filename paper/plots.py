@@ -16,6 +16,8 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILION, PURPLE = (
 )  # fmt: skip
 GREY = "#888888"
 ONE = "one NVIDIA H200, bfloat16"
+WIDE, NARROW = 6.85, 3.3  # inches: both columns of a page of the paper, and one
+SMALL = 7  # points
 
 
 class Drawing(NamedTuple):
@@ -47,6 +49,15 @@ def finish(axes, title: str = "", xlabel: str = "", ylabel: str = "", grid: str 
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def small(axes, title: str = "", xlabel: str = "", ylabel: str = "", grid: str = "x") -> None:
+    """Set the texts of axes in the sizes of the paper."""
+    finish(axes, title, xlabel, ylabel, grid)
+    axes.title.set_fontsize(8)
+    axes.xaxis.label.set_fontsize(SMALL)
+    axes.yaxis.label.set_fontsize(SMALL)
+    axes.tick_params(labelsize=SMALL, pad=2)
 
 
 def digest(records: Sequence[str]) -> str:

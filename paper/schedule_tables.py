@@ -435,7 +435,44 @@ def few_queries() -> dict[str, str]:
     }
 
 
-PARTS = (schedules, two_gpus, methods, few_queries, packs, host, plans, training, messages)
+def links() -> dict[str, str]:
+    """Return the rates of messages, in a profile of four GPUs with 16,384 tokens each."""
+    rates = {
+        "gather_rate": rate("strided zigzag 8", "AllGather", 3 * 4),
+        "hop_rate": rate("ring zigzag", "SendRecv", 4),
+        "exchange_rate": rate("strided zigzag 8 fused", "SendRecv", 3 * 8, last=True),
+    }
+    return {name: f"{gigabytes:.0f}" for name, gigabytes in rates.items()}
+
+
+def rate(name: str, kernel: str, bytes_of_key: int, last: bool = False) -> float:
+    """Return the GB/s of the first or last message of a schedule, with so many bytes for each
+    token, of 8 key heads of width 128.
+
+    The first one starts on all ranks together; its slowest rank counts. A rank of the last one may
+    wait; the fastest counts."""
+    record = load("schedules_timeline_four_h200")["results"]
+    row = only(record, schedule=name, transport="NCCL's default")
+    of = [
+        [us for _, us, label in kernels if kernel in label]
+        for kernels in row["kernels_of_both_by_rank"]
+    ]
+    us = min(found[-1] for found in of) if last else max(found[0] for found in of)
+    return 16384 * 8 * 128 * bytes_of_key / us / 1e3
+
+
+PARTS = (
+    schedules,
+    two_gpus,
+    methods,
+    few_queries,
+    packs,
+    host,
+    plans,
+    training,
+    messages,
+    links,
+)
 
 
 def _ring_wall(rank: int, checked: bool) -> str:

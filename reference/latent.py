@@ -19,7 +19,7 @@ step stay on the rank, and become
     dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
 dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A
-rank's gradient of ``up_weight`` is the share of its own queries: add those of all ranks, as for
+rank's gradient of ``up_weight`` is the part of its own queries: add those of all ranks, as for
 every replicated parameter. DistributedDataParallel divides their sum by the number of ranks, as
 `canon.training.sequence_loss` expects. All sums have a fixed order.
 

@@ -169,7 +169,7 @@ def figure():
     right.set_yticks([-i for i in range(len(labels))], labels)
     right.axvline(1, color="black", linewidth=0.8, linestyle=":")
     right.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, -0.13), ncols=2, frameon=False)
-    finish(right, f"{ONE}", "time over the median with the wait; a tick is one run")
+    finish(right, f"{ONE}", "GPU time over the median with the wait; a tick is one run")
     return figure
 
 

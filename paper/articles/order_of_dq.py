@@ -98,7 +98,7 @@ def figure():
     finish(
         axes,
         f"What a fixed order of the sums of dq costs on {ONE}",
-        "% more time than the fused backward that adds in any order",
+        "% more GPU time than the fused backward that adds in any order",
     )
     return figure
 

@@ -108,7 +108,7 @@ def figure():
             axes,
             f"D {d}",
             "standard deviation of the scores, nats",
-            "" if d > 64 else "speed over the kernel that\ntakes every maximum",
+            "" if d > 64 else "speed (GPU time) over the\nkernel that takes every maximum",
             grid="both",
         )
     grid[0][0].legend(fontsize=8, loc="lower left", frameon=True)

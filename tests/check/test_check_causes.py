@@ -142,6 +142,12 @@ FAULTS = {  # fault: (case, beginning of the first fault, all causes that may be
         [],
         {"results": "lse = lse.clone(); lse[0, 1, 33] += 1"},
     ),
+    "the softmax of no key is NaN": (
+        "block_causal",
+        "more, which see no key: there out must be 0, and lse -inf",
+        ["out is not finite at query"],
+        {"exp": "torch.exp", "results": "out = out / (lse != -torch.inf)[..., None]"},
+    ),
     "out alone is of other keys": (
         "documents",
         WORST,
@@ -152,7 +158,7 @@ FAULTS = {  # fault: (case, beginning of the first fault, all causes that may be
         },
     ),
 }
-CAUSES = ("as if", "times the expected", "sees no key")
+CAUSES = ("as if", "times the expected", "sees no key", "see no key")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -168,6 +174,26 @@ def test_a_stated_cause_is_the_planted_one(fault, run, write_module):
     result = record["results"][0]
     assert first in result["faults"][0], result["faults"]
     assert any(WORST in text and ", head " in text for text in result["faults"])
+
+
+def test_a_merge_of_a_part_without_a_key_is_explained(run, write_module):
+    write_module(
+        "naive",
+        """
+import torch
+
+def merge(out, lse, other, other_lse):
+    whole = torch.logaddexp(lse, other_lse)
+    weight = lambda part: torch.exp(part - whole).transpose(-1, -2)[..., None]
+    return weight(lse) * out + weight(other_lse) * other, whole
+""",
+    )
+    status, printed, record = run("naive --tokens 200 --only merge --runs 1")
+    assert status == 1
+    for result in record["results"]:
+        causes = [text for text in result["faults"] if "see no key" in text]
+        assert any("see no key of part 1: its lse is -inf there" in text for text in causes), causes
+    assert "which see no key of part" in printed.out
 
 
 def test_the_planted_module_is_right_without_a_fault(run, write_module):

@@ -100,13 +100,20 @@ def plant(monkeypatch):
 def test_without_a_fault_the_section_passes(name, plant, capsys):
     names = section(name)
     assert {call.function for call in names["calls"].values()} <= set(FUNCTIONS[name])
-    assert str(SMALL) in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert str(SMALL) in printed
+    assert "ms" not in printed.split(), "times of the interpreter look like results"
     for ranks in names["results"].values():
         assert [one.rank for one in ranks] == [0, 1]
-        assert all(
-            one.spans and {span.kind for span in one.spans} >= {"forward", "backward", "message"}
-            for one in ranks
-        )
+
+
+def test_the_table_of_gpus_has_times():
+    times = {"reference": 12.5, "fast": 2.5}
+    right = {half: real_ranks.Agreement((), ()) for half in times}
+    equal = dict.fromkeys(times, True)
+    on = lambda device: real_ranks.RankResult(0, device, 64, right, equal, times, [])
+    assert "12.50       2.50" in real_ranks.table({"ring": [on("NVIDIA H200")]})
+    assert "2.50" not in real_ranks.table({"ring": [on("CPU")]})
 
 
 @pytest.mark.sweep(4)

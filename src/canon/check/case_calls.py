@@ -150,10 +150,15 @@ def _prepare(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     return _attention(module, replace(case, function=case.variant, variant=""), x, layout)
 
 
+def merged_keys(x: Inputs) -> tuple[range, range]:
+    """Return the keys of both parts of `merge`: one third, two thirds."""
+    return range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)
+
+
 def _merge(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
-    """Merge one third and two thirds of the keys. Fully masked rows of out hold NaN."""
+    """Merge two parts. Fully masked rows of out hold NaN."""
     parts: list[Tensor] = []
-    for keys in (range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)):
+    for keys in merged_keys(x):
         k, v = (t[..., keys.start : keys.stop, :, :] for t in (x.k, x.v))
         out, lse = reference.attention_forward(
             x.q, k, v, x.mask.crop(keys=keys), scale=x.scale, out_dtype=accumulate_dtype(x.q.dtype)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon import reference
-from canon.check.case_calls import call, on_one_rank
+from canon.check.case_calls import call, merged_keys, on_one_rank
 from canon.check.cases import DTYPES, EXCHANGES, REPLICATED, Case, declined_by
 from canon.check.causes import explained
 from canon.check.exchanges import Exchange, compared, differs
@@ -186,7 +186,8 @@ class CaseRunner:
         verdict = agreement(first, *judged_by, places)
         x = with_projected_keys(x) if case.has_latents else x
         faults = _wrong_dtypes(case, first, exact)
-        faults += explained(verdict.faults, judged, exact, expected.honest, x)
+        parts = merged_keys(x) if case.function == "merge" else ()
+        faults += explained(verdict.faults, judged, exact, expected.honest, x, parts)
         faults += [*worst_places(verdict.faults, judged, exact, held_by), *verdict.faults]
         of_reference = agreement(of_reference, *judged_by)
         faults += [f"the reference itself: {fault}" for fault in of_reference.faults]

@@ -20,9 +20,16 @@ CLEAR = 0.25  # rounding is at most this part of an error that has a cause
 
 
 def explained(
-    faults: Sequence[str], got: Any, exact: Any, honest: Sequence[Any], x: Inputs
+    faults: Sequence[str],
+    got: Any,
+    exact: Any,
+    honest: Sequence[Any],
+    x: Inputs,
+    parts: Sequence[range] = (),
 ) -> list[str]:
-    """Return the mistakes that explain faults. ``honest``: results with rounding errors."""
+    """Return the mistakes that explain faults. ``honest``: results with rounding errors.
+    ``parts``: the keys of each part that `merge` had.
+    """
     wrong, factors = {fault.partition(" ")[0] for fault in faults}, {}
     for name in (name for name in got._fields if name in wrong):
         if getattr(got, name) is not None:
@@ -37,6 +44,29 @@ def explained(
         lines.append("lse is as if its logarithm had base 2: it must be the natural one")
     if factors.get("out", 0) is None and got.lse is not None:
         lines = [*_of_worst_query(got, exact, honest, x), *lines]
+    return [*_without_a_key(got, exact, x, parts), *lines] if "out" in wrong else lines
+
+
+def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> list[str]:
+    """Return which queries of out are not finite because they see no key, of all or of a part."""
+    if got.out is None or bool(got.out.isfinite().all()):
+        return []
+    of_queries = lambda t: t.isfinite().all(-1).all(-1).reshape(-1, t.shape[-3]).all(0)
+    wrong = (of_queries(exact.out) & ~of_queries(got.out.to(exact.out.device))).cpu()
+    masks = x.mask if isinstance(x.mask, tuple) else (x.mask,)
+    whole = "no key: there out must be 0, and lse -inf"
+    texts = {range(masks[0].keys): whole} | {
+        keys: f"no key of part {place}: its lse is -inf there, so its weight is 0, and its out may "
+        "be NaN"
+        for place, keys in enumerate(parts, 1)
+    }
+    lines = []
+    for keys, text in texts.items():
+        sees = torch.stack([mask.dense()[:, keys.start : keys.stop].any(1) for mask in masks])
+        blind = (wrong & ~sees.all(0)).nonzero().flatten().tolist()
+        if blind:
+            more = f" and {len(blind) - 1} more, which see" if len(blind) > 1 else ", which sees"
+            lines.append(f"out is not finite at query {blind[0]}{more} {text}")
     return lines
 
 

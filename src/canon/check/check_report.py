@@ -27,6 +27,7 @@ TELLING = (
     "no rank can continue",
     "the ranks disagree",
     "sees no key",
+    "see no key",
     "as if ",
     "times the expected",
     "not finite",

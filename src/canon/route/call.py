@@ -130,7 +130,7 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call whose passes compute: on a mesh, that of a column with its share of the heads,
+        """The call whose passes compute: on a mesh, that of a column with its part of the heads,
         over the tokens of its rows.
         """
         return self if self.columns == 1 else self._of_column

@@ -1,4 +1,4 @@
-"""The kind of a call on a column of a mesh: the tokens of its rows, and its share of the heads."""
+"""The kind of a call on a column of a mesh: the tokens of its rows, and its part of the heads."""
 
 from canon.masks.layout import Layout
 from canon.masks.rows import united

@@ -182,7 +182,7 @@ def _attend(
             out[:, :, rows], lse[:, :, rows] = _softmax(scores, v, 1 << order, rounded)
             seen_lse = _finite(lse[:, :, rows])
             seen = visible[:, keys] & (lse[:, :, rows, None] != -torch.inf)
-            # the share of the keys
+            # the weight of the keys beside the sink
             a = q.new_ones(()) if sink is None else torch.sigmoid(seen_lse - sink)
             out[:, :, rows] = rounded(a[..., None] * out[:, :, rows])
             p = torch.exp2(scores - LOG2E * seen_lse[..., None])

@@ -1,0 +1,77 @@
+"""Compute the tables of several GPUs beside MagiAttention and ring-flash-attn, losses included."""
+
+from statistics import median
+
+from records import load, span, table
+
+RECORD = "packs_magiattention_two_h200"
+CONTENDERS = {  # name on the page: beginning of the names in the record; the fastest counts
+    "Canon, `magi_attention`": "Canon magi",
+    "Canon, zigzag ring": "Canon zigzag",
+    "MagiAttention, its defaults": "MagiAttention default",
+    "MagiAttention, the fastest of its settings": "MagiAttention",
+    "ring-flash-attn, the fastest of its settings": "ring-flash-attn",
+}
+SHAPES = {
+    "doc4096": "documents of mean 4,096",
+    "doc1024": "of mean 1,024",
+    "doc256": "of mean 256",
+    "causal": "one causal document",
+}
+ONE_SETTING = ("Canon magi", "Canon zigzag", "MagiAttention default")  # these names alone
+
+
+def cells() -> list[list[str]]:
+    """Return a row for each contender: wall and GPU ms of both passes, by shape."""
+    rows = []
+    for label, name in CONTENDERS.items():
+        times = []
+        for shape in SHAPES:
+            of = [
+                row
+                for row in load(RECORD)["results"]
+                if (row["what"], row["shape"]) == ("time", shape)
+                and (row["name"] == name if name in ONE_SETTING else row["name"].startswith(name))
+            ]
+            best = min(of, key=lambda row: row["both_wall"], default=None)
+            times.append(f"{best['both_wall']:.1f} / {best['both_gpu']:.1f}" if best else "")
+        rows.append([label, *times])
+    return rows
+
+
+def new_mask(name: str, shape: str) -> float:
+    """Return the ms of planning and of the first call with a new mask."""
+    row = next(
+        row
+        for row in load(RECORD)["results"]
+        if (row["what"], row["shape"], row["name"]) == ("newmask", shape, name)
+    )
+    return median(plan + first for plan, first in zip(row["plan_ms"], row["first_ms"], strict=True))
+
+
+def others() -> dict[str, str]:
+    """Return the table of both passes, and the ratios of other libraries' times to Canon's."""
+    times = {
+        (row["name"], row["shape"]): row["both_wall"]
+        for row in load(RECORD)["results"]
+        if row["what"] == "time"
+    }
+    over = lambda name, shape, ours: times[name, shape] / times[ours, shape]
+    packed = [shape for shape in SHAPES if shape != "causal"]
+    magi = [name for name, shape in times if shape == "causal" and name.startswith("MagiAttention")]
+    return {
+        "others": table(("ms of both passes, wall / GPU", *SHAPES.values()), cells()),
+        "magi_over_packs": span(over("MagiAttention default", x, "Canon magi") for x in packed),
+        "magi_over_causal": span(over(name, "causal", "Canon magi") for name in magi),
+        "ring_over_packs": span(
+            min(over(f"ring-flash-attn llama3 {n}", x, "Canon magi") for n in (1, 8))
+            for x in packed
+        ),
+        "ring_over_causal": span([over("ring-flash-attn zigzag", "causal", "Canon magi")]),
+        "magi_new_mask": span(
+            new_mask("MagiAttention default", x) / new_mask("Canon magi", x) for x in packed
+        ),
+    }
+
+
+PARTS = (others,)
