@@ -9,13 +9,16 @@ from canon.fast import backward, local
 from canon.fast.device import backend
 from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.triton import config
+from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.config import KERNELS
 
 pytestmark = pytest.mark.gpu
 ANY_ORDER, IN_ORDER = backward.Method("auto", False), backward.Method("auto", True)
 
 
-def test_auto_chooses_head_parallel_where_split_would_leave_multiprocessors_idle():
+def test_auto_chooses_head_parallel_where_split_would_leave_multiprocessors_idle(monkeypatch):
+    monkeypatch.setattr(backward, "kernels_for", lambda q, v: portable)
+
     def chosen(b, t, h, g, mask=None):
         q, k = (torch.empty(b, t, heads, 64, device="meta") for heads in (h, g))
         return backward.automatic(q, k, k, mask or Mask.causal(t), ANY_ORDER, 132)

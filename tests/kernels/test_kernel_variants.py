@@ -61,6 +61,7 @@ def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invarian
         given = dict(case.options)
         usual = given.get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
         usual = usual and given.get("rank_invariant", False) == invariant
+        usual = usual and "columns" not in given  # a mesh has copies of its own
         usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
         if usual and (case.variant != "plain" or method == "auto" and softcap is None):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
@@ -137,6 +138,7 @@ while done < count:
     case = draws.drawn(1, index := index + 1, "model", 4, draws.Limits(functions))
     usual = not ahead or dict(case.options).get("reduce_dtype", dtype) in (dtype, "float32")
     usual = usual and not dict(case.options).get("rank_invariant")
+    usual = usual and "columns" not in dict(case.options)  # a mesh has copies of its own
     usual = usual and not (
         ahead and "softcap" in dict(case.options)
     )  # each soft-cap has kernels of its own
