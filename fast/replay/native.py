@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from canon.fast.native import c_module
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {
@@ -28,13 +29,11 @@ _HOST_TYPE = {8: 10, 9: 8, 10: 9}
 def native_module() -> ModuleType:
     """Compile and load `replay.c` with Triton's compiler, or raise NotReplayable."""
     import triton
-    from triton.runtime.build import compile_module_from_src
 
-    source = Path(__file__).with_name("replay.c").read_text()
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     try:
-        return compile_module_from_src(
-            source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"]
+        return c_module(
+            Path(__file__).with_name("replay.c"), include_dirs=[str(headers)], libraries=["dl"]
         )
     except Exception as error:
         raise NotReplayable(f"replay.c does not compile: {error}") from error

@@ -84,6 +84,11 @@ def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[
         _observers.current = None
 
 
+def host_array(numbers: int) -> np.ndarray:
+    """Return an uninitialised array of int32 for a plan."""
+    return np.empty(numbers, np.int32)
+
+
 def uploaded(plan: Any, device: torch.device | str) -> Any:
     """Return the plan with its arrays on the device. The host does not wait.
 
