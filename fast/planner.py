@@ -36,7 +36,7 @@ def _dispatch(
         return Layout([[]] * ranks, 0)
     chunks = Chunks(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
-    starts = [_greedy(chunks, slack) for slack in slacks] + [_zigzag(chunks), _contiguous(chunks)]
+    starts = [*_greedy(chunks, slacks), _zigzag(chunks), _contiguous(chunks)]
     assignment = min((Assignment(chunks, slots) for slots in starts), key=Assignment.score)
     best, slots, swaps = assignment.score(), assignment.slots.copy(), swaps_per_chunk * chunks.count
     while swaps > 0:
@@ -87,17 +87,19 @@ def _filled(chunks, counts, halves):
     return np.array(held, np.int64)
 
 
-def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
+def _greedy(chunks: Chunks, slacks: tuple[Fraction, ...]) -> np.ndarray:
     """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack
-    times the lower bound.
+    times the lower bound. Axes of the result, and of all arrays: slacks, ranks.
     """
-    ranks, slots, limit = chunks.ranks, chunks.slots, int(chunks.bound * slack)
-    load, whole = np.zeros((2, ranks), np.int64)  # area; chunks that are not small
-    free = np.full(ranks, slots)
-    small_free, complete, may_be = np.ones(ranks, bool), 0, ranks - chunks.small_ones
-    missing = np.tile(np.append(0, np.cumsum(chunks.cells)), (ranks, 1))
-    sizes = np.tile(chunks.cells, (ranks, 1))  # 0 once a cell is needed
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    ranks, slots, runs = chunks.ranks, chunks.slots, np.arange(len(slacks))
+    limit = np.array([[int(chunks.bound * slack)] for slack in slacks])
+    load, whole = np.zeros((2, len(slacks), ranks), np.int64)  # area; chunks that are not small
+    free = np.full_like(load, slots)
+    small_free = np.ones_like(load, bool)
+    complete, may_be = np.zeros((len(slacks), 1), np.int64), ranks - chunks.small_ones
+    missing = np.tile(np.append(0, np.cumsum(chunks.cells)), (*load.shape, 1))
+    sizes = np.tile(chunks.cells, (*load.shape, 1))  # 0 once a cell is needed
+    held = np.zeros((*load.shape, slots), np.int64)
     left, smallest = int(chunks.area.sum()), int(chunks.area.min())
     order = np.argsort(-chunks.area, kind="stable").tolist()
     smalls, areas = chunks.small.tolist(), chunks.area.tolist()
@@ -115,24 +117,26 @@ def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
             added = chunks.between(missing, number)
         else:
             added = sum(
-                missing[:, last] - missing[:, first] for first, last in chunks.intervals[number]
+                missing[..., last] - missing[..., first] for first, last in chunks.intervals[number]
             )
         added = np.where(room & (load_then <= limit), added, FAR)
-        if (fewest := added.min()) < FAR:
-            room = added == fewest
-        rank = int(np.where(room, load_then, FAR).argmin())
-        held[rank].append(number)
-        load[rank] += area
-        free[rank] -= 1
+        fewest = added.min(1, keepdims=True)
+        room = np.where(fewest < FAR, added == fewest, room)
+        chosen = runs, np.where(room, load_then, FAR).argmin(1)
+        held[*chosen, slots - free[chosen]] = number
+        load[chosen] += area
+        free[chosen] -= 1
         if small:
-            small_free[rank] = False
+            small_free[chosen] = False
         else:
-            whole[rank] += 1
-            complete += bool(whole[rank] == slots)
+            whole[chosen] += 1
+            complete[:, 0] += whole[chosen] == slots
+        some = sizes[chosen]
         for first, last in chunks.intervals[number]:
-            sizes[rank, first:last] = 0
-        sizes[rank].cumsum(out=missing[rank, 1:])
-    return np.sort(np.array(held, np.int64), axis=1)
+            some[:, first:last] = 0
+        sizes[chosen] = some
+        missing[*chosen, 1:] = some.cumsum(1)
+    return np.sort(held, axis=2)
 
 
 dispatch = public_plans.dispatch(_dispatch)

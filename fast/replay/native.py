@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from canon.fast.native import c_module
+from canon.fast.c_modules import c_module
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {

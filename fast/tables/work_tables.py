@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.native import c_module
+from canon.fast.c_modules import c_module
 from canon.fast.tables.cells import Cells, Places
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
