@@ -48,7 +48,7 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_device(*args: Any) -> tuple[Any, "Upload | None"]:
         try:
-            with pinned_arrays(args[-1].type == "cuda"):
+            with pinned_arrays(torch.device(args[-1]).type == "cuda"):
                 made = uploaded(on_host(args[:-1]), args[-1])
         except RuntimeError as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
