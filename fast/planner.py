@@ -91,14 +91,13 @@ def _greedy(chunks: Chunks, slacks: tuple[Fraction, ...]) -> np.ndarray:
     """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack
     times the lower bound. Axes of the result, and of all arrays: slacks, ranks.
     """
-    ranks, slots, runs = chunks.ranks, chunks.slots, np.arange(len(slacks))
+    ranks, slots = chunks.ranks, chunks.slots
     limit = np.array([[int(chunks.bound * slack)] for slack in slacks])
     load, whole = np.zeros((2, len(slacks), ranks), np.int64)  # area; chunks that are not small
     free = np.full_like(load, slots)
     small_free = np.ones_like(load, bool)
     complete, may_be = np.zeros((len(slacks), 1), np.int64), ranks - chunks.small_ones
-    missing = np.tile(np.append(0, np.cumsum(chunks.cells)), (*load.shape, 1))
-    sizes = np.tile(chunks.cells, (*load.shape, 1))  # 0 once a cell is needed
+    missing = np.tile(chunks.cells, (*load.shape, 1))  # sizes of cells; 0 once a cell is needed
     held = np.zeros((*load.shape, slots), np.int64)
     left, smallest = int(chunks.area.sum()), int(chunks.area.min())
     order = np.argsort(-chunks.area, kind="stable").tolist()
@@ -114,28 +113,24 @@ def _greedy(chunks: Chunks, slacks: tuple[Fraction, ...]) -> np.ndarray:
             room &= (whole < slots - 1) | (small_free & (complete < may_be))
         load_then = load + area + (free - 1) * reserve
         if len(chunks.needs):
-            added = chunks.between(missing, number)
+            parts = [chunks.needs[number]]
         else:
-            added = sum(
-                missing[..., last] - missing[..., first] for first, last in chunks.intervals[number]
-            )
+            parts = [slice(*interval) for interval in chunks.intervals[number]]
+        added = sum((missing[..., part].sum(2) for part in parts), np.zeros_like(load))
         added = np.where(room & (load_then <= limit), added, FAR)
         fewest = added.min(1, keepdims=True)
         room = np.where(fewest < FAR, added == fewest, room)
-        chosen = runs, np.where(room, load_then, FAR).argmin(1)
-        held[*chosen, slots - free[chosen]] = number
-        load[chosen] += area
-        free[chosen] -= 1
-        if small:
-            small_free[chosen] = False
-        else:
-            whole[chosen] += 1
-            complete[:, 0] += whole[chosen] == slots
-        some = sizes[chosen]
-        for first, last in chunks.intervals[number]:
-            some[:, first:last] = 0
-        sizes[chosen] = some
-        missing[*chosen, 1:] = some.cumsum(1)
+        for run, rank in enumerate(np.where(room, load_then, FAR).argmin(1).tolist()):
+            held[run, rank, slots - free[run, rank]] = number
+            load[run, rank] += area
+            free[run, rank] -= 1
+            if small:
+                small_free[run, rank] = False
+            else:
+                whole[run, rank] += 1
+                complete[run] += whole[run, rank] == slots
+            for part in parts:
+                missing[run, rank, part] = 0
     return np.sort(held, axis=2)
 
 
