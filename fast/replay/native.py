@@ -111,8 +111,6 @@ def _tensor_map(
         or getattr(value, "round_f32_to_tf32", 0)
     ):
         raise NotReplayable("a kernel has a descriptor of an unusual kind")
-    if p.slot < 0:
-        raise NotReplayable("a kernel has a descriptor of a plan")
     size, element = metadata["elem_size"], metadata["elem_type"]
     strides = tuple(stride * size for stride in value.strides[:-1])
     box, shape = tuple(metadata["block_size"]), tuple(value.shape)

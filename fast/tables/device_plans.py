@@ -68,17 +68,15 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
             upload.wait()
             keep_for_stream(*tensors_in(made))
         if (note := getattr(_observers, "current", None)) is not None:
-            note(tensors_in(made), upload)
+            note(tensors_in(made))
         return made
 
     return plan
 
 
 @contextmanager
-def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[None]:
-    """Within the block, call ``note`` with tensors and upload of each plan that this thread looks
-    up.
-    """
+def observed(note: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Within the block, call ``note`` with the tensors of each plan that this thread looks up."""
     _observers.current = note
     try:
         yield

@@ -52,6 +52,8 @@ LATE_CTAS = 32  # these begin with a short work tile; messages should hold no mo
 # Sets of heads whose short tiles may come last: these read heads that have left the L2 cache.
 ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
+MOST_CTAS = 256  # of a launch: GPUs with these kernels have at most 144 SMs
+FEW_VISITS = 1 << 29  # so many are allowed for any number of CTAs
 WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
 
@@ -117,6 +119,12 @@ class TileSchedule(NamedTuple):
     loads_masked_tokens: MaskedTokens
     visits: int
     key_order: bool
+
+    @property
+    def structure(self) -> tuple:
+        """What a launch depends on, besides the address of ``work``."""
+        work_tiles, visits = min(self.work_tiles, MOST_CTAS), max(self.visits, FEW_VISITS)
+        return work_tiles, *self[2:4], visits, self.key_order
 
 
 @device_plan
