@@ -26,10 +26,39 @@ static i64 maximum(i64 a, i64 b) { return a > b ? a : b; }
 static i64 floored(i64 a, i64 b) { return a / b - (a % b < 0); } /* b > 0 */
 static i64 ceiled(i64 a, i64 b) { return -floored(-a, b); }
 
+/* Memory of a call. It is kept for the next one, whose pages are then mapped: no call releases the GIL. */
+enum { MOST_BLOCKS = 32, KEPT = 1 << 24 };
+static struct {
+  char *kept;
+  size_t size, used, wanted;
+  void *more[MOST_BLOCKS];
+  int blocks;
+} memory;
+
+/* Return uninitialised memory until `release`, or NULL. */
 static void *array(i64 number, size_t size) {
-  void *made = PyMem_Calloc(number > 0 ? number : 1, size);
-  if (!made) PyErr_NoMemory();
+  size_t bytes = ((number > 0 ? (size_t)number : 1) * size + 63) / 64 * 64;
+  memory.wanted += bytes;
+  if (memory.used + bytes <= memory.size) return memory.kept + (memory.used += bytes) - bytes;
+  void *made = memory.blocks < MOST_BLOCKS ? PyMem_Malloc(bytes) : NULL;
+  if (made) memory.more[memory.blocks++] = made;
+  else PyErr_NoMemory();
   return made;
+}
+
+static void *zeros(i64 number, size_t size) {
+  void *made = array(number, size);
+  return made ? memset(made, 0, (number > 0 ? (size_t)number : 1) * size) : NULL;
+}
+
+static void release(void) {
+  while (memory.blocks) PyMem_Free(memory.more[--memory.blocks]);
+  if (memory.wanted > memory.size && memory.wanted <= KEPT) {
+    PyMem_Free(memory.kept);
+    memory.kept = PyMem_Malloc(memory.wanted);
+    memory.size = memory.kept ? memory.wanted : 0;
+  }
+  memory.used = memory.wanted = 0;
 }
 
 /* ------------------------------------------------------------------ stable sorting */
@@ -54,7 +83,6 @@ static void *array(i64 number, size_t size) {
       from = to, to = swap;                                                                  \
     }                                                                                        \
     if (from != index) memcpy(index, from, n * sizeof(i64));                                 \
-    PyMem_Free(other);                                                                       \
     return 0;                                                                                \
   }
 SORT(sort_integers, i64)
@@ -67,32 +95,24 @@ typedef struct {
 } Problem;
 
 typedef struct {
-  i64 band, tile, first, last, begin, end;
+  int32_t band, tile, first, last, begin, end;
 } Piece;
 
 static i64 band_field(const Problem *p, i64 band, int field) { return p->bands[field * p->n + band]; }
 
 /* Write `_cut_starts` to `starts`, which has room for the rows over `rows`, and for two cuts a band. Return their number. */
 static i64 cut_starts(const Problem *p, i64 *starts) {
-  i64 number = 2 * p->n + 2, tiles = -1;
-  i64 *ends = array(2 * number, sizeof(i64)), *sorted = ends + number, *index = array(number, sizeof(i64));
-  if (ends && index) {
-    memcpy(ends, p->bands, 2 * p->n * sizeof(i64));
-    ends[number - 1] = p->size;
-    if (!sort_integers(ends, number, index)) {
-      tiles = 0;
-      for (i64 i = 0; i < number; i++) sorted[i] = ends[index[i]];
-      i64 at = 0;
-      while (sorted[at] < p->size) {
-        i64 target = minimum(sorted[at] + p->rows, p->size), next = at;
-        while (sorted[next] < target) next++;
-        for (i64 row = sorted[at]; row < sorted[next]; row += p->rows) starts[tiles++] = row;
-        at = next;
-      }
-    }
+  i64 number = 2 * p->n + 2, tiles = 0, at = 0;
+  i64 *ends = array(number, sizeof(i64)), *index = array(number, sizeof(i64));
+  if (!ends || !index) return -1;
+  memcpy(ends, p->bands, 2 * p->n * sizeof(i64));
+  ends[number - 2] = 0, ends[number - 1] = p->size;
+  if (sort_integers(ends, number, index)) return -1;
+  while (ends[index[at]] < p->size) {
+    i64 row = ends[index[at]], target = minimum(row + p->rows, p->size);
+    while (ends[index[at]] < target) at++;
+    for (; row < ends[index[at]]; row += p->rows) starts[tiles++] = row;
   }
-  PyMem_Free(ends);
-  PyMem_Free(index);
   return tiles;
 }
 
@@ -119,7 +139,8 @@ static i64 cut(const Problem *p, const i64 *starts, i64 tiles, Piece *pieces, i6
       i64 begin = maximum(k_start, first + lo), end = minimum(k_stop, last + hi);
       if (p->boxes) begin = floored(begin, p->boxes) * p->boxes;
       *visits += ceiled(end - begin, p->small);
-      if (pieces) pieces[number] = (Piece){band, tile, first, last, begin, end};
+      if (pieces)
+        pieces[number] = (Piece){(int32_t)band, (int32_t)tile, (int32_t)first, (int32_t)last, (int32_t)begin, (int32_t)end};
       number++;
     }
   }
@@ -128,12 +149,12 @@ static i64 cut(const Problem *p, const i64 *starts, i64 tiles, Piece *pieces, i6
 
 /* ------------------------------------------------------------------ the table */
 typedef struct {
-  i64 key, piece;
-  int32_t column, number;
+  int32_t piece, column, number, is_full;
 } Span;
 
-/* Return up to three spans of a piece, partial, full, partial, at `spans`, `stride` apart; 0 tiles: none. */
-static void classify(const Problem *p, const i64 *starts, i64 tiles, const Piece *x, Span *spans, i64 stride, i64 piece) {
+/* Add up to three spans of a piece: partial, full, partial. They sort by tile, kind of tile, column, and then in the order of
+ * NumPy's array: all first spans, all second, all third. Return the number of spans. */
+static i64 classify(const Problem *p, const i64 *starts, i64 tiles, const Piece *x, i64 piece, i64 number, Span *spans, i64 *keys) {
   i64 start = band_field(p, x->band, K_START), stop = band_field(p, x->band, K_STOP);
   i64 lo = band_field(p, x->band, LO), hi = band_field(p, x->band, HI);
   i64 all_begin = maximum(start, x->last - 1 + lo), all_end = minimum(stop, x->first + hi + 1);
@@ -143,49 +164,43 @@ static void classify(const Problem *p, const i64 *starts, i64 tiles, const Piece
   i64 full = whole ? maximum(0, floored(all_end - x->begin - full_from * p->small, p->columns)) : 0;
   if (full <= 0) full_from = count;
   i64 full_to = full_from + full * (p->columns / p->small);
-  i64 from[3] = {0, full_from, full_to}, number[3] = {full_from, full, count - full_to};
+  i64 from[3] = {0, full_from, full_to}, size[3] = {full_from, full, count - full_to};
   for (int kind = 0; kind < 3; kind++) {
     i64 column = x->begin + p->small * from[kind];
-    spans[kind * stride] = (Span){((2 * x->tile + (kind == 1)) << 31) + column, piece, (int32_t)column, (int32_t)number[kind]};
+    if (!size[kind]) continue;
+    keys[number] = ((((2 * (i64)x->tile + (kind == 1)) << 31) + column) << 2) + kind;
+    spans[number++] = (Span){(int32_t)piece, (int32_t)column, (int32_t)size[kind], kind == 1};
   }
+  return number;
 }
 
 /* Fill tiles (sorted by work) and spans of the table from its pieces; return the number of spans, or -1. */
 static i64 fill(const Problem *p, const i64 *starts, i64 tiles, const Piece *pieces, i64 number, i64 *made, int32_t *rows) {
   Span *spans = array(3 * number, sizeof(Span));
-  i64 *keys = array(6 * number, sizeof(i64)), *index = keys + 3 * number, *work = array(7 * tiles, sizeof(i64));
-  i64 kept = -1;
-  if (spans && keys && work) {
-    i64 *unsorted = work + 2 * tiles, *order = work + tiles;
-    for (i64 i = 0; i < number; i++) {
-      classify(p, starts, tiles, pieces + i, spans + i, number, i);
-      work[pieces[i].tile] -= ceiled(pieces[i].end - pieces[i].begin, p->small);
-    }
-    kept = 0;
-    for (i64 i = 0; i < 3 * number; i++)
-      if (spans[i].number) spans[kept] = spans[i], keys[kept] = spans[kept].key, kept++;
-    if (sort_integers(keys, kept, index) || sort_integers(work, tiles, order)) kept = -1;
-    i64 at = 0;
-    for (i64 tile = 0; tile < tiles && kept >= 0; tile++) {
-      i64 *one = unsorted + TILE * tile;
-      one[START] = starts[tile], one[STOP] = tile + 1 < tiles ? starts[tile + 1] : p->size, one[BEGIN] = one[FULL] = at;
-      for (; at < kept && keys[index[at]] >> 32 == tile; at++) {
-        const Span *span = spans + index[at];
-        int32_t *row = rows + RECORD * at;
-        int is_full = span->key >> 31 & 1;
-        row[COLUMN] = span->column, row[TILES] = span->number;
-        for (int field = 0; field < BAND; field++)
-          row[ROW_START + field] = is_full ? 0 : (int32_t)band_field(p, pieces[span->piece].band, field);
-        if (p->boxes && !is_full) row[ROW_STOP] = (int32_t)pieces[span->piece].last;
-        one[FULL] += !is_full;
-      }
-      one[END] = at;
-    }
-    for (i64 tile = 0; tile < tiles; tile++) memcpy(made + TILE * tile, unsorted + TILE * order[tile], TILE * sizeof(i64));
+  i64 *keys = array(3 * number, sizeof(i64)), *index = array(3 * number, sizeof(i64));
+  i64 *work = zeros(tiles, sizeof(i64)), *order = array(tiles, sizeof(i64)), *unsorted = array(TILE * tiles, sizeof(i64));
+  i64 kept = 0, at = 0;
+  if (!spans || !keys || !index || !work || !order || !unsorted) return -1;
+  for (i64 i = 0; i < number; i++) {
+    kept = classify(p, starts, tiles, pieces + i, i, kept, spans, keys);
+    work[pieces[i].tile] -= ceiled(pieces[i].end - pieces[i].begin, p->small);
   }
-  PyMem_Free(spans);
-  PyMem_Free(keys);
-  PyMem_Free(work);
+  if (sort_integers(keys, kept, index) || sort_integers(work, tiles, order)) return -1;
+  for (i64 tile = 0; tile < tiles; tile++) {
+    i64 *one = unsorted + TILE * tile;
+    one[START] = starts[tile], one[STOP] = tile + 1 < tiles ? starts[tile + 1] : p->size, one[BEGIN] = one[FULL] = at;
+    for (; at < kept && pieces[spans[index[at]].piece].tile == tile; at++) {
+      const Span *span = spans + index[at];
+      int32_t *row = rows + RECORD * at;
+      row[COLUMN] = span->column, row[TILES] = span->number;
+      for (int field = 0; field < BAND; field++)
+        row[ROW_START + field] = span->is_full ? 0 : (int32_t)band_field(p, pieces[span->piece].band, field);
+      if (p->boxes && !span->is_full) row[ROW_STOP] = pieces[span->piece].last;
+      one[FULL] += !span->is_full;
+    }
+    one[END] = at;
+  }
+  for (i64 tile = 0; tile < tiles; tile++) memcpy(made + TILE * tile, unsorted + TILE * order[tile], TILE * sizeof(i64));
   return kept;
 }
 
@@ -200,7 +215,6 @@ static PyObject *filled(const Problem *p, const i64 *starts, i64 tiles, double v
     if (spans >= 0 && !PyByteArray_Resize(rows, spans * RECORD * sizeof(int32_t)))
       result = Py_BuildValue("dLOO", visits, (long long)tiles, made, rows);
   }
-  PyMem_Free(pieces);
   Py_XDECREF(made);
   Py_XDECREF(rows);
   return result;
@@ -224,7 +238,7 @@ static PyObject *table(PyObject *self, PyObject *arguments) {
     result = only_visits ? Py_BuildValue("dL", both[best], (long long)(best ? number : even))
                          : filled(&p, best ? at_ends : starts, best ? number : even, both[best]);
   }
-  PyMem_Free(starts);
+  release();
   PyBuffer_Release(&bands);
   return result;
 }
@@ -238,68 +252,79 @@ typedef struct {
   double share, gain; /* SHORT and GAIN of `tile_scheduler` */
 } Order;
 
+typedef struct {
+  int32_t tile, owner; /* of a work tile: the place in `order`, and which heads */
+} Place;
+
 static i64 places(const Order *o) { return o->sets * o->n * o->together; }
-static double cost_at(const Order *o, i64 place) { return o->cost[(uint32_t)place / (uint32_t)o->together % (uint32_t)o->n]; }
-static int32_t place_of(const Order *o, i64 set, i64 tile, i64 head) { return (int32_t)((set * o->n + tile) * o->together + head); }
+
+/* Write the places in their order, but not the `moved` ones (NULL: none), and leave a gap of `width` work tiles. */
+static void places_in_order(const Order *o, const char *moved, i64 gap, i64 width, Place *to) {
+  i64 at = 0, place = 0;
+  for (i64 set = 0; set < o->sets; set++)
+    for (i64 tile = 0; tile < o->n; tile++)
+      for (i64 head = 0; head < o->together; head++, place++) {
+        if (moved && moved[place]) continue;
+        if (at == gap) at += width;
+        to[at++] = (Place){(int32_t)tile, (int32_t)(set * o->together + head)};
+      }
+}
+
+static i64 number_of(const Order *o, Place x) {
+  return ((i64)x.owner / o->together * o->n + x.tile) * o->together + x.owner % o->together;
+}
 
 /* Write the order of `_late_ctas_get_short_ones` for `ctas` CTAs, of which the last `late` start late. */
-static int late_order(const Order *o, i64 ctas, i64 late, int32_t *order) {
-  i64 found = 0, at = 0;
-  int32_t total = (int32_t)places(o);
-  char *moved = array(total, 1);
+static int late_order(const Order *o, i64 ctas, i64 late, Place *order) {
+  char *moved = zeros(places(o), 1);
+  i64 found = 0;
   if (!moved) return -1;
   for (i64 i = 0; found < 2 * late; i++)
-    for (i64 set = 0; set < o->sets && found < 2 * late; set++)
-      for (i64 head = 0; head < o->together && found < 2 * late; head++, found++)
-        if (found % 2 == 0) {
-          int32_t place = place_of(o, set, o->by_cost[i], head);
-          order[ctas - late + found / 2] = place;
-          moved[place] = 1;
-        }
-  for (int32_t place = 0; place < total; place++)
-    if (!moved[place]) {
-      if (at == ctas - late) at = ctas;
-      order[at++] = place;
-    }
-  PyMem_Free(moved);
+    for (i64 owner = 0; owner < o->sets * o->together && found < 2 * late; owner++, found++)
+      if (found % 2 == 0) {
+        Place x = {(int32_t)o->by_cost[i], (int32_t)owner};
+        order[ctas - late + found / 2] = x;
+        moved[number_of(o, x)] = 1;
+      }
+  places_in_order(o, moved, ctas - late, late, order);
   return 0;
 }
 
-/* Write the order of `_short_ones_last` from `first` on. `total`: of all costs. */
-static int short_ones_last(const Order *o, i64 first_set, double total, int32_t *order) {
-  i64 number = places(o), at = 0, last = number, set, tile, head;
+/* Write the order of `_short_ones_last` from `first_set` on. `total`: of all costs. */
+static int short_ones_last(const Order *o, i64 first_set, double total, Place *order) {
+  i64 number = places(o), last = number, first = first_set * o->together, stop = o->sets * o->together;
   volatile double limit = o->share * total;
   double sum = 0;
-  char *moved = array(number, 1);
+  char *moved = zeros(number, 1);
   if (!moved) return -1;
-  for (i64 i = 0, next; i < o->n; i = next) { /* all tiles of one cost, in the order of their places */
-    for (next = i; next < o->n && o->cost[o->by_cost[next]] == o->cost[o->by_cost[i]];) next++;
-    for (set = first_set; set < o->sets; set++)
-      for (tile = i; tile < next; tile++)
-        for (head = 0; head < o->together; head++)
-          if ((sum += o->cost[o->by_cost[i]]) <= limit) moved[place_of(o, set, o->by_cost[tile], head)] = 1;
+  for (i64 i = 0, next; i < o->n && sum <= limit; i = next) { /* all tiles of one cost, in the order of their places */
     i64 begin = last;
-    for (set = first_set; set < o->sets; set++)
-      for (tile = i; tile < next; tile++)
-        for (head = 0; head < o->together; head++) begin -= moved[place_of(o, set, o->by_cost[tile], head)];
+    for (next = i; next < o->n && o->cost[o->by_cost[next]] == o->cost[o->by_cost[i]];) next++;
+    for (i64 set = first; set < stop; set += o->together)
+      for (i64 tile = i; tile < next; tile++)
+        for (i64 owner = set; owner < set + o->together; owner++)
+          if ((sum += o->cost[o->by_cost[i]]) <= limit) {
+            Place x = {(int32_t)o->by_cost[tile], (int32_t)owner};
+            moved[number_of(o, x)] = 1;
+            begin--;
+          }
     last = begin;
-    for (set = first_set; set < o->sets; set++)
-      for (tile = i; tile < next; tile++)
-        for (head = 0; head < o->together; head++)
-          if (moved[place_of(o, set, o->by_cost[tile], head)]) order[begin++] = place_of(o, set, o->by_cost[tile], head);
-    if (sum > limit) break;
+    for (i64 set = first; set < stop; set += o->together)
+      for (i64 tile = i; tile < next; tile++)
+        for (i64 owner = set; owner < set + o->together; owner++) {
+          Place x = {(int32_t)o->by_cost[tile], (int32_t)owner};
+          if (moved[number_of(o, x)]) order[begin++] = x;
+        }
   }
-  for (int32_t place = 0; place < number; place++)
-    if (!moved[place]) order[at++] = place;
-  PyMem_Free(moved);
+  places_in_order(o, moved, number, 0, order);
   return 0;
 }
 
-/* `_latest` of the work tiles in this order; NULL: of their places. */
-static double latest(const Order *o, const int32_t *order) {
+/* `_latest` of the work tiles in this order. */
+static double latest(const Order *o, const Place *order) {
   double sum = 0, found = 0;
   for (i64 i = 0; i < places(o); i++) {
-    double cost = cost_at(o, order ? order[i] : i);
+    double cost = o->cost[order[i].tile];
     sum += cost;
     double end = (sum - cost) / (double)o->sms + cost;
     if (!i || end > found) found = end;
@@ -308,11 +333,11 @@ static double latest(const Order *o, const int32_t *order) {
 }
 
 /* `_time`: a heap of the times at which the multiprocessors end. */
-static double time_of(const Order *o, const int32_t *order) {
+static double time_of(const Order *o, const Place *order) {
   double ends[o->sms], found = 0;
   memset(ends, 0, sizeof(ends));
   for (i64 i = 0; i < places(o); i++) {
-    double end = ends[0] + cost_at(o, order ? order[i] : i);
+    double end = ends[0] + o->cost[order[i].tile];
     int at = 0, child;
     if (end > found) found = end;
     while ((child = 2 * at + 1) < o->sms) {
@@ -327,17 +352,19 @@ static double time_of(const Order *o, const int32_t *order) {
 
 static i64 tries(const Order *o, i64 last_sets) { return o->sets <= last_sets ? 1 : last_sets - 1; }
 
-/* Write the order of `_even_ends`. Return 1, 0 if the order stays, or -1. `room`: for an order of each try. */
-static int even_order(const Order *o, i64 last_sets, int32_t *order, int32_t *room) {
+/* Change the order to that of `_even_ends`, where it gains. */
+static int even_order(const Order *o, i64 last_sets, Place *order) {
+  Place *room = array(tries(o, last_sets) * places(o), sizeof(Place));
   double total = 0, before, times[MOST_TRIES], best;
-  for (i64 i = 0; i < places(o); i++) total += cost_at(o, i);
+  if (!room) return -1;
+  for (i64 i = 0; i < places(o); i++) total += o->cost[order[i].tile];
   volatile double least = total / (double)o->sms, gain = o->gain * least, half = o->gain / 2 * least;
-  if (o->sets == 1 || latest(o, NULL) - least <= gain) return 0;
-  if ((before = time_of(o, NULL)) - least <= gain) return 0;
+  if (o->sets == 1 || latest(o, order) - least <= gain) return 0;
+  if ((before = time_of(o, order)) - least <= gain) return 0;
   volatile double enough = least + half, gained = before - gain;
   i64 tried = 0;
   do {
-    int32_t *some = room + tried * places(o);
+    Place *some = room + tried * places(o);
     i64 number = o->sets <= last_sets ? o->sets : 2 + tried;
     if (short_ones_last(o, o->sets - number, total, some)) return -1;
     double bound = latest(o, some);
@@ -347,9 +374,8 @@ static int even_order(const Order *o, i64 last_sets, int32_t *order, int32_t *ro
   for (i64 i = 1; i < tried; i++) best = times[i] < best ? times[i] : best;
   i64 fewest = 0;
   while (times[fewest] > best + half) fewest++;
-  if (!(before - times[fewest] > gain)) return 0;
-  memcpy(order, room + fewest * places(o), places(o) * sizeof(int32_t));
-  return 1;
+  if (before - times[fewest] > gain) memcpy(order, room + fewest * places(o), places(o) * sizeof(Place));
+  return 0;
 }
 
 typedef struct {
@@ -359,9 +385,8 @@ typedef struct {
   int full_first;
 } Schedule;
 
-/* Write the work tiles in the order of `places_of`; NULL: of their places. */
-static int write_work_tiles(const Schedule *s, const Order *o, const int32_t *places_of, i64 first_span, int32_t *work) {
-  int32_t *of_tile = array(RECORD * (o->n + s->sets * s->together), sizeof(int32_t)), *of_head = of_tile + RECORD * o->n;
+static int write_work_tiles(const Schedule *s, const Order *o, const Place *order, i64 first_span, int32_t *work) {
+  int32_t *of_tile = zeros(RECORD * (o->n + s->sets * s->together), sizeof(int32_t)), *of_head = of_tile + RECORD * o->n;
   if (!of_tile) return -1;
   for (i64 i = 0; i < o->n; i++) {
     const i64 *tile = s->tiles + TILE * s->order[i];
@@ -376,15 +401,10 @@ static int write_work_tiles(const Schedule *s, const Order *o, const int32_t *pl
     int32_t *record = of_head + RECORD * i;
     record[BATCH] = (int32_t)(owner / s->heads), record[HEAD] = (int32_t)(owner % s->heads), record[BATCH_HEAD] = (int32_t)owner;
   }
-  int32_t *record = work + RECORD;
-  uint32_t together = (uint32_t)s->together, number = (uint32_t)places(o), n = (uint32_t)o->n;
-  for (uint32_t i = 0; i < number; i++, record += RECORD) {
-    uint32_t place = places_of ? (uint32_t)places_of[i] : i, rest = place / together, head = place - rest * together;
-    uint32_t set = rest / n;
-    const int32_t *tile = of_tile + RECORD * (rest - set * n), *owner = of_head + RECORD * (set * together + head);
-    for (int field = 0; field < RECORD; field++) record[field] = tile[field] | owner[field];
+  for (i64 i = 0; i < places(o); i++) {
+    const int32_t *tile = of_tile + RECORD * order[i].tile, *owner = of_head + RECORD * order[i].owner;
+    for (int field = 0; field < RECORD; field++) work[RECORD * (i + 1) + field] = tile[field] | owner[field];
   }
-  PyMem_Free(of_tile);
   return 0;
 }
 
@@ -404,28 +424,28 @@ static PyObject *write_schedule(PyObject *self, PyObject *arguments) {
   Py_buffer work, tiles, spans, order, cost;
   long long sets, together, pack, heads, repeat, ctas, late, last_sets, sms;
   double share, gain;
-  int full_first, moved = 0;
+  int full_first;
   if (!PyArg_ParseTuple(arguments, "w*y*y*y*y*LLLLLpLLLLdd", &work, &tiles, &spans, &order, &cost, &sets, &together, &pack,
                         &heads, &repeat, &full_first, &ctas, &late, &last_sets, &sms, &share, &gain))
     return NULL;
   Schedule s = {tiles.buf, order.buf, spans.buf, sets, together, pack, heads, repeat, full_first};
   Order o = {order.len / sizeof(i64), sets, together, cost.buf, NULL, sms, share, gain};
   i64 number = places(&o), first_span = RECORD * (1 + number), need = first_span + repeat * (i64)(spans.len / sizeof(int32_t));
-  int32_t *places_of = array((late ? 1 : last_sets ? 1 + tries(&o, last_sets) : 0) * number, sizeof(int32_t));
+  Place *made = array(number, sizeof(Place));
   int32_t *to = work.buf;
   o.by_cost = array(o.n, sizeof(i64));
   if ((i64)(work.len / sizeof(int32_t)) != need) PyErr_SetString(PyExc_ValueError, "work has another size");
   else if (tries(&o, last_sets) > MOST_TRIES) PyErr_SetString(PyExc_ValueError, "too many sets of heads are tried");
-  else if (places_of && o.by_cost && !((late || last_sets) && sort_floats(o.cost, o.n, o.by_cost))) {
-    if (late) moved = late_order(&o, ctas, late, places_of) ? -1 : 1;
-    else if (last_sets && number) moved = even_order(&o, last_sets, places_of, places_of + number);
+  else if (made && o.by_cost && !((late || last_sets) && sort_floats(o.cost, o.n, o.by_cost))) {
     memset(to, 0, RECORD * sizeof(int32_t));
     to[WORK_TILES_END] = (int32_t)first_span, to[TICKETS] = (int32_t)need;
     write_spans(&s, tiles.len / (TILE * sizeof(i64)), to + first_span);
-    if (moved >= 0 && number) write_work_tiles(&s, &o, moved ? places_of : NULL, first_span, to);
+    if (late) late_order(&o, ctas, late, made);
+    else places_in_order(&o, NULL, number, 0, made);
+    if (!late && last_sets && number) even_order(&o, last_sets, made);
+    if (number && !PyErr_Occurred()) write_work_tiles(&s, &o, made, first_span, to);
   }
-  PyMem_Free(places_of);
-  PyMem_Free(o.by_cost);
+  release();
   PyBuffer_Release(&work), PyBuffer_Release(&tiles), PyBuffer_Release(&spans), PyBuffer_Release(&order), PyBuffer_Release(&cost);
   if (PyErr_Occurred()) return NULL;
   Py_RETURN_NONE;

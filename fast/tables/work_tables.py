@@ -12,7 +12,8 @@ All rows of a tile see all of a *full* span; a *partial* span holds its band. Ti
 ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
 dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span.
+Cost: O(overlapping pairs of a band and a tile), in C or NumPy (`native_tables`). Device memory: 20
+bytes a tile, 32 a span.
 Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands
 replace its callbacks."""
 
