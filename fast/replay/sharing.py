@@ -20,26 +20,27 @@ from canon.fast.tables.device_plans import Upload, observed
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import seen_plans
 
+NO_MASK = Mask([], 0, 0)  # in place of a mask that may be dropped
+
 
 class LookUps:
-    """The plans that a pass looks up for a mask: functions, arguments and structures, in order."""
+    """The plans that a pass looks up for a mask: functions, arguments and structures, in order.
+
+    ``serves_others``: whether another mask can take the place of this one in all arguments.
+    """
 
     def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):
-        self.mask, self.keys, self.tensors = mask, list(seen), tensors
-        self.structures = [structure(plan) for plan in seen.values()]
-
-    @property
-    def serves_others(self) -> bool:
-        """Whether another mask can take the place of this one in all arguments."""
-        masks = [_mask_in(x) for _, arguments in self.keys for x in arguments]
-        return all(x is None or x == self.mask for x in masks)
+        masks = [_mask_in(x) for _, arguments in seen for x in arguments]
+        self.serves_others = all(x is None or x == mask for x in masks)
+        self.keys = [(function, _moved(arguments, NO_MASK)) for function, arguments in seen]
+        self.structures, self.tensors = [structure(plan) for plan in seen.values()], tensors
 
     def of(self, mask: Mask) -> tuple[list[Tensor], list[Upload]] | None:
         """Return the tensors and uploads of another mask's plans, or None if structures differ."""
         tensors: list[Tensor] = []
         with seen_plans() as seen, observed(tensors.extend):
             for (function, arguments), expected in zip(self.keys, self.structures, strict=True):
-                function(*(given := tuple([_moved(x, mask) for x in arguments])))
+                function(*(given := _moved(arguments, mask)))
                 if structure(seen[function, given]) != expected:
                     return None
         return (tensors, uploads_in(seen)) if len(tensors) == self.tensors else None
@@ -68,7 +69,9 @@ def _mask_in(argument: Any) -> Mask | None:
     return argument if isinstance(argument, Mask) else None
 
 
-def _moved(argument: Any, mask: Mask) -> Any:
-    if isinstance(argument, Cells):
-        return argument._replace(mask=mask)
-    return mask if isinstance(argument, Mask) else argument
+def _moved(arguments: tuple, mask: Mask) -> tuple:
+    """Return the arguments with another mask."""
+    return tuple(
+        x._replace(mask=mask) if isinstance(x, Cells) else mask if isinstance(x, Mask) else x
+        for x in arguments
+    )

@@ -6,9 +6,9 @@ longest work tiles come first, so the last set starts its longest tile late. Whe
 than 2 %, launches of dk and dv in any order have the shortest tenth of their work last
 (`_even_ends`). `dq_order` has the order of launches with ordered dq.
 
-Cost: O(work tiles + spans), in C or NumPy; on the device 32 bytes for each work tile and span, and 8 for
-each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest processing
-time first."""
+Cost: O(work tiles + spans), in C or NumPy; on the device 32 bytes for each work tile and span, and
+8 for each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest
+processing time first."""
 
 from typing import Any, NamedTuple
 
