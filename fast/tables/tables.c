@@ -174,6 +174,18 @@ static i64 classify(const Problem *p, const i64 *starts, i64 tiles, const Piece 
   return number;
 }
 
+/* Sort the tiles by work, the most first, stably. */
+static int sort_by_work(const i64 *work, i64 tiles, i64 *order) {
+  i64 most = 0, at = 0;
+  for (i64 tile = 0; tile < tiles; tile++) most = maximum(most, work[tile]);
+  i64 *place = zeros(most + 1, sizeof(i64));
+  if (!place) return -1;
+  for (i64 tile = 0; tile < tiles; tile++) place[work[tile]]++;
+  for (i64 some = most; some >= 0; some--) at += place[some], place[some] = at - place[some];
+  for (i64 tile = 0; tile < tiles; tile++) order[place[work[tile]]++] = tile;
+  return 0;
+}
+
 /* Fill tiles (sorted by work) and spans of the table from its pieces; return the number of spans, or -1. */
 static i64 fill(const Problem *p, const i64 *starts, i64 tiles, const Piece *pieces, i64 number, i64 *made, int32_t *rows) {
   Span *spans = array(3 * number, sizeof(Span));
@@ -183,9 +195,9 @@ static i64 fill(const Problem *p, const i64 *starts, i64 tiles, const Piece *pie
   if (!spans || !keys || !index || !work || !order || !unsorted) return -1;
   for (i64 i = 0; i < number; i++) {
     kept = classify(p, starts, tiles, pieces + i, i, kept, spans, keys);
-    work[pieces[i].tile] -= ceiled(pieces[i].end - pieces[i].begin, p->small);
+    work[pieces[i].tile] += ceiled(pieces[i].end - pieces[i].begin, p->small);
   }
-  if (sort_integers(keys, kept, index) || sort_integers(work, tiles, order)) return -1;
+  if (sort_integers(keys, kept, index) || sort_by_work(work, tiles, order)) return -1;
   for (i64 tile = 0; tile < tiles; tile++) {
     i64 *one = unsorted + TILE * tile;
     one[START] = starts[tile], one[STOP] = tile + 1 < tiles ? starts[tile + 1] : p->size, one[BEGIN] = one[FULL] = at;
