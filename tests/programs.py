@@ -2,9 +2,14 @@
 
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+
+import torch.multiprocessing as multiprocessing
 
 SOURCES, TESTS = str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)
 
@@ -43,6 +48,39 @@ def under_torchrun(script, ranks, *options, cwd=None, **environment):
     done = subprocess.run(command, cwd=cwd, env=kept, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def on_forked_ranks(script, ranks, *options):
+    """Run a script on ranks that a server with torch forks, with the variables of torchrun. It
+    starts faster than torchrun. Return the output of rank 0.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        variables = dict(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]), WORLD_SIZE=str(ranks),
+            GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="", **os.environ,
+        )  # fmt: skip
+        free.close()
+        given = [(rank, Path(script), options, variables, folder) for rank in range(ranks)]
+        children = [context.Process(target=_script, args=one, daemon=True) for one in given]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(300)
+        texts = [Path(folder, str(rank)).read_text() for rank in range(ranks)]
+        assert [child.exitcode for child in children] == [0] * ranks, texts
+    return texts[0]
+
+
+def _script(rank, script, options, variables, folder):
+    os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *options]
+    with open(Path(folder, str(rank)), "w", buffering=1) as output:
+        sys.stdout = sys.stderr = output
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def losses_of(output):

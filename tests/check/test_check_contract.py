@@ -104,6 +104,7 @@ def test_features_limit_the_cases_to_what_a_module_can_do(run, write_module):
     assert f"--features {limits}" in record["command"]
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize(
     "words",
     [

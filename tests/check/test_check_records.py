@@ -61,6 +61,7 @@ LIMITS = (
 )
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("words", LIMITS)
 def test_the_reference_agrees_with_random_cases_under_every_limit(words, run):
     import canon.reference

@@ -47,6 +47,7 @@ MASKS = {
 EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_method_equals_the_oracle(mask, method):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import losses_of, under_torchrun
+from programs import losses_of, on_forked_ranks
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
@@ -40,9 +40,7 @@ def test_a_mesh_of_data_and_context_ranks_gives_the_losses_of_one_process(monkey
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module(SCRIPT.stem)
     expected = losses_of_one_process(script, steps=4, rows=2)
-    found = losses_of(
-        under_torchrun(SCRIPT, 4, "--context", "2", "--steps", "4", CUDA_VISIBLE_DEVICES="")
-    )
+    found = losses_of(on_forked_ranks(SCRIPT, 4, "--context", "2", "--steps", "4"))
     assert found[0] == pytest.approx(expected[0], abs=1e-4)  # printed with 4 decimals
     # Adam may turn a rounding into a step of the learning rate
     assert found == pytest.approx(expected, abs=2e-3)

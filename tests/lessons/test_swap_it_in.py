@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from programs import under_torchrun
+from programs import on_forked_ranks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -133,10 +133,10 @@ def test_a_checkpoint_of_four_ranks_resumes_on_two(swapping, tmp_path):
         assert (losses - saved[0]).abs().max() > 1e-4
 
 
-def test_it_runs_alone_under_torchrun_and_writes_a_record(tmp_path):
+def test_it_runs_alone_with_the_variables_of_torchrun_and_writes_a_record(tmp_path):
     options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
     options += ["--record", str(tmp_path / "run.json")]
-    output = under_torchrun(FOLDER / "swap_it_in.py", 2, *options, CUDA_VISIBLE_DEVICES="")
+    output = on_forked_ranks(FOLDER / "swap_it_in.py", 2, *options)
     assert (
         len(
             re.findall(

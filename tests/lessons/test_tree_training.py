@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import under_torchrun
+from programs import on_forked_ranks
 
 from canon.testing import process_groups
 
@@ -90,9 +90,9 @@ def test_the_steps_raise_the_reward(training):
     assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
 
 
-def test_it_runs_under_torchrun_and_prints_one_table():
+def test_it_runs_with_the_variables_of_torchrun_and_prints_one_table():
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    output = under_torchrun(SCRIPT, 2, *options, CUDA_VISIBLE_DEVICES="")
+    output = on_forked_ranks(SCRIPT, 2, *options)
     line = r"^step \d: reward \S+, loss tree (\S+), separate (\S+), gradients differ by (\S+)$"
     steps = re.findall(line, output, re.MULTILINE)
     assert len(steps) == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from programs import losses_of, under_torchrun
+from programs import losses_of, on_forked_ranks, under_torchrun
 
 from canon import Layout, Mask, __main__, fast, reference
 from canon.check import check_command
@@ -48,7 +48,7 @@ def losses(ranks: int, **environment: str) -> list[float]:
 
 def test_the_training_program_runs_under_torchrun_and_gives_the_loss_of_one_rank():
     assert "`torchrun --nproc-per-node 4 notebooks/train.py`" in section("Quick start")
-    one, two = (losses(ranks, CUDA_VISIBLE_DEVICES="") for ranks in (1, 2))
+    one, two = losses_of(on_forked_ranks(TRAIN, 1)), losses(2, CUDA_VISIBLE_DEVICES="")
     assert len(one) == len(two) == 20
     # each is rounded to 1e-4; sums of 1021 float32 add 1e-6
     assert one[0] == pytest.approx(two[0], abs=1.5e-4)

@@ -5,6 +5,7 @@ trace a call.
 from functools import partial
 
 import pytest
+import sampling
 import torch
 import torch.distributed as dist
 from compiled import inputs
@@ -76,6 +77,8 @@ def test_opcheck_accepts_every_operator(half, case):
     torch.library.opcheck(
         operator, (*tensors, MASK, True, layout, has_layout, half, None, *options)
     )
+    if place != "0" and not sampling.ALL:
+        return
     packed = [x.detach()[0].requires_grad_() if x.ndim == 4 else x for x in tensors]
     torch.library.opcheck(operator, (*packed, MASK, False, layout, False, half, None, *options))
 

@@ -85,6 +85,7 @@ def assert_exact(configs, mask, scale=None, arguments=None, options=None, **size
     assert found.agrees, str(found)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_mask_equals_the_oracle(mask, configs):
