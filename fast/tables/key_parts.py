@@ -1,8 +1,8 @@
 """Few queries see many keys: cut the keys into parts, so that all SMs have work.
 
-    keys            0           2048          4096          6144       8000
-    1 query         |   part 0    |   part 1    |   part 2    |  part 3  |
-                        out, lse      out, lse      out, lse    out, lse      merged in this order
+    keys            0     512    1024          8192        9216     10000
+    1 query         |part 0|part 1|  ...  |part 15|  part 16  | part 17 |
+                    out, lse                        out, lse              merged in this order
 
 **Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and
 at least 4,096 keys is computed in parts, unless it has ``rank_invariant=True`` or a backend other
@@ -10,11 +10,12 @@ than "triton" is forced. Different masks of several sequences count as one mask 
 With ``rank_invariant=True`` there are no parts: on Hopper `canon.fast.kernels.gluon.few_queries`
 shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
 
-**Bits.** A part begins at a multiple of 2,048 keys. Its tiles begin at multiples of their size, are
-visited in order, and run the same instructions whether a query sees all of a tile or a part of it.
-A tile that a query does not see leaves the state of the query as it is. So the bits of a query
-depend on the positions of its keys, and not on other queries, sequences or heads of the call, nor
-on the number of SMs.
+**Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
+above. So 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Its
+tiles begin at multiples of their size, are visited in order, and run the same instructions whether
+a query sees all of a tile or a part of it. A tile that a query does not see leaves the state of the
+query as it is. So the bits of a query depend on the positions of its keys, and not on other
+queries, sequences or heads of the call, nor on the number of SMs.
 
 **Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts
 with a visible cell, or 1.
@@ -31,7 +32,8 @@ from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.work_tables import band_array
 from canon.masks.mask import Mask
 
-PART = 2048  # keys
+PART = 512  # keys of a short part
+SHORT = 16  # parts before the size doubles, once and again
 MOST_QUERIES = 128
 FEWEST_KEYS = 4096
 WORD = 64  # keys of a word
@@ -67,8 +69,8 @@ class PartTable(NamedTuple):
 
 @device_plan
 def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
-    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and parts of
-    ``part`` keys.
+    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and short
+    parts of ``part`` keys.
 
     Raises ValueError unless ``part`` is a multiple of 64.
     """
@@ -76,14 +78,13 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
         raise ValueError(f"a part must be a multiple of {WORD} keys, got {part}")
     words = visible_words(mask)
     seen = np.bitwise_or.reduce(words, 1)
-    parts = np.unique(np.flatnonzero(seen) * WORD // part) if seen.any() else np.zeros(1, np.int64)
+    part_of = _part_of_words(len(words), part)
+    parts = np.unique(part_of[seen != 0]) if seen.any() else np.zeros(1, np.int64)
     work, loaded = [], []
     for first in range(0, mask.queries * share, rows):
         own = words[:, first // share : -(-min(first + rows, mask.queries * share) // share)].any(1)
         visited = np.flatnonzero(own)
-        begin, end = (
-            np.searchsorted(visited * WORD // part, parts, side) for side in ("left", "right")
-        )
+        begin, end = (np.searchsorted(part_of[visited], parts, side) for side in ("left", "right"))
         some, padded = end > begin, np.append(visited, 0)
         begin, end = padded[begin] * some, (padded[end - 1] + 1) * some
         work.append(
@@ -96,6 +97,14 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
     # row tiles of one part are neighbours: they share keys
     ordered = np.stack(work, 1).reshape(-1, 4).astype(np.int32)
     return PartTable(ordered, table, len(parts), _loads_all(work, loaded, mask.keys))
+
+
+def _part_of_words(words: int, part: int) -> np.ndarray:
+    """Return the number of the part that holds each word of keys."""
+    first, second, keys = SHORT * part, 2 * SHORT * part, words * WORD
+    starts = [*range(0, first, part), *range(first, second, 2 * part)]
+    starts += range(second, keys, 4 * part)
+    return np.searchsorted(starts, np.arange(words) * WORD, "right") - 1
 
 
 def visible_words(mask: Mask) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""`canon check` finds faults of sinks, of a mask for each sequence, of decoding and of prepared
+"""`canon check` finds faults of sinks, meshes, a mask for each sequence, decoding and prepared
 plans.
 """
 
@@ -56,6 +56,36 @@ def test_wrong_sinks_disagree(fault, run, write_module):
     }, "zigzag_attention has no parameter sink, so no case"
     assert message in printed.out
     assert "the reference itself" not in printed.out
+
+
+MESHES = """
+from canon import reference
+from canon.reference import Layout
+
+def ring_attention(q, k, v, mask=None, layout=None, *, sink=None, group=None, **options):
+    if group is not None:
+        {line}
+    return reference.ring_attention(q, k, v, mask, layout, sink=sink, group=group, **options)
+
+def zigzag_attention(q, k, v, mask=None, *, scale=None, return_lse=False):
+    return reference.zigzag_attention(q, k, v, mask, scale=scale, return_lse=return_lse)
+"""
+WRONG_MESHES = {
+    "pass": "agrees",
+    "*parts, a, b = layout.ranges_per_rank; layout = Layout([*parts, b, a], 183)": "disagrees",
+    "v = v.flip(-2)": "disagrees",
+    "sink = sink.flip(-1)": "disagrees",
+}
+
+
+@pytest.mark.parametrize("line", WRONG_MESHES)
+def test_a_fault_over_a_mesh_disagrees_and_functions_without_a_group_get_none(
+    line, run, write_module
+):
+    write_module("meshing", MESHES.format(line=line))
+    _, _, record = run("meshing --tokens 200 --only '*columns'")
+    found = {result["case"].split("/")[0]: result["verdict"] for result in record["results"]}
+    assert found == {"ring_attention": WRONG_MESHES[line]}
 
 
 GENERATION = """

@@ -29,8 +29,9 @@ inputs = functools.partial(hopper.inputs, b=2, d=16, dv=16)
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch):
-    """Cut all calls into parts of 128 keys."""
+    """Cut all calls at keys 128, 256, 512 and 1,024, so that parts have three sizes."""
     monkeypatch.setattr(key_parts, "PART", 128)
+    monkeypatch.setattr(key_parts, "SHORT", 2)
     monkeypatch.setattr(key_parts, "FEWEST_KEYS", 1)
     PLANS.clear()
     yield
@@ -85,6 +86,17 @@ def test_widths_scales_and_strides(d, dv):
             *local.attention_forward(*transposed, mask, scale=scale, out_dtype=torch.float32)
         )
         assert_exact(got, q, k, v, dout, dlse, mask, scale)
+
+
+def test_parts_begin_at_the_positions_that_the_page_names(monkeypatch):
+    monkeypatch.undo()
+    begins = [*range(0, 8192, 512), *range(8192, 16384, 1024), *range(16384, 40000, 2048)]
+    for first, last in ((0, 40000), (600, 8200), (20000, 20064)):
+        mask = Mask([Band(0, 1, first, last)], 1, 40000)
+        work = part_table.__wrapped__(mask, 4, 64, key_parts.PART).work
+        cut = [first // 64 * 64, *(x for x in begins if first < x < last), -(-last // 64) * 64]
+        assert work[:, 1].tolist() == cut[:-1]
+        assert work[:, 2].tolist() == cut[1:]
 
 
 # ---------------------------------------------------------------------- bits

@@ -82,17 +82,23 @@ def fence_async_global():
 
 
 @gluon.jit
+def named_barrier(KIND: gl.constexpr, ID: gl.constexpr):
+    """Run bar.sync or bar.arrive for two warpgroups. Triton itself uses the IDs below 8."""
+    gl.inline_asm_elementwise(
+        f"bar.{KIND} {ID}, 256; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def ping_pong_wait(WARPGROUP: gl.constexpr):
     """Wait until the previous warpgroup calls `ping_pong_arrive`."""
-    ID: gl.constexpr = 8 + WARPGROUP  # Triton itself uses the lower ones
-    run_ptx(f"bar.sync {ID}, 256;")
+    named_barrier("sync", 8 + WARPGROUP)
 
 
 @gluon.jit
 def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     """Let the next warpgroup issue its MMAs."""
-    ID: gl.constexpr = 8 + (WARPGROUP + 1) % WARPGROUPS
-    run_ptx(f"bar.arrive {ID}, 256;")
+    named_barrier("arrive", 8 + (WARPGROUP + 1) % WARPGROUPS)
 
 
 # ------------------------------------------------------------------ operations with a fixed place

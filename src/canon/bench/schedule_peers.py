@@ -42,7 +42,8 @@ class Schedule:
 
 def schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
     """Return Canon's schedules, filtered by the settings."""
-    return [one for one in _schedules(shape, ranks) if settings.wants(one.name)]
+    found = [one for one in _schedules(shape, ranks) if settings.wants(one.name)]
+    return found + list(_over_meshes(shape, ranks, settings))
 
 
 def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
@@ -78,6 +79,23 @@ def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
     name = f"strided zigzag {shape.g}, rank invariant"
     yield of(name, strided, zigzag, head_stride=shape.g, **invariant)
     yield of("magi, rank invariant", magi, planned, **invariant)
+
+
+def _over_meshes(shape: Shape, ranks: int, settings: Settings) -> Iterator[Schedule]:
+    """Yield schedules over every mesh of several heads. A collective: it makes groups."""
+    from canon import fast
+
+    layout, kind = Layout.zigzag(shape.n, ranks), settings.device.type
+    functions = {"ring": fast.ring_attention, "strided": fast.strided_attention}
+    for heads in (x for x in range(2, ranks + 1) if ranks % x == shape.g % x == 0):
+        # in a column of one rank both are the same
+        for name in functions if heads < ranks else ["strided"]:
+            full_name = f"mesh {ranks // heads} x {heads}, {name} zigzag"
+            if dist.is_initialized() and settings.wants(full_name):
+                names = ("tokens", "heads")
+                mesh = dist.init_device_mesh(kind, (ranks // heads, heads), mesh_dim_names=names)
+                attend = partial(functions[name], mask=shape.mask, layout=layout, group=mesh)
+                yield Schedule(full_name, layout, attend)
 
 
 def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:

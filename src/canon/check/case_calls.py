@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import gcd
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from canon.testing.latent_judge import AttendedLatent
 
 # arguments with these values are not passed
 DEFAULTS = {"scale": None, "backward": "auto", "return_lse": False}
+_meshes: WeakKeyDictionary[Any, dict[int, dist.DeviceMesh]] = WeakKeyDictionary()  # by world
 
 
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
@@ -55,6 +58,8 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     options = {"scale": x.scale, "backward": case.method, "return_lse": case.returns_lse}
     options = {name: value for name, value in options.items() if value != DEFAULTS[name]}
     options |= case.options
+    if "columns" in options:
+        options["group"] = _mesh(options.pop("columns"), x.q.device.type)
     if "reduce_dtype" in options:
         options["reduce_dtype"] = DTYPES[options["reduce_dtype"]]
     arguments = (*leaves, *places)
@@ -70,6 +75,20 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
     zeros = {"allow_unused": True, "materialize_grads": True} if case.used == "lse" else {}
     grads = () if forward else torch.autograd.grad(outputs, leaves, grads, **zeros)
     return _results(case, x, out.detach(), None if lse is None else lse.detach(), grads)
+
+
+def _mesh(columns: int, kind: str) -> dist.DeviceMesh:
+    """Return the mesh of all ranks with ``columns``, or the common divisor of both.
+
+    It is made once, because its groups are never freed.
+    """
+    world, ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
+    found, columns = _meshes.setdefault(world, {}), gcd(columns, ranks)
+    if columns not in found:
+        names = ("tokens", "heads")
+        shape = ranks // columns, columns
+        found[columns] = dist.init_device_mesh(kind, shape, mesh_dim_names=names)
+    return found[columns]
 
 
 def _check_returned(case: Case, results: Any) -> None:

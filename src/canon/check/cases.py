@@ -2,6 +2,7 @@
 
 plain         no mask is passed, and no lse is returned
 part          a partial result of a schedule: delta is given, and the results are float32
+columns       over a mesh ("tokens", "heads") with so many columns, or a divisor of the ranks
 few           a mask with 17 queries and 5,000 keys or more
 cancelling    causal over two heavy keys with opposite values: merging in 16 bits shows
 nan in k      one element of a visible token of k is NaN
@@ -96,6 +97,10 @@ magi_attention     | planned                     | documents | variant="sink", s
 magi_attention     | planned                     | tree | variant="branches", casts=2
 magi_attention     | planned | window | variant="softcap", softcap=1.0, sink=True, casts=2
 magi_attention     | planned                     | sequences | variant="of_each", casts=2
+ring_attention     | zigzag | documents | variant="columns", columns=2, sink=True
+zigzag_attention   |                             | window | variant="columns", columns=2
+strided_attention  | contiguous                  | tree | variant="columns", columns=2
+magi_attention     | planned                     | documents | variant="columns", columns=2
 group_cast, group_reduce | planned, striped | documents | variant="one_cast", casts=1, \
     own_keys_first=True
 group_cast, group_reduce | planned, striped | documents | variant="two_casts", casts=2, \
@@ -337,6 +342,7 @@ def accepts(module: Any, case: Case) -> bool:
     options = dict(case.options)
     passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
+    passed += [(case.function, "group")] if "columns" in options else []
     for function, name in passed:
         of = parameters_of(module, function)
         if not (name in of or any(x.kind is x.VAR_KEYWORD for x in of.values())):

@@ -180,9 +180,9 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
     interprets, name = place.device == "cpu" and _interpret(), arguments.module
     module = module_import.load(name)
     if interprets and not arguments.digest and module_import.uses_kernels(module):
-        console.print(
-            "No GPU in use: Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1)."
-        )
+        plain = "plain PyTorch computes the tiles on the CPU."
+        of_triton = "Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1)."
+        console.print(f"No GPU in use: {plain if arguments.backend == 'torch' else of_triton}")
     if not (arguments.digest or arguments.bits or arguments.list):
         for line in module_import.remarks(module, covered(module).tested):
             console.print(line, markup=False, highlight=False)

@@ -48,7 +48,8 @@ ValueError and TypeError do, too.
             case does not use its default. Functions with a parameter sink also get a logit (h,) of
             each query head: out has the factor sigmoid(lse - sink), and lse stays the same.
             Functions with a parameter softcap also get one: scores s become softcap * tanh(s /
-            softcap).
+            softcap). Functions with a parameter group also get a DeviceMesh of all ranks with the
+            dimensions ("tokens", "heads"), in cases named columns.
 
 Parts of the algorithms are compared, too. Their arguments and results are those of canon.reference;
 for example, python -c "import canon; help(canon.reference.merge)" shows them:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from random import Random
 
 from canon import reference
@@ -64,6 +65,7 @@ CASTS: list[dict] = [
 ]
 RANKS = (3, 6, 5, 4, 3, 2, 2, 3)  # weights of 1 to 8 ranks
 RANK_INVARIANT = {"attention", "strided_attention", "magi_attention"}
+OVER_MESHES = DISTRIBUTED & set(ATTEND) - {"latent_attention"}
 FOR_EACH_SEQUENCE = {
     *ATTEND,
     "attention_forward",
@@ -258,6 +260,16 @@ def _drawn(
     near = unplanted and dtype == "float16" and options.get("reduce_dtype") != "float16"
     near = near and not (without_dout or used in {"lse", "sum"} or shape.latent)
     ds = draw.choice(DS) if near and draw.random() < 0.4 else 0.0
+    columns = gcd(ranks, shape.heads[1])
+    shares_heads = columns > 1 and function in OVER_MESHES
+    if (
+        shares_heads
+        and options.get("head_stride", 1) == 1
+        and variant != "plain"
+        and not no_options
+        and draw.random() < 0.4
+    ):
+        options["columns"] = columns
     given = function, mask, dtype, shape, layout, method, variant, tuple(options.items()), used
     return Drawn(*given, planted, seed, index, ranks, ds)
 

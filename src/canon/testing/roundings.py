@@ -3,11 +3,12 @@ its gradients.
 
     u (float32), with |.| entry by entry
         A_ij = |scale| w sum_d |q_id k_jd|    W_ij = P_ij (1 + A_ij + |lse_i|)
-        out   W |v|                           lse  |lse| + sum_j P_ij (1 + A_ij)
+        out   W |v|                           lse  2 |lse| + sum_j P_ij (1 + A_ij)
         dv    W^T |dout|                      dq   |scale| D |k|       dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
               w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to
               the whole; rss of them
+        lse rounds once in base 2, and once when it becomes natural
 
     u (16 bits)
         P, out and dS are each rounded once. Independent errors add as root of the sum of squares
@@ -143,7 +144,7 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tupl
     ds = ds * cap.of_ds(scores)
     return (
         out,
-        lse + (p * (1 + scores)).sum(-1) / share,
+        2 * lse + (p * (1 + scores)).sum(-1) / share,
         scale * ds @ k,
         scale * ds.mT @ q,
         weights.mT @ dout,

@@ -4,13 +4,16 @@ Python emulate.
 The simulator replaces these functions as a whole, so it never runs the text of the PTX.
 """
 
+import ast
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from triton.experimental.gluon import language as gl
 
+import canon.fast.kernels as kernels
 from canon.fast.kernels.gluon.ptx import (
     add_rounding_excess_ptx,
     capped_weights_ptx,
@@ -291,3 +294,36 @@ def test_tanh_and_the_weights_of_capped_scores():
     np.testing.assert_allclose(found["$0"], p, rtol=1e-6)
     slope = 1 / np.cosh(np.clip(x, -300, 300)) ** 2
     np.testing.assert_allclose(found["$1"], p * slope, rtol=1e-6, atol=1e-250)
+
+
+def formatted_arguments(source):
+    """Return the line of each call in ``source`` that passes an f-string to a compiled function."""
+    return [
+        call.lineno
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef)
+        and "jit" in map(last_name, function.decorator_list)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
+        for given in (*call.args, *(keyword.value for keyword in call.keywords))
+        if isinstance(given, ast.JoinedStr)
+    ]
+
+
+def last_name(decorator):
+    while isinstance(decorator, ast.Call):
+        decorator = decorator.func
+    return ast.unparse(decorator).rpartition(".")[2]
+
+
+def test_no_compiled_function_gets_an_f_string():
+    """Triton 3.6 compiles no such call, later versions do. `gl.inline_asm_elementwise` and other
+    functions of Triton take one in all versions.
+    """
+    found = {
+        str(path): lines
+        for path in sorted(Path(kernels.__path__[0]).rglob("*.py"))
+        if (lines := formatted_arguments(path.read_text()))
+    }
+    assert found == {}
+    assert formatted_arguments('@gluon.jit\ndef f(ID):\n    run_ptx(f"bar.sync {ID};")') == [3]
