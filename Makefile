@@ -21,7 +21,7 @@ STAMP := .venv/.installed
 # Ranks and test workers already fill the cores: one thread each keeps them out of each other's way.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install check test test-all newest notebooks course paper clean
+.PHONY: install check test types tests cells test-all newest notebooks course paper clean
 .DEFAULT_GOAL := check
 
 install: $(STAMP)
@@ -38,12 +38,19 @@ check: $(STAMP)
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
-	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
+	$(MAKE) --jobs=3 types tests cells # what waits in one of them leaves its core to the others
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal --gpu tests; \
 	fi
-	$(BIN)/pytest --numprocesses=$(WORKERS) --nbval notebooks # notebooks/conftest.py keeps a notebook's cells in one worker
+
+types: $(STAMP)
+	$(BIN)/pyright
+
+tests: $(STAMP)
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal tests
+
+cells: $(STAMP)
+	$(BIN)/pytest --nbval notebooks
 
 test-all: export CANON_CASES = all
 test-all: test

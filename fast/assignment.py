@@ -22,8 +22,6 @@ FAR = np.iinfo(np.int64).max
 WEIGHT = 5  # of a received token in the traffic
 PARTNERS = 8  # ranks that move least, with which the rank that moves most may swap
 
-LARGEST_BLOCK = 1 << 20  # swaps x cells, or x chunks, that a relief scores at once
-
 # ranks in one scoring; scores behind the first gain are wasted
 FEWEST_TOGETHER, MOST_TOGETHER = 32, 256
 
@@ -98,25 +96,14 @@ class Assignment:
         # score.
         work = chunks.work[theirs][:, None] - chunks.work[mine][:, None]
         load = np.maximum(self.load[rank] + work, self.load[others][:, None, None] - work)
-        pairs = np.stack(np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others)))
-        if not pairs.size:
+        pairs = np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others))
+        if not len(pairs[0]):
             return False
-        needs = chunks.rows(mine), chunks.rows(theirs)
-        holder = np.empty(self.slots.size, np.int64)  # of each chunk
-        holder[self.slots] = np.arange(chunks.ranks)[:, None]
-        # only the demand for these cells may change, here in the order of their holders
-        cells = np.flatnonzero(needs[0].any(0) | needs[1].any((0, 1)))
-        cells = cells[np.argsort(holder[chunks.owner[cells]], kind="stable")]
-        rows = cells, holder[chunks.owner[cells]], needs[0][:, cells], needs[1][..., cells]
-        block = max(1, LARGEST_BLOCK // (len(cells) + chunks.ranks))
-        parts = np.split(pairs, range(block, pairs.shape[1], block), axis=1)
-        moved, traffic = np.concatenate(
-            [self._relieved(rank, others, part, rows) for part in parts], axis=1
-        )
+        moved, traffic = (x[pairs] for x in self._relieved(rank, others))
         rest = np.array(
             [np.delete(self.load, [rank, other]).max(initial=0) for other in others.tolist()]
         )[pairs[0]]
-        peak = np.maximum(np.maximum(load[tuple(pairs)], rest), moved)
+        peak = np.maximum(np.maximum(load[pairs], rest), moved)
         counted = np.maximum(peak, chunks.allowed)
         scores = [
             (int(counted[i]), int(peak[i]) * int(traffic[i] // chunks.cells_per_us), i)
@@ -125,40 +112,76 @@ class Assignment:
         least = min(scores)
         if least[:2] >= best:
             return False
-        which, x, y = pairs[:, least[2]]
+        which, x, y = (place[least[2]] for place in pairs)
         other = int(others[which])
         self.slots[rank, x], self.slots[other, y] = self.slots[other, y], self.slots[rank, x]
         self._update(np.array([rank, other]))
         return True
 
-    def _relieved(self, rank, others, pairs, rows):
-        """Return after each swap the tokens that the busiest rank moves, and the traffic."""
-        chunks, (which, x, y) = self.chunks, pairs
-        give, take = self.slots[rank, x], self.slots[others[which], y]
-        cells, holders, mine, theirs = rows
-        sizes = chunks.cells[cells]
-        gone, come = mine[x].astype(np.int64), theirs[which, y].astype(np.int64)
-        here, there = mine.sum(0), theirs.sum(1)[which]  # chunks of the rank that need a cell
-        here_then, there_then = here - gone + come > 0, there - come + gone > 0
-        demand = here_then.astype(np.int64) - (here > 0) + there_then - (there > 0)  # its change
-        holding, first = np.unique(holders, return_index=True)
-        sent, each = np.tile(self.sent, (len(x), 1)), np.arange(len(x))
-        sent[:, holding] += np.add.reduceat(sizes * demand, first, axis=1)
-        of_take, of_give = (
-            self.sends[some]
-            + np.where(chunks.owner[cells] == some[:, None], sizes * demand, 0).sum(1)
-            for some in (take, give)
-        )
-        change = of_take - of_give
-        sent[:, rank] += change
-        sent[each, others[which]] -= change
-        received, own = np.tile(self.received, (len(x), 1)), chunks.own[take] - chunks.own[give]
-        received[:, rank] = here_then @ sizes - chunks.own[self.slots[rank]].sum() - own
-        received[each, others[which]] = (
-            there_then @ sizes - chunks.own[self.slots[others]].sum(1)[which] + own
-        )
-        moved = np.maximum(received, sent).max(1)
-        return np.stack([moved, chunks.ranks * moved + WEIGHT * received.sum(1)])
+    def _relieved(self, rank, others):
+        """Return after each swap the tokens that the busiest rank moves, and the traffic.
+
+        Axes: others, mine, theirs. After a swap a rank needs the cells of the chunks that stay, and
+        of the one that comes: sums over them are matrix products.
+        """
+        chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
+        needs = chunks.rows(mine)[None], chunks.rows(theirs)
+        holders, sizes, give, take, of_mine, of_theirs = self._held_cells(mine, theirs, needs)
+        here, there = (x.sum(2, keepdims=True) for x in (give, take))
+        stay, others_stay = (here > give).astype(sizes.dtype), (there > take).astype(sizes.dtype)
+        wanted = (here > 0) + (there > 0).astype(sizes.dtype)  # by the two ranks, now
+
+        # by holder: what the rank, and the other one, need then
+        here_then = (sizes * stay).sum(3)[..., None] + _products(sizes * (1 - stay), take)
+        there_then = (sizes * others_stay).sum(3)[..., None, :]
+        there_then = there_then + _products(give, sizes * (1 - others_stay))
+        demand = here_then + there_then - (sizes * wanted).sum(3)[..., None]
+        of_give = (of_mine * (stay + give - wanted)).sum(3)[..., None]
+        of_give = of_give + _products(of_mine * (1 - stay), take)
+        of_give += _products(of_mine * (1 - give), others_stay)
+        of_take = (of_theirs * (take + others_stay - wanted)).sum(3)[..., None, :]
+        of_take = of_take + _products(stay, of_theirs * (1 - take))
+        of_take += _products(give, of_theirs * (1 - others_stay))
+
+        whole = lambda x: x.sum(0).astype(np.int64)
+        sent, received = (np.tile(x, (*here_then.shape[1:], 1)) for x in (self.sent, self.received))
+        sent[..., holders] += np.moveaxis(demand, 0, 3).astype(np.int64)
+        change = self.sends[theirs][:, None] - self.sends[mine][:, None] + whole(of_take - of_give)
+        each, own = np.arange(len(others)), chunks.own[theirs][:, None] - chunks.own[mine][:, None]
+        sent[..., rank] += change
+        sent[each, :, :, others] -= change
+        received[..., rank] = whole(here_then) - chunks.own[mine].sum() - own
+        there = whole(there_then) - chunks.own[theirs].sum(1)[:, None, None]
+        received[each, :, :, others] = there + own
+        moved = np.maximum(received, sent).max(3)
+        return moved, chunks.ranks * moved + WEIGHT * received.sum(3)
+
+    def _held_cells(self, mine, theirs, needs):
+        """Return the ranks that hold cells which the chunks need, and the sizes of these cells,
+        filled up with 0. Also which chunks need them, mine and theirs, and the sizes of own ones.
+
+        Axes: holders, others, chunks, cells."""
+        chunks = self.chunks
+        holder = np.empty(self.slots.size, np.int64)  # of each chunk
+        holder[self.slots] = np.arange(chunks.ranks)[:, None]
+        # only the demand for these cells may change
+        cells = np.flatnonzero(needs[0].any((0, 1)) | needs[1].any((0, 1)))
+        of = holder[chunks.owner[cells]]
+        cells, of = (x[np.argsort(of, kind="stable")] for x in (cells, of))
+        holders, row, number = np.unique(of, return_inverse=True, return_counts=True)
+        place = np.arange(len(cells)) - np.repeat(np.cumsum(number) - number, number)
+        # products of floats are faster, and exact below 2^53
+        is_exact = 8 * chunks.ranks * chunks.need_of_all < 1 << 53
+        dtype = np.float64 if is_exact else np.int64
+
+        def held(values):
+            made = np.zeros((len(holders), *values.shape[:-1], number.max()), dtype)
+            made[row, ..., place] = np.moveaxis(values, -1, 0)
+            return made
+
+        sizes, owner = chunks.cells[cells], chunks.owner[cells]
+        owned = (sizes * (owner == x[..., None]) for x in (mine[None], theirs))
+        return holders, *map(held, (sizes[None, None], *(x[..., cells] for x in needs), *owned))
 
     def swap(self, most: int) -> int:
         """Swap chunks of two ranks that gain, until a round has no gain, up to ``most`` times.
@@ -285,6 +308,11 @@ class Assignment:
             sole.take(self.chunks.last[others] + offset)
             - sole.take(self.chunks.first[others] + offset)
         ).sum(1)
+
+
+def _products(a, b):
+    """Return the scalar products of the vectors of ``a`` (..., mine, cells) and ``b``."""
+    return a @ b.swapaxes(-1, -2)
 
 
 def _gains(peak, change, peak_now):

@@ -28,8 +28,7 @@ tiles (`choose_method`):
                        (`canon.fast.kernels.gluon.dq_order`)
     "split"            otherwise
 
-Both files name the records that their thresholds fit. paper/backward_on_hopper.md explains the
-fixed order.
+paper/backward_on_hopper.md explains the fixed order.
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
 (`canon.fast.schedule`).
@@ -313,14 +312,17 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
         del parts  # frees their memory before the next chunk allocates
 
 
-@cached_plan
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
     """Return ranges of at most ``most`` keys and the cells of each. Where possible they are
     multiples of 128, whole tiles.
     """
     _, size = cells.sizes
-    if size <= most:
-        return ((range(size), cells),)
+    return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
+
+
+@cached_plan
+def _cut_keys(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
+    _, size = cells.sizes
     step = most if most < 128 and cells.places is None else max(128, most // 128 * 128)
     ranges = [range(start, min(start + step, size)) for start in range(0, size, step)]
     return tuple((keys, cells.crop_keys(keys)) for keys in ranges)

@@ -57,10 +57,7 @@ NOTES = """
     With ``rank_invariant`` on Hopper (bfloat16 or float16), K and V stay on their ranks for up to
     64 queries and 256 rows (queries x heads) for a key head: maxima and sums travel
     (`canon.fast.decode_in_order`). """
-# torch.compile breaks its graph here: it does not trace plans.
-decode_attention = torch.compiler.disable(
-    public_decode.decode_attention(decode, attention, check_inputs, in_order, NOTES)
-)
+decode_attention = public_decode.decode_attention(decode, attention, check_inputs, in_order, NOTES)
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:

@@ -48,7 +48,7 @@ def granular_plan(
     """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its
     multiples in the sequence.
     """
-    rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
+    rank, source, first, stop, step, _ = transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
     return planned_casts(
@@ -59,8 +59,8 @@ def granular_plan(
 @cached_plan
 def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
     received, sent = ([[] for _ in range(plan.layout.ranks)] for _ in range(2))
-    transfers = (x.tolist() for x in _transfers(plan.mask, plan.layout, plan.granularity, rank))
-    for receiver, source, *place, row in zip(*transfers, strict=True):
+    moves = (x.tolist() for x in transfers(plan.mask, plan.layout, plan.granularity, rank))
+    for receiver, source, *place, row in zip(*moves, strict=True):
         (received[source] if receiver == rank else sent[receiver]).append(
             Piece(source, range(*place), row)
         )
@@ -71,7 +71,7 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
     held = _Holdings(layout)
     area, *_ = areas_and_needs(mask, *held.runs[:2])
     areas = np.bincount(held.runs[2], area, layout.ranks)  # exact below 2^53
-    rank, source, first, stop, step, _ = _transfers(mask, layout)
+    rank, source, first, stop, step, _ = transfers(mask, layout)
     moved = -(-(stop - first) // step)
     received, sent = (np.bincount(x, moved, layout.ranks) for x in (rank, source))
     starts = np.arange(0, layout.tokens, chunk)
@@ -111,7 +111,7 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def _transfers(
+def transfers(
     mask: Mask, layout: Layout, granularity: int = 1, of: int | None = None
 ) -> tuple[np.ndarray, ...]:
     """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by

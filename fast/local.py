@@ -15,8 +15,7 @@ the keys: `kernels/key_parts.py` has the rule and the memory.
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and
 outputs: the work table. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile
-and a band that overlap. A band is a rectangle of cells, cut by two diagonals (`canon.masks.band`).
-There is no dropout or bias.
+and a band that overlap. There is no dropout or bias.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """

@@ -36,7 +36,7 @@ def _dispatch(
         return Layout([[]] * ranks, 0)
     chunks = Chunks(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
     slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
-    starts = [_greedy(chunks, slack) for slack in slacks] + [_zigzag(chunks), _contiguous(chunks)]
+    starts = [*_greedy(chunks, slacks), _zigzag(chunks), _contiguous(chunks)]
     assignment = min((Assignment(chunks, slots) for slots in starts), key=Assignment.score)
     best, slots, swaps = assignment.score(), assignment.slots.copy(), swaps_per_chunk * chunks.count
     while swaps > 0:
@@ -87,17 +87,18 @@ def _filled(chunks, counts, halves):
     return np.array(held, np.int64)
 
 
-def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
+def _greedy(chunks: Chunks, slacks: tuple[Fraction, ...]) -> np.ndarray:
     """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack
-    times the lower bound.
+    times the lower bound. Axes of the result, and of all arrays: slacks, ranks.
     """
-    ranks, slots, limit = chunks.ranks, chunks.slots, int(chunks.bound * slack)
-    load, whole = np.zeros((2, ranks), np.int64)  # area; chunks that are not small
-    free = np.full(ranks, slots)
-    small_free, complete, may_be = np.ones(ranks, bool), 0, ranks - chunks.small_ones
-    missing = np.tile(np.append(0, np.cumsum(chunks.cells)), (ranks, 1))
-    sizes = np.tile(chunks.cells, (ranks, 1))  # 0 once a cell is needed
-    held: list[list[int]] = [[] for _ in range(ranks)]
+    ranks, slots = chunks.ranks, chunks.slots
+    limit = np.array([[int(chunks.bound * slack)] for slack in slacks])
+    load, whole = np.zeros((2, len(slacks), ranks), np.int64)  # area; chunks that are not small
+    free = np.full_like(load, slots)
+    small_free = np.ones_like(load, bool)
+    complete, may_be = np.zeros((len(slacks), 1), np.int64), ranks - chunks.small_ones
+    missing = np.tile(chunks.cells, (*load.shape, 1))  # sizes of cells; 0 once a cell is needed
+    held = np.zeros((*load.shape, slots), np.int64)
     left, smallest = int(chunks.area.sum()), int(chunks.area.min())
     order = np.argsort(-chunks.area, kind="stable").tolist()
     smalls, areas = chunks.small.tolist(), chunks.area.tolist()
@@ -112,27 +113,25 @@ def _greedy(chunks: Chunks, slack: Fraction) -> np.ndarray:
             room &= (whole < slots - 1) | (small_free & (complete < may_be))
         load_then = load + area + (free - 1) * reserve
         if len(chunks.needs):
-            added = chunks.between(missing, number)
+            parts = [chunks.needs[number]]
         else:
-            added = sum(
-                missing[:, last] - missing[:, first] for first, last in chunks.intervals[number]
-            )
+            parts = [slice(*interval) for interval in chunks.intervals[number]]
+        added = sum((missing[..., part].sum(2) for part in parts), np.zeros_like(load))
         added = np.where(room & (load_then <= limit), added, FAR)
-        if (fewest := added.min()) < FAR:
-            room = added == fewest
-        rank = int(np.where(room, load_then, FAR).argmin())
-        held[rank].append(number)
-        load[rank] += area
-        free[rank] -= 1
-        if small:
-            small_free[rank] = False
-        else:
-            whole[rank] += 1
-            complete += bool(whole[rank] == slots)
-        for first, last in chunks.intervals[number]:
-            sizes[rank, first:last] = 0
-        sizes[rank].cumsum(out=missing[rank, 1:])
-    return np.sort(np.array(held, np.int64), axis=1)
+        fewest = added.min(1, keepdims=True)
+        room = np.where(fewest < FAR, added == fewest, room)
+        for run, rank in enumerate(np.where(room, load_then, FAR).argmin(1).tolist()):
+            held[run, rank, slots - free[run, rank]] = number
+            load[run, rank] += area
+            free[run, rank] -= 1
+            if small:
+                small_free[run, rank] = False
+            else:
+                whole[run, rank] += 1
+                complete[run] += whole[run, rank] == slots
+            for part in parts:
+                missing[run, rank, part] = 0
+    return np.sort(held, axis=2)
 
 
 dispatch = public_plans.dispatch(_dispatch)

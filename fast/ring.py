@@ -32,10 +32,8 @@ line runs, or which messages are in flight meanwhile:
     launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i
                                                started to send
 
-With NCCL, hops run on a stream of the process group. At the start of each pass, a rank posts 8
-bytes, a digest of the call. On GPUs, a repeated call does not wait for the bytes of other ranks: it
-compares them at the next pass at the latest (`canon.ranks.agreement`; its cost is in
-paper/records.md). Autograd keeps q, k, v, out and lse of the own tokens.
+With NCCL, hops run on a stream of the process group. Autograd keeps q, k, v, out and lse of the own
+tokens.
 
 `PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each
 step's active queries and visible keys. The launches of a step are recorded as one sequence in the

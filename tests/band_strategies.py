@@ -98,3 +98,23 @@ def square_masks(draw, n):
     a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
     kinds = [draw(st.integers(0, 3)) for _ in range(2)]
     return Mask.ranges([(0, a), (a, b)], [(a, n), (0, b)], kinds, queries=n, keys=n)
+
+
+@st.composite
+def masks(draw):
+    """Draw a square mask or a band, shifted and cropped."""
+    n = draw(st.integers(0, 40))
+    band = Band(
+        0,
+        n,
+        0,
+        draw(st.integers(0, 30)),
+        lo := draw(st.integers(-30, 30)),
+        lo + draw(st.integers(0, 40)),
+    )
+    mask = draw(
+        square_masks(n)
+        | st.just(Mask([band], n + draw(st.integers(0, 9)), band.k_stop + draw(st.integers(0, 9))))
+    )
+    mask = mask.shift(draw(st.integers(0, 5)), draw(st.integers(0, 5)))
+    return mask.crop(queries=range(draw(st.integers(0, mask.queries)), mask.queries))

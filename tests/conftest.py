@@ -26,8 +26,8 @@ INTERPRETED = [Path(__file__).parent / folder for folder in ("kernels", "simulat
 
 # These begin first, so that no worker is left alone with a long test at the end.
 SLOW = """
-test_compile test_compiled_graphs test_gluon_protocol test_kernel_variants test_planted_notebooks
-test_readme test_replayed_schedules test_swap_it_in
+test_compile test_compiled_graphs test_fsdp2_context_parallel test_gluon_order test_gluon_protocol
+test_kernel_variants test_planted_notebooks test_readme test_replayed_schedules test_swap_it_in
 """.split()  # noqa: SIM905
 
 # The same examples in every run, so that a failure can be repeated.

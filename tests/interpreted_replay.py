@@ -19,7 +19,8 @@ class InterpretedPass(PreparedPass):
     _bound = staticmethod(lambda operations, place: _Interpreted(operations, place))
 
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
-        self._run(tensors, torch.empty(self.bytes, dtype=torch.uint8) if self.bytes else None)
+        room = [torch.empty(self.bytes, dtype=torch.uint8)] if self.bytes else []
+        self._run((*tensors, *self.held, *room))
 
 
 EVERYWHERE = {"cuda": PreparedPass, "cpu": InterpretedPass}
@@ -29,8 +30,7 @@ class _Interpreted:
     def __init__(self, operations: list[Launch | Zero], place: Callable[[Place], Place]):
         self.operations, self.place = operations, place
 
-    def __call__(self, tensors: tuple[Tensor, ...], room: Tensor | None) -> None:
-        buffers = (*tensors, *([] if room is None else [room]))
+    def __call__(self, buffers: tuple[Tensor, ...]) -> None:
         for operation in self.operations:
             if isinstance(operation, Zero):
                 p = self.place(operation.place)
@@ -61,8 +61,6 @@ class _Interpreted:
 
     def _moved(self, x: Tensor, launch: Launch, buffers: tuple[Tensor, ...]) -> Tensor:
         p = self.place(launch.places[id(x)])
-        if p.slot == -1:
-            return x
         whole = buffers[p.slot]
         start = whole.data_ptr() + p.offset - whole.untyped_storage().data_ptr()
         moved = torch.empty(0, dtype=x.dtype)

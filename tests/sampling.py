@@ -47,9 +47,10 @@ def _shuffled(cases, name):
 
 
 def _covering(cases, values):
-    kept, seen = [], set()
-    for case in cases:
-        if not values(case) <= seen:
-            kept.append(case)
-            seen |= values(case)
+    """Choose the case with the most values that none has yet, until each value has a case."""
+    of, kept = {case: values(case) for case in cases}, []
+    left = set().union(*of.values())
+    while left:
+        kept.append(max(of, key=lambda case: len(of[case] & left)))
+        left -= of[kept[-1]]
     return kept

@@ -1,6 +1,20 @@
-"""The command line without a command."""
+"""The command line without a command, and the import of the package."""
+
+from programs import printed
 
 from canon.__main__ import main
+
+IMPORTED = """
+import sys
+from canon import fast, reference
+
+assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
+"""
+
+
+def test_an_import_does_not_load_dynamo():
+    """torch._dynamo takes longer to import than canon."""
+    printed(IMPORTED)
 
 
 def test_no_command_prints_the_help(capsys):
@@ -8,7 +22,7 @@ def test_no_command_prints_the_help(capsys):
     printed, wrong = capsys.readouterr()
     assert not wrong
     assert printed.startswith("usage: canon [-h]")
-    for command in ("check", "bench", "show", "warm"):
+    for command in ("check", "bench", "plan", "show", "warm"):
         assert f"\n    {command} " in printed
 
 

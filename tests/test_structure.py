@@ -28,6 +28,7 @@ ROOMS = {
     "faces": {"masks", "ranks", "route"},
     "reference": {"masks", "ranks", "route", "faces"},
     "fast": {"masks", "ranks", "route", "faces"},
+    "costs": {"masks", "route", "fast"},
     "training": {"masks", "ranks", "route"},
     "trees": {"masks"},
     "integrations": {"masks", "ranks", "route", "faces", "reference", "fast", "training"},
@@ -247,7 +248,7 @@ def test_a_planted_forbidden_import_is_found(tmp_path, module, line):
     assert forbidden_imports(path, module)
 
 
-def test_reference_runs_without_triton_and_without_fast_and_does_not_load_dynamo():
+def test_reference_runs_without_triton_and_without_fast():
     program = """
 import importlib.abc, sys
 
@@ -260,11 +261,7 @@ class Blocked(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocked())
 import torch
-
-before = set(sys.modules)
 from canon import Mask, reference as attn
-
-assert not [name for name in set(sys.modules) - before if name.startswith("torch._dynamo")]
 
 q, k, v = (torch.randn(1, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
 attn.attention(q, k, v, Mask.window(5, left=1, right=0)).sum().backward()
@@ -314,12 +311,8 @@ def test_every_module_and_every_public_name_has_a_docstring():
     for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
         tree = ast.parse(path.read_text())
         named = [("the module", tree), *public_definitions(tree)]
-        if room_of(module) in (
-            "masks",
-            "ranks",
-            "route",
-            "faces",
-        ):  # both halves use these classes: their methods need docstrings, too
+        # both halves use these classes: their methods need docstrings, too
+        if room_of(module) in ("masks", "ranks", "route", "faces"):
             named += [
                 (f"{name}.{part}", inner)
                 for name, node in named[1:]

@@ -40,6 +40,7 @@ from canon.fast.kernels.cuda.kernel import collecting
 from canon.fast.kernels.cuda.program import cache_folder
 from canon.fast.replay import recordings as prepared
 from canon.fast.replay.native import native_module
+from canon.fast.tables.work_tables import native_tables
 
 Job = Callable[[], Any]
 # makes launches; its argument takes the number of steps done
@@ -230,7 +231,7 @@ def main() -> None:
     collect, processes = pickle.load(sys.stdin.buffer)
     with recorded_jobs() as jobs:
         collect(lambda steps: report(steps=steps))
-    work = [native_module, *jobs.values()]
+    work = [native_module, native_tables, *jobs.values()]
     report(of=len(work))
     compiled = failed = 0
     for error in compile_all(work, processes):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from canon.fast.c_modules import c_module
 from canon.fast.replay.recorder import Launch, NotReplayable, Place, Zero
 
 _NUMBERS = {
@@ -28,13 +29,11 @@ _HOST_TYPE = {8: 10, 9: 8, 10: 9}
 def native_module() -> ModuleType:
     """Compile and load `replay.c` with Triton's compiler, or raise NotReplayable."""
     import triton
-    from triton.runtime.build import compile_module_from_src
 
-    source = Path(__file__).with_name("replay.c").read_text()
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     try:
-        return compile_module_from_src(
-            source, "canon_replay", include_dirs=[str(headers)], libraries=["dl"]
+        return c_module(
+            Path(__file__).with_name("replay.c"), include_dirs=[str(headers)], libraries=["dl"]
         )
     except Exception as error:
         raise NotReplayable(f"replay.c does not compile: {error}") from error
@@ -112,8 +111,6 @@ def _tensor_map(
         or getattr(value, "round_f32_to_tf32", 0)
     ):
         raise NotReplayable("a kernel has a descriptor of an unusual kind")
-    if p.slot < 0:
-        raise NotReplayable("a kernel has a descriptor of a plan")
     size, element = metadata["elem_size"], metadata["elem_type"]
     strides = tuple(stride * size for stride in value.strides[:-1])
     box, shape = tuple(metadata["block_size"]), tuple(value.shape)

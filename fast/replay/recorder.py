@@ -7,8 +7,6 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from canon.fast.tables.device_plans import Upload
-
 # Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run
 # as written and free each one early; the GPU hides their host time.
 MOST_BYTES = 1 << 28
@@ -34,8 +32,8 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into tensor ``slot`` of the pass; temporary n if -2 - n;
-    absolute if -1.
+    """An address: ``offset`` bytes into tensor ``slot`` of the pass, and after these of its plans;
+    temporary n if -1 - n.
     """
 
     slot: int
@@ -72,7 +70,6 @@ class Recorder(TorchDispatchMode):
     used: set[int] = field(default_factory=set)  # temporaries that a launch has used
     operations: list[Launch | Zero] = field(default_factory=list)
     plans: list[Tensor] = field(default_factory=list)
-    uploads: list[Upload] = field(default_factory=list)
     reason: str = ""
     # by address; the recorder keeps all tensors alive
     places: dict[int, Place] = field(default_factory=dict)
@@ -87,7 +84,7 @@ class Recorder(TorchDispatchMode):
         name, device = func._schema.name, self.tensors[0].device
         if name in _MAKES or name in _MAKES_ZEROS:
             if result.device == device and not self.reason:
-                self._begins(result, Place(-2 - len(self.temporaries), 0))
+                self._begins(result, Place(-1 - len(self.temporaries), 0))
                 self.temporaries.append(result)
                 if name in _MAKES_ZEROS:
                     self.zeroed.add(len(self.temporaries) - 1)
@@ -116,14 +113,14 @@ class Recorder(TorchDispatchMode):
         except NotReplayable as error:
             self.give_up(str(error))
             return
-        self.used |= {-2 - place.slot for place in places.values() if place.slot <= -2}
+        self.used |= {-1 - place.slot for place in places.values() if place.slot < 0}
         self.operations.append(Launch(kernel, compiled, blocks, arguments, constants, places))
 
-    def planned(self, tensors: list[Tensor], upload: Upload | None) -> None:
-        self.plans += tensors
+    def planned(self, tensors: list[Tensor]) -> None:
         for x in tensors:
-            self._begins(x, Place(-1, x.data_ptr()))
-        self.uploads += [] if upload is None else [upload]
+            if not any(x is plan for plan in self.plans):
+                self._begins(x, Place(len(self.tensors) + len(self.plans), 0))
+                self.plans.append(x)
 
     def _zero(self, x: Tensor) -> None:
         if self.reason:
@@ -133,7 +130,7 @@ class Recorder(TorchDispatchMode):
         except NotReplayable as error:
             self.give_up(str(error))
             return
-        if place.slot == -1:
+        if place.slot >= len(self.tensors):
             self.give_up("the pass sets a plan to zero")
         elif not x.is_contiguous():
             self.give_up("the pass sets a tensor with gaps to zero")
@@ -141,12 +138,12 @@ class Recorder(TorchDispatchMode):
             self.operations.append(Zero(place, x.numel() * x.element_size()))
         elif (
             place.offset
-            or x.numel() != self.temporaries[-2 - place.slot].numel()
-            or -2 - place.slot in self.used
+            or x.numel() != self.temporaries[-1 - place.slot].numel()
+            or -1 - place.slot in self.used
         ):
             self.give_up("the pass sets a temporary to zero late, or a part of it")
         else:
-            self.zeroed.add(-2 - place.slot)
+            self.zeroed.add(-1 - place.slot)
 
     def _begins(self, x: Tensor, place: Place) -> None:
         """Note the place of a whole tensor, so that `_place` need not search for it."""
@@ -164,7 +161,7 @@ class Recorder(TorchDispatchMode):
     def _searched(self, x: Tensor, address: int) -> Place:
         for number, made in enumerate(self.temporaries):
             if _inside(address, made):
-                return Place(-2 - number, address - made.untyped_storage().data_ptr())
+                return Place(-1 - number, address - made.untyped_storage().data_ptr())
         for slot, given in enumerate(self.tensors):
             if given.data_ptr() == address:
                 return Place(slot, 0)
@@ -173,8 +170,11 @@ class Recorder(TorchDispatchMode):
             return Place(slots[0], address - self.tensors[slots[0]].data_ptr())
         if slots:
             raise NotReplayable("the pass reads a part of tensors that share memory")
-        if any(_inside(address, plan) for plan in self.plans) or not x.numel():
-            return Place(-1, address)
+        for number, plan in enumerate(self.plans):
+            if _inside(address, plan):
+                return Place(len(self.tensors) + number, address - plan.data_ptr())
+        if not x.numel():  # no kernel reads it
+            return Place(0, 0)
         raise NotReplayable("the pass reads a tensor that it was not given")
 
 

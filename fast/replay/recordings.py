@@ -8,12 +8,16 @@ kind runs as written while a `Recorder` notes
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
-    plans          tensors of `device_plan`, at fixed addresses: the prepared pass keeps them alive
+    plans          tensors of `device_plan`: the prepared pass keeps them alive
+
+The recording of one mask serves others whose launches are the same but for the plans' addresses
+(`sharing`): their first call is a replay, too.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
 of unknown origin, launches no kernel, or takes a backend that is not ``replayable``."""
 
+import copy
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -25,30 +29,51 @@ from canon.fast.device import chosen_backend
 from canon.fast.kernels import launcher
 from canon.fast.kernels.backend import FORCED
 from canon.fast.replay.native import native_module, packed
-from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero, tensors_of
-from canon.fast.tables.device_plans import keep_for_stream, observed
+from canon.fast.replay.recorder import Launch, NotReplayable, Place, Recorder, Zero
+from canon.fast.replay.sharing import LookUps, uploads_in
+from canon.fast.tables.cells import Cells
+from canon.fast.tables.device_plans import Upload, keep_for_stream, observed
 from canon.masks import plan_cache
+from canon.masks.mask import Mask
 
 ALIGNMENT = 256  # bytes, of each temporary
+MOST_RECORDINGS = 8  # of passes that differ only in their masks
 UNSEEN = "the pass launches no kernel that was seen"
 
 
 class PreparedPass:
     """The launches of one pass, for tensors of one kind. ``held``: the plans that they read."""
 
-    def __init__(self, recorder: Recorder):
-        self.device = recorder.tensors[0].device
-        self.reason, self.held = recorder.reason, ()
+    def __init__(self, recorder: Recorder, uploads: list[Upload], look_ups: LookUps | None = None):
+        self.device, self.look_ups = recorder.tensors[0].device, look_ups
+        self.reason, self.bytes = recorder.reason, 0
         if not any(isinstance(x, Launch) for x in recorder.operations):
             self.reason = self.reason or UNSEEN
-        self.bytes, self._streams, self._uploads = 0, set(), recorder.uploads
         self._run: Callable[..., None] = _nothing
-        if self.reason:
-            return
-        try:
-            self._pack(recorder)
-        except NotReplayable as error:
-            self.reason = str(error)
+        if not self.reason:
+            try:
+                self._pack(recorder)
+            except NotReplayable as error:
+                self.reason = str(error)
+        self._hold([] if self.reason else recorder.plans, uploads)
+
+    def _hold(self, plans: list[Tensor], uploads: list[Upload]) -> None:
+        self.held, self._uploads, self._streams = tuple(plans), uploads, set()
+        self._addresses = [x.data_ptr() for x in plans]
+
+    def of(self, mask: Mask) -> "PreparedPass | None":
+        """Return the same launches for another mask, or None if its plans need others."""
+        if self.look_ups is None or (found := self.look_ups.of(mask)) is None:
+            return None
+        made = copy.copy(self)
+        made._hold(*(([], []) if self.reason else found))
+        return made
+
+    def without_plans(self) -> "PreparedPass":
+        """Return the launches without a mask, for `of`."""
+        made = copy.copy(self)
+        made._hold([], [])
+        return made
 
     @property
     def nbytes(self) -> int:
@@ -66,6 +91,7 @@ class PreparedPass:
             self._streams.add(stream)
         if self._uploads:
             self._uploads = [one for one in self._uploads if one.wait()]
+        addresses += self._addresses
         addresses.append(0 if room is None else room.data_ptr())
         if torch._C._cuda_getDevice() == self.device.index:
             self._run(stream, *addresses)
@@ -75,23 +101,14 @@ class PreparedPass:
 
     def _pack(self, recorder: Recorder) -> None:
         offsets, zeros, self.bytes = _laid_out(recorder)
-        workspace = len(recorder.tensors)
+        workspace = len(recorder.tensors) + len(recorder.plans)
 
         def place(p: Place) -> Place:
-            return Place(workspace, offsets[-2 - p.slot] + p.offset) if p.slot <= -2 else p
+            return Place(workspace, offsets[-1 - p.slot] + p.offset) if p.slot < 0 else p
 
         operations = list(recorder.operations)
         if zeros:
             operations.insert(0, Zero(Place(workspace, 0), zeros))
-        launches = [x for x in operations if isinstance(x, Launch)]
-        self.held = tuple(
-            {
-                x.data_ptr(): x
-                for one in launches
-                for x in tensors_of(one.arguments)
-                if one.places[id(x)].slot == -1
-            }.values()
-        )
         self._run = self._bound(operations, place)
 
     @staticmethod
@@ -153,14 +170,44 @@ def replayed(
     key = (body, kind, _aliases(addresses), _settings(first))
     found = plan_cache.PLANS.get(key)
     if found is None:
+        cells = next((x for x in options if isinstance(x, Cells)), None)
+        recordings = None if cells is None else _recordings(body, tensors, options, addresses)
+        alike = (x.of(cells.mask) for x in recordings or ())
+        if (found := next((x for x in alike if x is not None), None)) is not None:
+            plan_cache.PLANS.put(key, found)
+    if found is None:
         recorder = Recorder(given)
-        with launcher.recording(recorder), observed(recorder.planned), recorder:
+        watched = launcher.recording(recorder), observed(recorder.planned), recorder
+        with plan_cache.seen_plans() as seen, watched[0], watched[1], watched[2]:
             body(*tensors, *options)
-        plan_cache.PLANS.put(key, prepared(recorder))
+        look_ups = None if cells is None else LookUps(cells.mask, seen, len(recorder.plans))
+        plan_cache.PLANS.put(key, made := prepared(recorder, uploads_in(seen), look_ups))
+        if look_ups is not None and look_ups.serves_others:
+            recordings.insert(0, made.without_plans())
+            del recordings[MOST_RECORDINGS:]
     elif found.reason:
         body(*tensors, *options)
     else:
         found.replay(given, addresses)
+
+
+class Recordings(list[PreparedPass]):
+    """The latest recordings of passes that differ only in their masks."""
+
+    nbytes = 8192 * MOST_RECORDINGS
+
+
+def _recordings(
+    body: Callable[..., None],
+    tensors: tuple[Tensor | None, ...],
+    options: tuple[Hashable, ...],
+    addresses: list[int],
+) -> Recordings:
+    kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
+    others = [(x.sizes, x.places) if isinstance(x, Cells) else x for x in options]
+    aligned, first = [address & 15 for address in addresses], tensors[0]
+    key = (Recordings, body, *others, *kinds, *aligned, first.device, _aliases(addresses))
+    return plan_cache.PLANS.find((*key, _settings(first)), Recordings)
 
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:

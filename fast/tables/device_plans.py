@@ -30,6 +30,7 @@ NEW_WHILE_CAPTURING = (
 META = torch.device("meta")
 
 _observers = threading.local()
+_pinned = threading.local()
 
 
 def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,7 +48,8 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
 
     def on_device(*args: Any) -> tuple[Any, "Upload | None"]:
         try:
-            made = uploaded(on_host(args[:-1]), args[-1])
+            with pinned_arrays(torch.device(args[-1]).type == "cuda"):
+                made = uploaded(on_host(args[:-1]), args[-1])
         except RuntimeError as error:
             if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(NEW_WHILE_CAPTURING) from error
@@ -66,22 +68,36 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
             upload.wait()
             keep_for_stream(*tensors_in(made))
         if (note := getattr(_observers, "current", None)) is not None:
-            note(tensors_in(made), upload)
+            note(tensors_in(made))
         return made
 
     return plan
 
 
 @contextmanager
-def observed(note: Callable[[list[Tensor], "Upload | None"], None]) -> Iterator[None]:
-    """Within the block, call ``note`` with tensors and upload of each plan that this thread looks
-    up.
-    """
+def observed(note: Callable[[list[Tensor]], None]) -> Iterator[None]:
+    """Within the block, call ``note`` with the tensors of each plan that this thread looks up."""
     _observers.current = note
     try:
         yield
     finally:
         _observers.current = None
+
+
+def host_array(numbers: int) -> np.ndarray:
+    """Return an uninitialised array of int32 for a plan: in pinned memory if it is uploaded."""
+    pinned = getattr(_pinned, "on", False)
+    return torch.empty(numbers, dtype=torch.int32, device="cpu", pin_memory=pinned).numpy()
+
+
+@contextmanager
+def pinned_arrays(on: bool) -> Iterator[None]:
+    """Within the block, `host_array` returns pinned memory: it spares a copy, and new pages."""
+    _pinned.on = on
+    try:
+        yield
+    finally:
+        _pinned.on = False
 
 
 def uploaded(plan: Any, device: torch.device | str) -> Any:
@@ -91,8 +107,9 @@ def uploaded(plan: Any, device: torch.device | str) -> Any:
     until the copy is complete."""
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)
-        pinned = torch.device(device).type == "cuda"
-        return source.pin_memory().to(device, non_blocking=True) if pinned else source.to(device)
+        if torch.device(device).type == "cuda" and not source.is_pinned():
+            source = source.pin_memory()
+        return source.to(device, non_blocking=True)
     if not isinstance(plan, tuple):
         return plan
     make = getattr(plan, "_make", tuple)  # of a named tuple

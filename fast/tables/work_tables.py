@@ -12,15 +12,20 @@ All rows of a tile see all of a *full* span; a *partial* span holds its band. Ti
 ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
 dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile) in NumPy. Device memory: 20 bytes a tile, 32 a span.
+Cost: O(overlapping pairs of a band and a tile), in C or NumPy (`native_tables`). Device memory: 20
+bytes a tile, 32 a span.
 Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands
 replace its callbacks."""
 
+from functools import lru_cache
 from itertools import chain
+from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from canon.fast.c_modules import c_module
 from canon.fast.tables.cells import Cells, Places
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
@@ -28,6 +33,8 @@ from canon.fast.tables.key_order import SPAN_FIELDS, Cut, everywhere_banded, ord
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_part, cached_plan
 from canon.route.rank_invariance import TILE
+
+TILE_FIELDS = 5
 
 
 class WorkTable(NamedTuple):
@@ -88,8 +95,23 @@ def host_table(
         cut = _own_part(places, _even_cut(mask, rows, columns, transposed), transposed)
         table = ordered_table(cut, rows, columns, chained)
         return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
+    if (native := native_tables()) is not None:
+        given = *_bands_and_size(mask, rows, columns, transposed), rows, columns, small, boxes
+        visited, _, tiles, spans = native.table(*given, False)
+        tiles = np.frombuffer(tiles, np.int64).reshape(-1, TILE_FIELDS)
+        spans = np.frombuffer(spans, np.int32).reshape(-1, SPAN_FIELDS)
+        return WorkTable(tiles, spans, visited, False)
     cut = _best_cut(mask, rows, columns, small, transposed, boxes)
     return WorkTable(*_table(cut, rows, columns, small, boxes), cut.visits, False)
+
+
+@lru_cache(maxsize=1)
+def native_tables() -> ModuleType | None:
+    """Return `tables.c`, or None where it cannot be compiled: NumPy then makes the same tables."""
+    try:
+        return c_module(Path(__file__).with_name("tables.c"))
+    except Exception:
+        return None
 
 
 @cached_plan
@@ -101,6 +123,9 @@ def visits(
     """
     if cells.places is not None:
         cut = _even_cut(cells.mask, rows, columns, transposed)
+    elif (native := native_tables()) is not None:
+        given = *_bands_and_size(cells.mask, rows, columns, transposed), rows, columns, columns
+        return native.table(*given, boxes, True)
     else:
         cut = _best_cut(cells.mask, rows, columns, columns, transposed, boxes)
     return cut.visits, len(cut.starts)

@@ -1,4 +1,4 @@
-"""Run the command line: ``canon check``, ``bench``, ``show`` and ``warm``,
+"""Run the command line: ``canon check``, ``bench``, ``plan``, ``show`` and ``warm``,
 or ``python -m canon``.
 """
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Triton reads the variable when canon.fast defines its kernels
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    from canon import show_command, warm_command
+    from canon import plan_command, show_command, warm_command
     from canon.bench import bench_command
     from canon.check import check_command
     from canon.check.contract import CONVENTIONS
@@ -65,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             bench_command,
             "measure the speed of kernels and schedules, after checking their results",
         ),
+        "plan": (plan_command, "predict the time and memory of all schedules on many GPUs"),
         "show": (show_command, "draw a mask, a layout, a plan or a recorded timeline into a file"),
         "warm": (warm_command, "compile every kernel variant that a model can need"),
     }

@@ -12,8 +12,7 @@ loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights
 
 This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
 the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
-count: ``num_items_in_batch``. `linear_sequence_loss` takes the same weights. `Layout.shard` gives a
-rank its part of each tensor.
+count: ``num_items_in_batch``.
 
 Attention gives each token the output that it has in its sequence alone, up to rounding; with
 ``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The

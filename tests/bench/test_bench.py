@@ -5,7 +5,7 @@ import torch
 from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, decoding, kernels, layers, shapes, timing
+from canon.bench import bench_command, decoding, kernels, shapes, timing
 from canon.bench.forced_tiles import tiles_of
 from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
@@ -80,9 +80,9 @@ def test_a_sweep_has_shapes_of_its_own():
 def test_an_option_of_another_command_is_refused():
     for what in ("kernels", "masks", "schedules", "plans"):
         bench_command._check_owners(options_of(what))  # what is given by default belongs to all
-    with pytest.raises(ValueError, match="belongs to kernels, not to layers"):
-        bench_command._check_owners(options_of("layers", "--config", "dq=64,64,4,1"))
-    with pytest.raises(ValueError, match="belongs to kernels and layers and host and masks and s"):
+    with pytest.raises(ValueError, match="belongs to kernels, not to host"):
+        bench_command._check_owners(options_of("host", "--config", "dq=64,64,4,1"))
+    with pytest.raises(ValueError, match="belongs to kernels and host and masks and s"):
         bench_command._check_owners(options_of("plans", "--rounds", "3"))
 
 
@@ -112,20 +112,6 @@ def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
     rows = kernels.measure(shape, on_cpu("canon triton split"))
     assert "disagrees" in rows[0]["failed"]
     assert "backward_ms" not in rows[0]
-
-
-def test_checkpointed_layers_are_judged_and_timed_for_every_kind_of_contender(monkeypatch):
-    monkeypatch.setattr(layers, "LAYERS", 2)
-    shape = shapes.shape_of("1,24,4,1,16", "prefix:9")
-    rows = layers.measure(shape, on_cpu("eager|SDPA|auto|triton|cuda"))
-    names = ["canon auto", "SDPA mask", "eager", "eager float32", "canon triton", "canon cuda"]
-    assert [row["contender"] for row in rows] == names
-    assert all(
-        row["agrees"] and row["both_ms"] == [1.0] * 6 and row["peak_mb"] is None
-        for row in rows[:-1]
-    )
-    assert "support bfloat16" in rows[-1]["declined"]
-    assert layers.tables(rows)[0].row_count == len(rows)
 
 
 def test_decoding_is_judged_on_ranks_and_its_bits_compared(monkeypatch):

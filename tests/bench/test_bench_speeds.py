@@ -65,7 +65,7 @@ def test_ratios_are_to_the_fastest_peer_of_each_pass():
 
 
 # ---------------------------------------------------------------------- the command
-@pytest.mark.parametrize("what", ["kernels", "layers", "schedules"])
+@pytest.mark.parametrize("what", ["kernels", "schedules"])
 def test_without_a_gpu_it_says_so(what, monkeypatch, capsys):
     for there, told in ((False, "there is none here"), (True, "unset TRITON_INTERPRET")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)

@@ -70,6 +70,14 @@ def test_the_result_is_not_differentiable(half):
     )
 
 
+def test_a_compiled_program_breaks_its_graph_at_it(half):
+    def program(q, k, v):
+        return half.decode_attention(2 * q, k, v) + 1
+
+    compiled, tensors = torch.compile(program, backend="eager"), inputs()
+    assert torch.equal(compiled(*tensors), program(*tensors))
+
+
 @pytest.mark.usefixtures("own_errors")
 def test_a_missing_argument_is_named_with_the_function(half):
     with pytest.raises(TypeError, match=r"^decode_attention\(\) missing 3 required positional"):

@@ -89,6 +89,7 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
         assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize(("function", "kind", "wanted"), CASES)
 def test_a_repeated_call_replays_the_bits_of_its_steps_as_written(function, kind, wanted):
@@ -116,6 +117,7 @@ def test_the_exchanges_of_a_mesh_replay_too(layout):
     assert_a_replay_has_the_bits_of_steps_as_written(4, tensors, attend, MASK, layout, "qkv")
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("replays")
 @pytest.mark.parametrize("function", ["ring", "strided", "magi"])
 @pytest.mark.parametrize(

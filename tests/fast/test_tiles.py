@@ -4,11 +4,11 @@ import time
 
 import numpy as np
 import pytest
-from band_strategies import square_masks
+from band_strategies import masks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon import Band, Mask
+from canon import Mask
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import area, host_table
 
@@ -67,26 +67,6 @@ def assert_exact(mask, rows, columns, transposed, small=None):
     assert dense[full].all(), "a full span is visible from end to end"
     assert work == sorted(work, reverse=True), "longest first"
     assert sum(work) == table.visits
-
-
-@st.composite
-def masks(draw):
-    """Draw a square mask or a band, shifted and cropped."""
-    n = draw(st.integers(0, 40))
-    band = Band(
-        0,
-        n,
-        0,
-        draw(st.integers(0, 30)),
-        lo := draw(st.integers(-30, 30)),
-        lo + draw(st.integers(0, 40)),
-    )
-    mask = draw(
-        square_masks(n)
-        | st.just(Mask([band], n + draw(st.integers(0, 9)), band.k_stop + draw(st.integers(0, 9))))
-    )
-    mask = mask.shift(draw(st.integers(0, 5)), draw(st.integers(0, 5)))
-    return mask.crop(queries=range(draw(st.integers(0, mask.queries)), mask.queries))
 
 
 @given(masks(), SIZES, SIZES, SIZES, st.booleans())

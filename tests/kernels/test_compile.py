@@ -13,6 +13,7 @@ from canon.fast.kernels.gluon.config import LONG_TABLE
 from canon.testing.compile import SHARED_LIMIT, main_cases
 from canon.testing.sass import overwritten, skipped_waits, waits
 
+ARCHITECTURES = 90, 80
 # Triton assembles the PTX of a kernel, and so does the report, whose statistics are tested: the
 # first time is left out.
 PROGRAM = """
@@ -30,20 +31,22 @@ compile.main()
 
 
 def values(case):
-    """Return what a sample of the cases has at least once: each kind of call, dtype and width."""
+    """Return what a sample of all cases has at least once: each kernel on each architecture, each
+    kind of call, dtype and width.
+    """
     kinds = {"seen": case.seen > 0} | {
         name: getattr(case, name)
         for name in ("dtype", "describable", "short", "ordered", "plain", "key_order")
     }
-    return {(case.backend, case.d, case.dv)} | {
-        (case.backend, case.kernel, *x) for x in kinds.items()
-    }
+    of_kernel = {(case.backend, case.kernel, *x) for x in kinds.items()}
+    return of_kernel | {(case.backend, case.d, case.dv), (case.kernel, case.arch)}
 
 
 def compiled(arch, cache):
     """Compile kernels in a process without the interpreter. Return their cases and reports."""
     every = main_cases(arch)
-    cases = covering(every, values)
+    both = covering([case for each in ARCHITECTURES for case in main_cases(each)], values)
+    cases = [case for case in both if case.arch == arch]
     numbers = json.dumps([every.index(case) for case in cases])
     settings = dict(NUMBERS=numbers, TRITON_CACHE_DIR=str(cache))
     output = printed(PROGRAM, "--json", "--arch", arch, **settings)
@@ -89,7 +92,7 @@ def expected_waits(report):
     return 14 + rescales_early, int(rescales_early), int(rescales_early)
 
 
-@pytest.mark.parametrize("arch", [90, 80])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_compile_without_spills_and_fit_the_device(arch, tmp_path):
     cases, reports = compiled(arch, tmp_path)
     assert len(reports) >= len(cases)

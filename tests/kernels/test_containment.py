@@ -162,6 +162,7 @@ def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
                 assert some[must].all(), where
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "value"),
     [
@@ -180,6 +181,7 @@ def test_triton_contains_nan_in_shared_tiles(mask, method, value):
 
 
 @pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is not a Hopper")
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("method", "d", "value"),
     [
@@ -199,6 +201,24 @@ def test_hopper_contains_nan_in_shared_tiles(mask, method, d, value, monkeypatch
     # query heads of a group share no tile
     monkeypatch.setattr("canon.fast.kernels.gluon.launch.packing", lambda *_: 1)
     check("gluon", mask, tokens, value, method, d, on_hopper(mask, d, method))
+
+
+@pytest.mark.parametrize("name", ["triton", "gluon"])
+def test_a_document_that_shares_no_tile_keeps_its_bits(name):
+    """The document ends at the edge of a tile. All others hold NaN, in all tensors."""
+    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
+        pytest.skip("this GPU is not a Hopper")
+    draw = torch.Generator().manual_seed(0)
+    mask, edge = Mask.documents([0, 128, 290]), 128
+    clean = {x: torch.randn(1, 290, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
+    dirty = {x: y.clone() for x, y in clean.items()}
+    for x in dirty.values():
+        x[:, edge:] = torch.nan
+    for method in ("split", "fused"):
+        before, after = (attend(tensors, mask, method, name) for tensors in (clean, dirty))
+        for result, x, y in zip(before._fields, before, after, strict=True):
+            x, y = (z.transpose(1, 2) if result == "lse" else z for z in (x, y))
+            assert torch.equal(x[:, :edge], y[:, :edge]), (method, result)
 
 
 @pytest.mark.parametrize("name", ["triton", "gluon"])

@@ -87,6 +87,7 @@ def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
     return found[0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("name", MASKS)
 def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):

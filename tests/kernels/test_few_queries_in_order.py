@@ -107,10 +107,9 @@ SHAPES = [  # query heads, key heads, d, dv, dtype
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [(name, SHAPES[i % 2]) for i, name in enumerate(MASKS)] + [("tree", x) for x in SHAPES],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", MASKS)
 def test_few_queries_have_the_bits_of_the_whole_forward(monkeypatch, name, shape):
     """Keys that no query sees are NaN. Two sequences, as heads."""
     h, g, d, dv, dtype = shape

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from canon import Mask, fast
+from canon.fast.kernels.gluon import tile_scheduler
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.tables import work_tables
 from canon.masks.plan_cache import PARTS, PLANS
@@ -56,13 +57,17 @@ def growth():
     return many - few
 
 
-def test_calls_do_not_grow_with_the_documents(monkeypatch):
-    """There is a round of `_time` for 132 work tiles: it adds tens of calls."""
+@pytest.mark.parametrize("in_c", [True, False])
+def test_calls_do_not_grow_with_the_documents(in_c, monkeypatch):
+    """In NumPy there is a round of `_time` for 132 work tiles: it adds tens of calls."""
+    if not in_c:
+        for module in (work_tables, tile_scheduler):
+            monkeypatch.setattr(module, "native_tables", lambda: None)
     assert growth() < 300
     PLANS.clear()
     PARTS.clear()
     bands = work_tables.band_array.__wrapped__
-    one_by_one = lambda mask: np.stack(
+    one_by_one = lambda mask: np.asfortranarray(
         [bands(Mask([band], *([TOKENS] * 2)))[0] for band in mask.bands]
     )
     monkeypatch.setattr(work_tables, "band_array", one_by_one)

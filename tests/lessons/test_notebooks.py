@@ -112,8 +112,8 @@ def test_pytest_collects_tests_and_cells_in_one_run_and_make_runs_each_once():
     assert [
         ("--gpu" in command, "--nbval" in command, command.split()[-1]) for command in commands
     ] == [
-        (False, False, "tests"),
         (True, False, "tests"),
+        (False, False, "tests"),
         (False, True, "notebooks"),
     ]
 

@@ -95,6 +95,7 @@ def plant(monkeypatch):
     return plant
 
 
+@pytest.mark.sweep(1)  # `make test` runs the notebooks, too
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_a_fault_the_section_passes(name, plant, capsys):
     names = section(name)

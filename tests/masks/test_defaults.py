@@ -5,36 +5,21 @@ Times are those of both passes: GPU time, and wall time where a record has it. `
 first and last head groups are other options: they take more memory, or more steps. Nothing is
 asserted where a record lacks the chosen option, or others."""
 
-import json
 import statistics
 from functools import cache
-from pathlib import Path
 
 import pytest
+from schedule_records import DATA, recorded
 
 from canon import fast
 from canon.bench.shapes import shape_of
 from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
 
-DATA = Path(__file__).parents[2] / "paper" / "data"
 NAMES = sorted(
     path.name for path in DATA.glob("*.json") if path.name.startswith(("schedules_", "packs_"))
 )
 CLOCKS = "both_ms", "both_wall_ms"
-
-
-@cache
-def recorded(name):
-    """Return {(shape, ranks): {schedule: its row}} of a record."""
-    found = {}
-    for row in json.loads((DATA / name).read_text())["results"]:
-        if "both_ms" in row and not row.get("peer") and row["schedule"] != "one GPU":
-            b, n, h, g, d, mask = (word.lstrip("BSHqkD") for word in row["shape"].split())
-            found.setdefault((f"{b},{n},{h},{g},{d},{mask}", row["ranks"]), {})[row["schedule"]] = (
-                row
-            )
-    return found
 
 
 def excesses(rows, chosen, options):

@@ -76,6 +76,7 @@ def test_the_training_program_runs_on_gpus_unchanged():
 # --- the other code
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("half", HALVES)
 def test_the_first_program_runs_as_pasted(half, tmp_path):
     assert "`torchrun --nproc-per-node 2 first.py`" in section("Quick start")

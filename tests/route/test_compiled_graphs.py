@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compiled import assert_same, compiled_once, inputs, results
+from sampling import covering
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -49,6 +50,9 @@ OPTIONS = [
     ("strided_attention", {"rank_invariant": True, "sink": True}),
     ("magi_attention", {"rank_invariant": True, "mesh": True}),
 ]
+EVERY = [*CALLS, *OPTIONS]
+# each function and each option
+SOME = [EVERY[i] for i in covering(range(len(EVERY)), lambda i: {EVERY[i][0], *EVERY[i][1]})]
 
 
 # --- several ranks
@@ -102,7 +106,7 @@ def distributed(half, backend, subgroup, calls):
 @pytest.mark.parametrize(
     ("half", "backend", "subgroup", "calls"),
     [
-        ("reference", "aot_eager", False, [*CALLS, *OPTIONS]),
+        ("reference", "aot_eager", False, SOME),
         ("reference", "inductor", True, CALLS[::3]),
         ("fast", "aot_eager", True, [*CALLS[1::3], OPTIONS[1], OPTIONS[3]]),
     ],
@@ -209,7 +213,7 @@ def lengths():
 
 
 def options():
-    """Compile sinks and rank_invariant in both halves, and a choice of backend around the call."""
+    """Compile sinks and rank_invariant in both halves."""
     for attend, option in itertools.product(
         (x.attention for x in HALVES.values()), ("sink", "rank_invariant")
     ):
@@ -230,6 +234,10 @@ def options():
             found, expected = (results(f, with_sink(TILED), mask) for f in (compiled, model))
             assert_same(found, expected, exact=option != "sink")
         assert counters["stats"]["unique_graphs"] == 1, "another mask compiles again"
+
+
+def chosen():
+    """Compile a call inside a choice of backend."""
     plain = lambda q, k, v, mask: fast.attention(q, k, v, mask, return_lse=True)
     with fast.backend("triton"):
         compiled = compiled_once(plain, "aot_eager")
@@ -244,8 +252,10 @@ def options():
         compiled_once(plain, "aot_eager")(*inputs(TOKENS), MASKS[0])
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("program", [local, lengths, options])
+@pytest.mark.parametrize(
+    "program",
+    [local, lengths, options, pytest.param(chosen, marks=pytest.mark.interpreted)],
+)
 def test_a_compiled_call_of_one_rank_computes_what_an_eager_call_does(program):
     process_groups.processes(program, 1, timeout=200)
 

@@ -20,6 +20,7 @@ from invariant_worlds import (
     on_one_rank,
 )
 from sharded import assert_agrees
+from torch.utils.checkpoint import checkpoint
 
 from canon import Layout, Mask, fast, reference
 from canon.testing import process_groups
@@ -208,6 +209,28 @@ def test_hidden_tokens_may_be_nan(half):
     one = attended(HALVES[half], "attention", mask, Layout.contiguous(N, 1), clean)
     for function in ("strided_attention", "magi_attention"):
         assert not different(one, attended(HALVES[half], function, mask, layout, dirty))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_packed_tensors_under_autocast_and_recomputation(half):
+    """A checkpoint runs the forward pass twice, the second time inside the backward pass."""
+    mask, layout = MASKS["documents"], Layout.zigzag(N, 2, 128)
+    q, k, v, dout, _ = (x[0] for x in inputs(mask, "multi-head", torch.float32))
+
+    def program(attend, held):
+        shards = [held.shard(x, dist.get_rank(), 0).requires_grad_() for x in (q, k, v)]
+        call = functools.partial(attend, mask=mask, rank_invariant=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = checkpoint(call, *shards, use_reentrant=False)
+        assert out.dtype == torch.bfloat16
+        out.backward(held.shard(dout, dist.get_rank(), 0).to(out.dtype))
+        return [held.unshard(x, dim=0) for x in (out.detach(), *(x.grad for x in shards))]
+
+    alone = functools.partial(program, HALVES[half].attention, Layout.contiguous(N, 1))
+    attend = functools.partial(HALVES[half].strided_attention, layout=layout)
+    (one,) = process_groups.threads(alone, 1)
+    got = process_groups.threads(functools.partial(program, attend, layout), 2)[0]
+    assert all(map(torch.equal, one, got))
 
 
 # --- default layouts, and errors ---

@@ -178,9 +178,8 @@ for got, exact in zip(*results):
 """
 
 
-@pytest.mark.parametrize("value", ["1", "true"])
-def test_bfloat16_on_cpus_needs_the_variable_alone(value):
-    ended = fresh(ATTEND, TRITON_INTERPRET=value)
+def test_bfloat16_on_cpus_needs_the_variable_alone():
+    ended = fresh(ATTEND, TRITON_INTERPRET="true")
     assert ended.returncode == 0, ended.stderr
 
 
@@ -203,8 +202,6 @@ def test_a_variable_set_too_late_is_an_error():
         f"'1'\n{ATTEND}"
     )
     assert "canon.fast was imported before TRITON_INTERPRET=1 was set" in ended.stderr
-    ended = fresh(ATTEND)  # without the variable, PyTorch's tiles compute
-    assert ended.returncode == 0, ended.stderr
 
 
 RENAMED = "del interpreter.GridExecutor.__call__"
@@ -226,8 +223,7 @@ def test_an_interpreter_that_the_repairs_do_not_fit_is_refused(fault):
     ) in ended.stderr
 
 
-@pytest.mark.parametrize("variables", [{}, {"TRITON_INTERPRET": "1"}])
-def test_an_import_leaves_triton_as_it_is(variables):
+def test_an_import_leaves_triton_as_it_is():
     ended = fresh(
         """
         from triton.runtime import interpreter
@@ -237,7 +233,7 @@ def test_an_import_leaves_triton_as_it_is(variables):
         import canon.fast
         assert before == ([dict(vars(part)) for part in parts], interpreter._patch_lang)
         """,
-        **variables,
+        TRITON_INTERPRET="1",
     )
     assert ended.returncode == 0, ended.stderr
 

@@ -15,7 +15,13 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon import few_queries_launch
-from canon.fast.kernels.gluon.config import CAPABILITY, DTYPES, Config, choose
+from canon.fast.kernels.gluon.config import (
+    CAPABILITY,
+    DTYPES,
+    TILES_SEEN,
+    Config,
+    choose,
+)
 from canon.fast.kernels.gluon.descriptors import box, descriptor, empty_for_tma
 from canon.fast.kernels.gluon.dkdv import dkdv_kernel
 from canon.fast.kernels.gluon.dkdv_hdim256 import dkdv_hdim256_kernel
@@ -32,6 +38,7 @@ from canon.fast.kernels.gluon.softmax_stats import make_row_statistics as make_r
 from canon.fast.kernels.gluon.softmax_stats import row_statistics as row_statistics
 from canon.fast.kernels.gluon.tile_scheduler import (
     ALL_SETS,
+    FEW_VISITS,
     LAST_SETS,
     Heads,
     TileSchedule,
@@ -61,7 +68,7 @@ from canon.route.rank_invariance import TILE
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
 # of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
-MOST_VISITS = 2**29
+MOST_VISITS = FEW_VISITS
 
 write_results = few_queries_launch.write_results
 # kernels without MMAs are portable
@@ -354,7 +361,7 @@ def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int
     if cells.places is not None:
         return choose("forward", *widths, seen=float("inf"), most_rows=TILE)
     return choose(
-        "forward", *widths, tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
+        "forward", *widths, about_tiles_seen(cells.mask, q.shape[0] * q.shape[2], resident_ctas(q))
     )
 
 
@@ -445,6 +452,14 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 
 @cached_plan
+def about_tiles_seen(mask: Mask, heads: int, sms: int) -> int:
+    """Return `tiles_seen`, rounded up to what `choose` tells apart: masks with one number share a
+    recorded pass.
+    """
+    seen = tiles_seen(mask, heads, sms)
+    return next((few for few in TILES_SEEN if seen <= few), TILES_SEEN[-1] + 1)
+
+
 def tiles_seen(mask: Mask, heads: int, sms: int) -> float:
     """Return the mean tiles of 128 keys that a query sees; a quarter of it if no SM has two tiles
     of 128 queries of a head.

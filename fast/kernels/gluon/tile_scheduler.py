@@ -6,9 +6,9 @@ longest work tiles come first, so the last set starts its longest tile late. Whe
 than 2 %, launches of dk and dv in any order have the shortest tenth of their work last
 (`_even_ends`). `dq_order` has the order of launches with ordered dq.
 
-Cost: O(work tiles + spans) in NumPy; on the device 32 bytes for each work tile and span, and 8 for
-each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest processing
-time first."""
+Cost: O(work tiles + spans), in C or NumPy; on the device 32 bytes for each work tile and span, and
+8 for each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest
+processing time first."""
 
 from typing import Any, NamedTuple
 
@@ -40,10 +40,10 @@ from canon.fast.kernels.gluon.tile_queue import (
 )
 from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
 from canon.fast.tables.cells import Cells
-from canon.fast.tables.device_plans import device_plan
+from canon.fast.tables.device_plans import device_plan, host_array
 from canon.fast.tables.index_ranges import expanded
 from canon.fast.tables.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
-from canon.fast.tables.work_tables import band_array
+from canon.fast.tables.work_tables import band_array, native_tables
 from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs
@@ -52,6 +52,8 @@ LATE_CTAS = 32  # these begin with a short work tile; messages should hold no mo
 # Sets of heads whose short tiles may come last: these read heads that have left the L2 cache.
 ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
+MOST_CTAS = 256  # of a launch: GPUs with these kernels have at most 144 SMs
+FEW_VISITS = 1 << 29  # so many are allowed for any number of CTAs
 WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
 
@@ -118,24 +120,76 @@ class TileSchedule(NamedTuple):
     visits: int
     key_order: bool
 
+    @property
+    def structure(self) -> tuple:
+        """What a launch depends on, besides the address of ``work``."""
+        work_tiles, visits = min(self.work_tiles, MOST_CTAS), max(self.visits, FEW_VISITS)
+        return work_tiles, *self[2:4], visits, self.key_order
+
 
 @device_plan
 def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
     """Return the tile schedule of the cells."""
-    key_order = cells.places is not None
+    if key_order := cells.places is not None:
+        t = t._replace(full_first=False)
     costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     tiles, spans, _ = costs
     spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
-    first, begin, end, active = tiles[:, 0], tiles[:, 2], tiles[:, 4], costs.active
+    active = costs.active
     groups, order = _order(costs, t, cells.sizes[0])
+    heads = Sets.of(t, groups)
+    number = heads.sets * heads.together * len(order)
+    native = None if key_order or t.ordered else native_tables()
+    if native is None:
+        work = _work(costs, spans, chains, order, heads, t)
+    else:
+        work = host_array(WORK_TILE * (1 + number + t.repeat * len(spans)))
+        ctas = t.ctas if number >= SEVERAL * t.ctas else 0
+        native.write_schedule(
+            work, tiles, spans, order, costs.cost[order], *heads, t.repeat, t.full_first,
+            ctas, min(LATE_CTAS, ctas), t.even_ends, SMS, SHORT, GAIN,
+        )  # fmt: skip
+    rows, visited = t.rows // t.pack, spans[:, TILES].astype(np.int64)
     loaded = [
-        (first[active], t.rows // t.pack),
-        (spans[:, COLUMN].astype(np.int64), t.columns * spans[:, TILES].astype(np.int64)),
+        (tiles[active, 0], rows),
+        (spans[:, COLUMN].astype(np.int64), t.columns * visited),
     ]
     queries, keys = loaded[::-1] if t.transposed else loaded
     masked = MaskedTokens(_holds_masked(cells, False, *queries), _holds_masked(cells, True, *keys))
-    if t.full_first and not key_order:
-        spans = _full_first(spans, begin, active)
+    visits = heads.sets * heads.together * t.repeat * int(visited.sum())
+    if not number:
+        visits = 0
+    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits, key_order)
+
+
+class Sets(NamedTuple):
+    """The heads of a table: ``sets``, each with ``together`` work tiles of a tile of the mask, one
+    for ``pack`` heads; ``number`` heads in a batch.
+    """
+
+    sets: int
+    together: int
+    pack: int
+    number: int
+
+    @classmethod
+    def of(cls, t: Traversal, groups: int) -> "Sets":
+        together = groups * t.heads.group // t.pack
+        return cls(t.heads.groups // groups, together, t.pack, max(1, t.heads.number))
+
+
+def _work(
+    costs: TileCosts,
+    spans: np.ndarray,
+    chains: np.ndarray,
+    order: np.ndarray,
+    sets: Sets,
+    t: Traversal,
+) -> np.ndarray:
+    """Return the numbers that `tile_queue` reads: what `tables.c` writes, for every schedule."""
+    tiles, begin, end = costs.tiles, costs.tiles[:, 2], costs.tiles[:, 4]
+    if t.full_first:
+        spans = _full_first(spans, begin, costs.active)
     tickets = np.zeros((0, 2), np.int32)
     if t.ordered:
         spans, begin, end, tickets = cut_by_tickets(spans, begin, end, order, t.columns)
@@ -147,26 +201,23 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
             t.repeat * end,
             tickets[source if t.ordered else []],
         )
-    heads = np.arange(0, t.heads.groups * t.heads.group, t.pack).reshape(
-        -1, groups * t.heads.group // t.pack
-    )
     if len(chains):
         spans, chained = np.concatenate([spans, chains]), np.flatnonzero(spans[:, ROW_STOP] < 0)
         spans[chained, ROW_START] += len(spans) - len(costs.spans)
+    heads = sets.pack * np.arange(sets.sets * sets.together).reshape(sets.sets, sets.together)
     work, number = _serialised(
-        tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, t.heads, tickets
-    )
-    if not number:
-        return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, 0, key_order)
-    work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(
-        len(heads), -1, heads.shape[1], WORK_TILE
-    )
-    if number >= SEVERAL * t.ctas > 0:
-        _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
-    if t.even_ends:
-        _even_ends(work_tiles, costs.cost[order], t.even_ends)
-    visits = heads.size * int(spans[:, TILES].sum(dtype=np.int64))
-    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits, key_order)
+        tiles[:, :2], spans, begin, end, order if heads.size else order[:0], heads, sets.number,
+        tickets,
+    )  # fmt: skip
+    if number:
+        work_tiles = work[WORK_TILE : WORK_TILE * (1 + number)].reshape(
+            len(heads), -1, heads.shape[1], WORK_TILE
+        )
+        if number >= SEVERAL * t.ctas > 0:
+            _late_ctas_get_short_ones(work_tiles, costs.cost[order], t.ctas)
+        if t.even_ends:
+            _even_ends(work_tiles, costs.cost[order], t.even_ends)
+    return work
 
 
 # ------------------------------------------------------------------ the order
@@ -219,7 +270,7 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
     half of GAIN of the best."""
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
-    least = each.sum() / SMS
+    least = np.cumsum(each)[-1] / SMS
     if sets == 1 or _latest(each) - least <= GAIN * least:
         return
     if (time := _time(each)) - least <= GAIN * least:
@@ -241,7 +292,7 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
 def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
     """Return the order with the shortest work tiles from ``first`` on last."""
     by_cost = first + np.argsort(cost[first:], kind="stable")
-    number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * cost.sum(), side="right")
+    number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * np.cumsum(cost)[-1], "right")
     last = np.sort(by_cost[:number])
     return np.append(
         np.delete(np.arange(len(cost)), last), last[np.argsort(-cost[last], kind="stable")]
@@ -282,7 +333,7 @@ def _repeated(begin: np.ndarray, end: np.ndarray, repeat: int) -> np.ndarray:
 
 
 def _serialised(
-    rows, spans, begin, end, order, heads, shape: Heads, tickets
+    rows, spans, begin, end, order, heads, each_batch: int, tickets
 ) -> tuple[np.ndarray, int]:
     """Return the numbers that `tile_queue` reads, and how many work tiles they hold.
 
@@ -303,7 +354,7 @@ def _serialised(
     of_tile[:, 0, FIRST_COLUMN] = spans[begin[order], COLUMN]
     of_head = np.zeros((*heads.shape, WORK_TILE), np.int32)
     of_head[..., BATCH_HEAD] = heads
-    of_head[..., BATCH], of_head[..., HEAD] = np.divmod(heads, max(1, shape.number))
+    of_head[..., BATCH], of_head[..., HEAD] = np.divmod(heads, each_batch)
     np.add(of_tile, of_head[:, None], out=work_tiles)
     if (chained := spans[:, ROW_STOP] < 0).any():
         spans = spans.copy()

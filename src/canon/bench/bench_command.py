@@ -1,12 +1,12 @@
 """`canon bench`: measure speed and memory beside peers. A contender that disagrees gets no figure.
 
     canon bench kernels      one GPU: forward, every backward, peers
-    canon bench layers       one GPU: checkpointed layers, their time and memory
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU, or none: plans of a new mask
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
+    canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
 A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count
 visible cells: forward 4 h d area, backward 2.5 times that.
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from canon.bench import plans, shapes
+from canon.bench import links, plans, shapes
 from canon.bench.forced_tiles import tiles_of
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
@@ -33,7 +33,6 @@ from canon.testing import process_groups, record
 # of the record, and on_ranks(program, ranks), if ranks take part.
 MODULES = {
     "kernels": "kernels",
-    "layers": "layers",
     "host": "host_time",
     "masks": "mask_time",
     "schedules": "schedules",
@@ -47,12 +46,12 @@ OWNERS = {
     "mask": SHAPED,
     "only": TIMED,
     "dtype": SHAPED,
-    "rounds": SHAPED,
+    "rounds": (*SHAPED, "links"),
     "config": ("kernels",),
     "backend": ("kernels",),
     "cold": ("kernels",),
     "sweep": ("kernels",),
-    "ranks": ("plans", "schedules", "decode"),
+    "ranks": ("plans", "schedules", "decode", "links"),
     "packs": ("plans",),
 }
 DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
@@ -63,7 +62,7 @@ Batches = Iterator[list[dict]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
     add, several = parser.add_argument, {"action": "append", "default": []}
-    add("what", choices=[*MODULES, "plans"], help="the subject, from the list above")
+    add("what", choices=[*MODULES, "plans", "links"], help="the subject, from the list above")
     text = "b,n,h,g,d or b,n,h,g,d,mask (repeatable)"
     add("--shape", **several, metavar="SHAPE", help=text)
     add("--mask", **several, metavar="MASK", help=shapes.MASKS)
@@ -84,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default {widths})"
     )
     add("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all)"
+    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2"
     add("--ranks", type=int, action="append", metavar="N", help=text)
     text = "plans: packs for each number of ranks (20)"
     add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help=text)
@@ -112,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
             console.print(shown, markup=False)
         more = module.fields(settings) if hasattr(module, "fields") else {}
         _keep(options, rows, **more)
+    if not rows:  # another rank has them
+        return 0
     for name, value in more.items():
         console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
     console.print(f"record: {_record_path(options)}", markup=False)
@@ -138,6 +139,10 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
     """Return the rows, shape by shape, as they are measured. Raises ValueError."""
     if options.what == "plans":
         return iter([plans.measure(options.ranks, options.packs)]), Settings()
+    if options.what == "links":
+        if (ranks := max(options.ranks or [2])) < 2:
+            raise ValueError(f"--ranks {ranks}: expected two or more")
+        return links.batches(ranks, options.rounds), Settings()
     on_gpu = torch.cuda.is_available()
     if not (on_gpu or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")

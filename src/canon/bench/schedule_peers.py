@@ -42,11 +42,12 @@ class Schedule:
 
 def schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
     """Return Canon's schedules, filtered by the settings."""
-    found = [one for one in _schedules(shape, ranks) if settings.wants(one.name)]
+    found = [one for one in schedules_of(shape, ranks) if settings.wants(one.name)]
     return found + list(_over_meshes(shape, ranks, settings))
 
 
-def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
+def schedules_of(shape: Shape, ranks: int, columns: int = 1) -> Iterator[Schedule]:
+    """Yield Canon's schedules on the ranks of a group, or of a mesh with so many columns."""
     from canon import fast
 
     n, mask = shape.n, shape.mask
@@ -60,14 +61,14 @@ def _schedules(shape: Shape, ranks: int) -> Iterator[Schedule]:
         yield of(f"ring {kind}", fast.ring_attention, layouts[kind])
     strided, zigzag = fast.strided_attention, layouts["zigzag"]
     for kind in ("contiguous", "zigzag"):
-        for stride in (s for s in (1, 2, 4, 8) if shape.g % s == 0):
+        for stride in (s for s in (1, 2, 4, 8) if shape.g % (s * columns) == 0):
             name, given = f"strided {kind} {stride}", {"head_stride": stride}
             yield of(name, strided, layouts[kind], **given)
             ends = {"forward_first_stride": 1, "backward_first_stride": 1}
             ends |= {"backward_last_stride": 1} if shape.g >= 2 * stride else {}
             if stride > 1:
                 yield of(f"{name}, small ends", strided, layouts[kind], **given, **ends)
-    planned, magi = fast.dispatch(mask, ranks), fast.magi_attention
+    planned, magi = fast.dispatch(mask, ranks // columns).divided(columns), fast.magi_attention
     yield of("strided zigzag, no options", strided, zigzag)
     yield of("magi, no options", magi, planned)
     for name, options in MAGI.items():

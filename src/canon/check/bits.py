@@ -307,7 +307,6 @@ def run(arguments: argparse.Namespace, console: Console, device: str, module: An
 
 
 def _in_world(world: str, ranks: int, runner: BitsRunner) -> list[dict[str, Any]]:
-    """Return the verdicts of one number of ranks."""
     gpus = world in ("auto", "gpus") and 1 < ranks <= process_groups.kernel_gpus()
     kind = "gpus" if gpus or world == "gpus" else "threads" if world == "auto" else world
     try:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from canon.check import sources
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
@@ -51,7 +50,7 @@ def report(
     command = record.command(
         "canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given
     )
-    kept = {"module": arguments.module, "source": sources.digest(arguments.module), **sizes}
+    kept = {"module": arguments.module, **sizes}
     path = record.write(arguments.record or RECORD, command, results, **kept)
     console.print(f"Record: {path}.", highlight=False)
     cells = [

@@ -18,11 +18,11 @@ from canon.check.run_cases import Interrupted
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
         "has its own rows and runs them once",
-        ("random", "seed", "first", "list", "digest", "features", "resume", "fresh"),
+        ("random", "seed", "first", "list", "digest", "features"),
     ),
     "--random": (
-        "draws its own cases and always resumes",
-        ("documents", "tokens", "dtype", "list", "digest", "resume"),
+        "draws its own cases",
+        ("documents", "tokens", "dtype", "list", "digest"),
     ),
 }
 
@@ -108,13 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--random",
         type=int,
         metavar="N",
-        help="run N random cases instead, with random masks, layouts, shapes and options; the "
-        "same command continues an interrupted check, as --resume does",
-    )
-    add(
-        "--fresh",
-        action="store_true",
-        help="with --random: run the cases that the record holds again",
+        help="run N random cases instead, with random masks, layouts, shapes and options",
     )
     add(
         "--seed",
@@ -138,19 +132,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "one whole call",
         ),
         ("--template", "print a module to start from and stop"),
-        (
-            "--resume",
-            "take the cases that the record holds from it, if the code of MODULE, of all that it "
-            "imports, the machine and the arguments are the same",
-        ),
     ):
         add(name, action="store_true", help=does)
     add(
         "--record",
         type=Path,
         metavar="PATH",
-        help="write the results to PATH; --resume and --random continue PATH (default: "
-        f"{RECORD}, with --random {random_check.record_of('MODULE')})",
+        help=f"write the results to PATH (default: {RECORD}, with --random "
+        f"{random_check.record_of('MODULE')})",
     )
 
 
@@ -212,10 +201,6 @@ def _check_options(arguments: argparse.Namespace, device: str) -> None:
             raise ValueError(f"{mode} {reason}: leave {useless} out")
     elif arguments.seed is not None or arguments.first is not None:
         raise ValueError("--seed and --first need --random N")
-    elif arguments.fresh:
-        raise ValueError(
-            "--fresh needs --random N: other checks start afresh unless --resume is given"
-        )
     least = ("runs", "tokens") if mode != "--bits" else ("tokens",)
     for name in least:
         if (value := getattr(arguments, name)) is not None and value < 1:

@@ -112,13 +112,13 @@ def _place(fault: str) -> int:
     return next((place for place, part in enumerate(TELLING) if part in fault), len(TELLING))
 
 
-def summary(verdicts: Sequence[str], console: Console, taken: int = 0) -> int:
+def summary(verdicts: Sequence[str], console: Console) -> int:
     """Print how many cases agree, and return how many are wrong."""
     counts = Counter(verdicts)
     wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
     line = f"{counts['agrees']} of {len(verdicts)} cases agree"
     line += "".join(f", {counts[name]} {name}" for name in NEITHER if counts[name])
-    line += f", {taken} taken from the record" * bool(taken) + f", {wrong} do not" * bool(wrong)
+    line += f", {wrong} do not" * bool(wrong)
     style = "green" if counts["agrees"] and not wrong else "red"
     console.print(f"[bold {style}]{line}.")
     return wrong

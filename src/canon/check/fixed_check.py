@@ -1,13 +1,12 @@
 """Run the fixed cases of `canon check` and its calls with rank_invariant=True, and report."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from canon.check import check_report, contract, rank_digests, sources, warming
+from canon.check import check_report, contract, rank_digests, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import Case, accepts, all_cases, covered, declined_by, matches
 from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
@@ -64,18 +63,11 @@ class FixedCheck:
             f"{self.documents.tokens} tokens: {shown}",
             highlight=False,
         )
-        code, given = sources.digest(name), self.arguments
-        parts = code, record.machine(), self.where, given.runs, given.features, self.documents
-        self.key = record.digest(*parts)
-        known = self.known_results(cases)
-        results, interrupted = self.run_cases(cases, known)
+        results, interrupted = self.run_cases(cases)
         if interrupted:
-            self.print(
-                f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run; --resume "
-                "runs the others."
-            )
+            self.print(f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run.")
         invariance = [] if interrupted else rank_digests.compare(self.placement.kind, digests)
-        status = self.report(results, invariance, len(known))
+        status = self.report(results, invariance)
         return INTERRUPTED if interrupted else status
 
     def digest_runner(self) -> rank_digests.DigestRunner:
@@ -109,47 +101,20 @@ class FixedCheck:
                 raise ValueError(f"--features {text} leaves no case of {left}")
         return [case for case in cases if matches(case.name, self.arguments.only)]
 
-    def known_results(self, cases: list[Case]) -> dict[str, dict[str, Any]]:
-        """Return results of the record for the same code. Failed cases run again."""
-        if not self.arguments.resume or not self.path.exists():
-            return {}
-        try:
-            kept = json.loads(self.path.read_text())
-            same = kept["key"] == self.key
-            results = {x["case"]: x for x in kept["results"] if x["verdict"] != "failed"}
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"--resume: cannot read {self.path} as a record of canon check: {error!r}"
-            ) from error
-        known = {case.name: results[case.name] for case in cases if same and case.name in results}
-        why = "" if same else ", because it was made with other code, arguments or versions"
-        self.print(
-            f"{len(known)} of {len(cases)} cases are taken from {self.path}{why}; the others run.",
-            highlight=False,
-        )
-        return known
-
-    def run_cases(
-        self, cases: list[Case], known: dict[str, Any]
-    ) -> tuple[list[dict[str, Any]], bool]:
-        """Return all results, and whether Ctrl-C came."""
-        left, total = tuple(case for case in cases if case.name not in known), len(cases)
-        kind, ranks, interrupted = self.placement.kind, self.placement.ranks, False
+    def run_cases(self, cases: list[Case]) -> tuple[list[dict[str, Any]], bool]:
+        """Return the results, and whether Ctrl-C came."""
+        kind, ranks = self.placement.kind, self.placement.ranks
         name, *given = self.given
         settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
-        runner = CaseRunner(name, left, *given, **settings)
+        runner = CaseRunner(name, tuple(cases), *given, **settings)
         try:
-            if left and warming.worth_it(self.placement.device):
+            if cases and warming.worth_it(self.placement.device):
                 self.print(warming.warm([(ranks, runner)]), highlight=False)
-            results = run_cases(kind, ranks, runner, total - len(left), total)
+            return run_cases(kind, ranks, runner), False
         except Interrupted as error:
-            results, interrupted = error.results, True
-        found = known | {result["case"]: result for result in results}
-        return [found[case.name] for case in cases if case.name in found], interrupted
+            return error.results, True
 
-    def report(
-        self, results: list[dict[str, Any]], invariance: list[dict[str, Any]], taken: int
-    ) -> int:
+    def report(self, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> int:
         name, functions = self.arguments.module, self.functions
         self.print(check_report.table(results, name))
         check_report.faults(results, self.console)
@@ -163,7 +128,7 @@ class FixedCheck:
                 self.print(f"{why}: {', '.join(names)}.")
         self.print(f"Record: {self.write_record(results, invariance)}.", highlight=False)
         verdicts = [result["verdict"] for result in results]
-        wrong = check_report.summary(verdicts, self.console, taken)
+        wrong = check_report.summary(verdicts, self.console)
         if unequal := sum(bool(result["faults"]) for result in invariance):
             self.print(
                 f"[bold red]The bits depend on the ranks or the layout for {unequal} of "
@@ -181,7 +146,6 @@ class FixedCheck:
             self.path,
             record.command("canon", "check", self.arguments.module, ranks=ranks, **given),
             results,
-            key=self.key,
             module=self.arguments.module,
             world=self.where,
             ranks=ranks,

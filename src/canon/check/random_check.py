@@ -1,9 +1,9 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", "source", ..., "cases": [[index, function, verdict, ratio],
-                         ...], "failures": [...]}, ...]}
+    {"module", "runs": [{"command", ..., "cases": [[index, function, verdict, ratio], ...],
+                         "failures": [...]}]}
 
-Results with equal `KEY` belong to the same run, so the same command continues it.
+A failure names the command that repeats its case.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import canon
-from canon.check import contract, sources, warming
+from canon.check import contract, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered, matches
 from canon.check.check_report import NEITHER, fault, summary
@@ -27,7 +27,6 @@ from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 from canon.testing.judge import short
 
-KEY = ("source", "machine", "seed", "table", "backend", "world", "ranks", "runs", "features")
 BLOCK = 200  # cases between two writes of the record
 RANKS = 8  # default for the largest number of ranks
 
@@ -49,37 +48,23 @@ def run(
     numbers = range(arguments.first, arguments.first + arguments.random)
     cases = (drawn(arguments.seed, number, table, ranks, limits) for number in numbers)
     only = arguments.only
-    wanted = {x.index: x for x in cases if matches(f"{x.function} {x.mask}", only)}
+    wanted = [x for x in cases if matches(f"{x.function} {x.mask}", only)]
     if not wanted:
         raise ValueError(f"--random: no function or mask of these cases has {only!r}")
-    kept = _read(path, arguments.module)
-    check = _RandomCheck(
-        arguments, console, kind, _run_of(kept, _head(arguments, ranks, table, kind))
-    )
-    if arguments.fresh:
-        run = check.run
-        run["cases"] = [row for row in run["cases"] if row[0] not in wanted]
-        run["failures"] = [x for x in run["failures"] if x["index"] not in wanted]
-    left = [wanted[index] for index in sorted(wanted.keys() - {x[0] for x in check.run["cases"]})]
-    if taken := len(wanted) - len(left):
-        console.print(
-            f"{taken} of {len(wanted)} cases are taken from {path}, which holds them for the same "
-            "code and options; --fresh runs them again.",
-            highlight=False,
-        )
+    run = _head(arguments, ranks, table, kind) | {"cases": [], "failures": []}
+    check = _RandomCheck(arguments, console, kind, run)
     settings = {"backend": arguments.backend, "runs": arguments.runs}
     runner = CaseRunner(arguments.module, (), RandomSource(), device, **settings)
-    if left and warming.worth_it(device):
-        groups = [(case.ranks, replace(runner, cases=(case,))) for case in left[:BLOCK]]
+    if warming.worth_it(device):
+        groups = [(case.ranks, replace(runner, cases=(case,))) for case in wanted[:BLOCK]]
         console.print(warming.warm(groups), highlight=False)
     try:
-        for start in range(0, len(left), BLOCK):
-            check.run_block(runner, left[start : start + BLOCK], start, len(left))
-            _write(path, kept)
+        for start in range(0, len(wanted), BLOCK):
+            check.run_block(runner, wanted[start : start + BLOCK], start, len(wanted))
+            _write(path, arguments.module, run)
     finally:
-        _write(path, kept)
-    rows = [row for row in check.run["cases"] if row[0] in wanted]
-    return _report(console, path, kept, rows, taken)
+        _write(path, arguments.module, run)
+    return _report(console, path, arguments.module, run["cases"])
 
 
 def _limits(module: Any, words: frozenset[str]) -> Limits:
@@ -102,7 +87,6 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> d
     given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
     return {
         "command": _command(arguments, arguments.random, arguments.first),
-        "source": sources.digest(arguments.module),
         "canon": canon.__version__,
         "commit": record.commit(),
         "date": record.now(),
@@ -173,51 +157,22 @@ def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
     console.print(f"  repeat: {repeat}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _read(path: Path, module: str) -> dict[str, Any]:
-    """Return the record at ``path``, or an empty one. Raises ValueError for another file."""
-    if not path.exists():
-        return {"module": module, "runs": []}
-    try:
-        kept = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read the record {path}: {error}") from error
-    found = kept if isinstance(kept, dict) else {}
-    if "runs" in found and found.get("module") == module:
-        return found
-    of = f"a record of {found['module']}" if "module" in found else "another file"
-    raise ValueError(
-        f"{path} is {of}, not of canon check --random with {module}; name a new file with --record"
-    )
-
-
-def _run_of(kept: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    for known in kept["runs"]:
-        if all(known.get(name) == run[name] for name in KEY):
-            return known
-    kept["runs"].append({**run, "cases": [], "failures": []})
-    return kept["runs"][-1]
-
-
-def _write(path: Path, kept: dict[str, Any]) -> None:
+def _write(path: Path, module: str, run: dict[str, Any]) -> None:
     """Write the record, one line per case. An interrupted write leaves the old file."""
-    runs = []
-    for run in kept["runs"]:
-        head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
-        lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
-        failures = json.dumps(record.finite(run["failures"]), indent=1)
-        runs.append(
-            f'{json.dumps(head, indent=1)[:-2]},\n "cases": [\n{lines}],\n "failures": {failures}}}'
-        )
+    head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
+    lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
+    failures = json.dumps(record.finite(run["failures"]), indent=1)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(
-        f'{{"module": {json.dumps(kept["module"])}, "runs": [\n' + ",\n".join(runs) + "]}\n"
+        f'{{"module": {json.dumps(module)}, "runs": [\n{json.dumps(head, indent=1)[:-2]},\n'
+        f' "cases": [\n{lines}],\n "failures": {failures}}}]}}\n'
     )
     part.replace(path)
 
 
-def _report(console: Console, path: Path, kept: dict, rows: list[list], taken: int) -> bool:
-    title = f"{kept['module']}, random cases"
+def _report(console: Console, path: Path, module: str, rows: list[list]) -> bool:
+    title = f"{module}, random cases"
     shown = Table("function", "cases", "agree", "largest ratio", title=title)
     for function in sorted({row[1] for row in rows}):
         verdicts = [(row[2], row[3]) for row in rows if row[1] == function]
@@ -225,7 +180,6 @@ def _report(console: Console, path: Path, kept: dict, rows: list[list], taken: i
         largest = short(max(agree, default=0))
         shown.add_row(function, str(len(verdicts)), str(len(agree)), largest)
     console.print(shown)
-    total = sum(len(run["cases"]) for run in kept["runs"])
-    console.print(f"Record: {path}, {total} cases in total.", highlight=False)
+    console.print(f"Record: {path}.", highlight=False)
     verdicts = [row[2] for row in rows]
-    return not summary(verdicts, console, taken) and "agrees" in verdicts
+    return not summary(verdicts, console) and "agrees" in verdicts

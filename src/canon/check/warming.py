@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from canon.check import sources
 from canon.check.case_runner import CaseRunner
 from canon.testing import process_groups
 
@@ -28,7 +27,7 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
 
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
-    identities = [(sources.digest(first.module), first.backend, first.source, names)]
+    identities = [(first.module, first.backend, first.source, names)]
     outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
         return (

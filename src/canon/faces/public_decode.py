@@ -11,6 +11,7 @@ from torch import Tensor
 from canon.masks.mask import Mask
 from canon.ranks.agreement import group_state, named_failures, refused_together
 from canon.ranks.divided_keys import keys_of_all_ranks
+from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 from canon.route.binding import bound, half_of
 from canon.route.checks import (
@@ -133,7 +134,7 @@ def decode_attention(
             out, lse = out.squeeze(0), lse.squeeze(0)
         return (out, lse) if return_lse else out
 
-    return bound(decode_attention, decode, notes)
+    return untraced(bound(decode_attention, decode, notes))
 
 
 def _agreed(

@@ -228,9 +228,7 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
         causal, 16,384, 2 ranks         0.96 to 1.01           2^28              0.75
         causal, 16,384 and more         1.00 to 1.02           2^29 to 2^33      0.75 to 5.25
 
-    The first column divides the times of both passes. No record has many cells and little to
-    receive: there a merge of all queries would take longer than the hidden cast. Records:
-    paper/data, compared in `tests/masks/test_defaults.py`."""
+    Records: paper/data, compared in `tests/masks/test_defaults.py`."""
     return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
 
 

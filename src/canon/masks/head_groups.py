@@ -26,10 +26,8 @@ def default_stride(heads: int, bytes_per_head: int) -> int:
     1.
 
     Few steps are fast: on every recorded shape, both passes take at most 1.02 times as long as with
-    the best stride. 512 MiB would choose an unrecorded stride at 524,288 tokens, and 256 MiB a
-    stride that takes 1.05 times as long at 131,072 tokens on two ranks. The backward pass of
-    `canon.fast` holds up to eight times these bytes. Records: paper/data, compared in
-    `tests/masks/test_defaults.py`.
+    the best stride. The backward pass of `canon.fast` holds up to eight times these bytes. Records:
+    paper/data, compared in `tests/masks/test_defaults.py`.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)

@@ -13,7 +13,7 @@ import inspect
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import finalize
@@ -47,8 +47,9 @@ class PlanCache:
         """Return the plan of ``key``. Make it if it is not in the cache."""
         if (plan := self.get(key)) is None:
             plan = self.put(key, _made(make))
-        if (noted := getattr(_notes, "plans", None)) is not None:
-            noted[key] = plan
+        for noted in (getattr(_notes, "plans", None), getattr(_notes, "seen", None)):
+            if noted is not None:
+                noted[key] = plan
         return plan
 
     def get(self, key: Hashable) -> Any:
@@ -105,7 +106,7 @@ _notes = threading.local()
 
 
 @contextmanager
-def noted_plans() -> Iterator[dict[Hashable, Any]]:
+def noted_plans() -> Iterator[dict[Any, Any]]:
     """Note the plans that this thread finds or makes inside, by key, but not their parts."""
     before, _notes.plans = getattr(_notes, "plans", None), {}
     try:
@@ -114,18 +115,37 @@ def noted_plans() -> Iterator[dict[Hashable, Any]]:
         _notes.plans = before
 
 
+@contextmanager
+def seen_plans() -> Iterator[dict[Any, Any]]:
+    """As `noted_plans`, where nothing is made ahead (`are_noted`)."""
+    before, _notes.seen = getattr(_notes, "seen", None), {}
+    try:
+        yield _notes.seen
+    finally:
+        _notes.seen = before
+
+
 def _made(make: Callable[[], R]) -> R:
     """Make a plan: outside inference mode, as training may use it later, of real tensors, and
     without notes.
     """
     if getattr(_notes, "making", False):  # a part of another plan
         return make()
-    plans, _notes.plans, _notes.making = getattr(_notes, "plans", None), None, True
+    plans, seen = getattr(_notes, "plans", None), getattr(_notes, "seen", None)
+    _notes.plans, _notes.seen, _notes.making = None, None, True
+    inference = torch.is_inference_mode_enabled()
+    modes = (
+        torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    )
     try:
-        with torch.inference_mode(False), _disable_current_modes():
+        # both contexts take longer than the plan of a short mask
+        with (
+            torch.inference_mode(False) if inference else nullcontext(),
+            _disable_current_modes() if modes else nullcontext(),
+        ):
             return make()
     finally:
-        _notes.plans, _notes.making = plans, False
+        _notes.plans, _notes.seen, _notes.making = plans, seen, False
 
 
 def are_noted() -> bool:
@@ -207,7 +227,9 @@ def sizes(plan: Any) -> Counter:
 
 
 def _add_sizes(plan: Any, total: Counter) -> None:
-    if isinstance(plan, Tensor):
+    if type(plan) in (bool, int, float, str):  # most parts, and most plans
+        total["cpu"] += 64
+    elif isinstance(plan, Tensor):
         total[str(plan.device)] += plan.untyped_storage().nbytes()
     elif isinstance(plan, (tuple, list)):
         total["cpu"] += 56 + 8 * len(plan)

@@ -1,8 +1,7 @@
 """Bind a public function to a half: its signature and docstring are written once, in `canon.faces`.
 
 A function there, such as `public_ring.ring_attention`, takes the algorithm of a half and returns
-the half's public function. Editors and type checkers infer its signature, and a call costs nothing
-more than a plain function."""
+the half's public function."""
 
 import inspect
 from collections.abc import Callable

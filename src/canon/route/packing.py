@@ -2,7 +2,7 @@
 block-diagonal mask.
 
 q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
-it. If the masks are equal, nothing is packed.
+it.
 
 Several ranks pack alike: the layout of one sequence is repeated, so a rank's tokens of all
 sequences follow each other."""

@@ -1,6 +1,5 @@
 """Write records of runs: command, commit, date, machine, versions and single results, as JSON."""
 
-import hashlib
 import json
 import os
 import platform
@@ -53,11 +52,6 @@ def command(*words: str, **options: Any) -> str:
 def now() -> str:
     """Return the date and time, UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def digest(*parts: Any) -> str:
-    """Return a digest of anything with a stable repr."""
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def machine() -> dict[str, Any]:

@@ -3,7 +3,8 @@ register and fit the SM.
 """
 
 import pytest
-from cuda_resources import compile_all, ctas, main_cases
+from cuda_resources import compile_case, ctas, gpu, main_cases
+from sampling import covering
 
 from canon.fast.kernels.cuda import config
 from canon.testing.compile import SHARED_LIMIT
@@ -11,15 +12,26 @@ from canon.testing.compile import SHARED_LIMIT
 pytest.importorskip("cuda.core", reason="needs the extra cuda")
 
 
+CASES = [case for arch in (80, 86, 89, 90) for case in main_cases(arch)]
+
+
+def values(case):
+    """Return what a sample has: each kernel on each architecture, and at each width and dtype."""
+    kernel, arch, dtype, d, dv = case
+    return {(kernel, arch), (kernel, d, dv), (kernel, dtype)}
+
+
+def test_every_width_has_a_configuration_for_the_shared_memory():
+    assert {(kernel, d, dv) for kernel, _, _, d, dv in CASES if d == 128} == {
+        (kernel, 128, 128) for kernel in config.KERNELS
+    }
+    assert all(config.choose(kernel, d, dv, gpu(arch)) for kernel, arch, _, d, dv in CASES)
+
+
 @pytest.mark.parametrize("arch", [80, 86, 89, 90])
 def test_the_kernels_compile_without_spills_and_fit_the_device(arch):
-    found = compile_all(arch)
-    assert len(found) == len(list(main_cases(arch))), (
-        "every width has a configuration for this shared memory"
-    )
-    assert {(one.kernel, one.d, one.dv) for one in found if one.d == 128} == {
-        (k, 128, 128) for k in config.KERNELS
-    }
+    found = [compile_case(*case) for case in covering(CASES, values) if case[1] == arch]
+    assert found
     assert not [str(one) for one in found if one.spilled]
     assert not [str(one) for one in found if one.shared > SHARED_LIMIT[arch] or one.ctas < 1]
 

@@ -39,6 +39,7 @@ MASKS = {
 EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_method_equals_the_oracle(mask, method):
@@ -153,6 +154,7 @@ def test_three_warpgroups_may_share_a_tile(shared):
 PLAIN = Config(128, 64, 3, plain=True)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("mask", (MASKS | EMPTY).values(), ids=MASKS | EMPTY)
 def test_the_plain_forward_equals_the_oracle(mask, dtype):

@@ -32,6 +32,7 @@ def assert_equal_bits(arguments, mask, monkeypatch, *runs):
         assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (sms, order)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("d", [64, 80], ids=["all columns in turns", "halves"])
 @pytest.mark.parametrize(
     "mask",

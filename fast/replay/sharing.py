@@ -1,0 +1,77 @@
+"""Recorded passes that serve other masks.
+
+A pass depends on its mask only through the sizes of the mask and through the plans that it looks
+up. If another mask has plans of the same *structure*, which differ only in the contents of tensors,
+its launches are the same but for the addresses of these tensors. So the first call with a new mask
+looks up the plans that a recorded pass has looked up, in the same order, and compares structures:
+
+    plan                            structure
+    a tensor                        shape, dtype, alignment
+    a tuple                         structures of its parts, or its property ``structure``
+    anything else                   itself
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from canon.fast.tables.cells import Cells
+from canon.fast.tables.device_plans import Upload, observed
+from canon.masks.mask import Mask
+from canon.masks.plan_cache import seen_plans
+
+NO_MASK = Mask([], 0, 0)  # in place of a mask that may be dropped
+
+
+class LookUps:
+    """The plans that a pass looks up for a mask: functions, arguments and structures, in order.
+
+    ``serves_others``: whether another mask can take the place of this one in all arguments.
+    """
+
+    def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):
+        masks = [_mask_in(x) for _, arguments in seen for x in arguments]
+        self.serves_others = all(x is None or x == mask for x in masks)
+        self.keys = [(function, _moved(arguments, NO_MASK)) for function, arguments in seen]
+        self.structures, self.tensors = [structure(plan) for plan in seen.values()], tensors
+
+    def of(self, mask: Mask) -> tuple[list[Tensor], list[Upload]] | None:
+        """Return the tensors and uploads of another mask's plans, or None if structures differ."""
+        tensors: list[Tensor] = []
+        with seen_plans() as seen, observed(tensors.extend):
+            for (function, arguments), expected in zip(self.keys, self.structures, strict=True):
+                function(*(given := _moved(arguments, mask)))
+                if structure(seen[function, given]) != expected:
+                    return None
+        return (tensors, uploads_in(seen)) if len(tensors) == self.tensors else None
+
+
+def structure(plan: Any) -> Any:
+    """Return what launches depend on in a plan, besides the contents of its tensors."""
+    if isinstance(plan, Tensor):
+        return plan.shape, plan.dtype, plan.data_ptr() % 16
+    if isinstance(plan, Upload):
+        return None
+    if (own := getattr(plan, "structure", None)) is not None:
+        return own
+    return tuple(map(structure, plan)) if isinstance(plan, tuple) else plan
+
+
+def uploads_in(seen: dict[Any, Any]) -> list[Upload]:
+    """Return the uploads of plans."""
+    plans = [plan for plan in seen.values() if isinstance(plan, tuple)]
+    return [x for plan in plans for x in plan if isinstance(x, Upload)]
+
+
+def _mask_in(argument: Any) -> Mask | None:
+    if isinstance(argument, Cells):
+        return argument.mask
+    return argument if isinstance(argument, Mask) else None
+
+
+def _moved(arguments: tuple, mask: Mask) -> tuple:
+    """Return the arguments with another mask."""
+    return tuple(
+        x._replace(mask=mask) if isinstance(x, Cells) else mask if isinstance(x, Mask) else x
+        for x in arguments
+    )

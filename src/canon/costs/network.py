@@ -1,0 +1,36 @@
+"""The links of a cluster: NVLink inside a host, and the NIC of each GPU between hosts.
+
+They are an array of two rows: inside a host, and between hosts. A row has the bandwidth of one
+direction, in GB/s, and the latency of a message, in microseconds.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+# Bandwidths are round figures of NCCL on H200s and of 400 Gbit/s. The first latency is fitted with
+# the rates of `kernel_costs`. The second was never measured.
+ASSUMED = np.array([[300, 35.4], [50, 40]])
+
+
+def seconds(links: np.ndarray, loads: np.ndarray) -> np.ndarray:
+    """Return the times of messages from their bytes (..., 2) on both links, 0 for none."""
+    gb_s, us = links.T
+    return (1e-6 * us * (loads > 0) + 1e-9 * loads / gb_s).max(-1)
+
+
+def read_links(path: Path) -> np.ndarray:
+    """Return the medians of a record of `canon bench links`. Links that it lacks are assumed.
+
+    Raises ValueError for another file.
+    """
+    links = ASSUMED.copy()
+    try:
+        rows = json.loads(path.read_text())["results"]
+        for kind in {row["one_host"] for row in rows}:
+            some = [(row["gb_s"], row["us"]) for row in rows if row["one_host"] is kind]
+            links[0 if kind else 1] = np.median(some, 0)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: expected a record of canon bench links: {error!r}") from error
+    return links

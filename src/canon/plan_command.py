@@ -1,0 +1,93 @@
+"""`canon plan`: order the schedules of a layer of attention by their predicted time.
+
+canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask documents:8192
+canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
+
+Every figure is one of a model of H200s (`canon.costs`), for bfloat16 and both passes. Schedules
+have the names of `canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in
+which the busiest GPU runs no attention kernel. "NIC" is what a GPU sends to other hosts or receives
+from them. "peak" are the tensors of one call and its gradients. rank_invariant=True is not
+predicted.
+"""
+
+import argparse
+import json
+import re
+import sys
+from math import gcd
+from pathlib import Path
+
+from rich.console import Console
+
+from canon.bench.schedule_peers import schedules_of
+from canon.bench.shapes import MASKS, shape_of
+from canon.bench.timing import table
+from canon.costs.network import ASSUMED, read_links
+from canon.costs.schedule_costs import plan_of
+from canon.fast.tables.tile_costs import divisors
+
+MISUSED = 2
+RARE = "small ends|invariant|strided contiguous|striped"  # schedules that are left out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``canon plan``."""
+    add = parser.add_argument
+    add("--tokens", type=int, required=True, help="of the whole sequence")
+    add("--heads", default="32/8", metavar="H/G", help="query and key heads (default: 32/8)")
+    add("--width", type=int, default=128, help="of a head (default: 128)")
+    add("--gpus", type=int, required=True, help="in all")
+    add("--hosts", type=int, default=1, help="with equally many GPUs (default: 1)")
+    add("--mask", default="causal", help=MASKS)
+    add("--memory", type=float, default=float("inf"), help="GB of a GPU; larger plans are refused")
+    add("--links", type=Path, help="a record of canon bench links")
+    add("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
+    try:
+        links = read_links(options.links) if options.links else ASSUMED
+        source = f"measured, {options.links}" if options.links else "assumed"
+        rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
+    except (ValueError, OSError) as error:
+        print(f"canon plan: {error}", file=sys.stderr)
+        return MISUSED
+    if options.json:
+        print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
+        return 0
+    cells = [[x if isinstance(x, str) else f"{x:.2f}" for x in row.values()] for row in rows]
+    Console(width=180).print(table(f"model; links: {source}", list(rows[0]), cells))
+    return 0
+
+
+def _rows(given, links):
+    """Yield the names and the figures of each plan."""
+    if given.hosts < 1 or given.gpus % given.hosts:
+        raise ValueError(f"--hosts {given.hosts}: expected a divisor of the {given.gpus} GPUs")
+    sizes = f"1,{given.tokens},{given.heads},{given.width}"
+    shape = shape_of(sizes.replace("/", ","), given.mask)
+    for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
+        place = (shape.h, shape.g), shape.d, given.hosts, columns
+        for one in schedules_of(shape, given.gpus, columns):
+            # nothing travels between the ranks of a column of one
+            if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):
+                continue
+            function, options = one.attend.func.__name__, dict(one.attend.keywords)
+            plan = plan_of(function, *place, **options)
+            forward, both, exposed = plan.seconds(links)
+            tensors = plan.tensors()
+            largest, peak = max(tensors, key=lambda x: tensors[x]), sum(tensors.values()) / 1e9
+            refused = f"{tensors[largest] / 1e9:.1f} GB of {largest}"
+            named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
+            yield {
+                "schedule": one.name,
+                "mesh": f"{given.gpus // columns} x {columns}",
+                "call": f"{function}({', '.join(named)})",
+                "both ms": 1e3 * both,
+                "forward ms": 1e3 * forward,
+                "exposed ms": 1e3 * exposed,
+                "peak GB": peak,
+                "NIC MB": plan.nic_bytes / 1e6,
+                "refused": refused if peak > given.memory else "",
+            }

@@ -1,0 +1,130 @@
+"""A recorded pass serves other masks exactly where its launches would be the same."""
+
+import random
+
+import pytest
+import torch
+from sharded import DEVICE
+
+from canon import Band, Mask
+from canon.bench.shapes import documents
+from canon.fast import backward, local
+from canon.fast.kernels import launcher
+from canon.fast.kernels.launcher import Gpu
+from canon.fast.kernels.triton import launch
+from canon.fast.replay import recordings, sharing
+from canon.fast.tables import device_plans
+from canon.fast.tables.cells import Cells
+from canon.masks.plan_cache import PLANS, noted_plans
+
+H200 = Gpu((9, 0), 132, 232448)
+META = torch.device("meta")
+
+
+# ------------------------------------------------------------------ replays
+def tensors_of(seed):
+    """Return q, k, v, out and lse: 96 tokens, 4 heads that share 2 of keys."""
+    draw = torch.Generator().manual_seed(seed)
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(2, 96, h, 16, generator=draw).to(DEVICE, dtype) for h in (4, 2, 2))
+    return q, k, v, torch.full_like(q, torch.nan), torch.empty(2, 4, 96, device=DEVICE)
+
+
+def forward(q, k, v, out, lse, cells):
+    launch.forward(q, k, v, cells, 0.25, out, lse)
+
+
+def recorded():
+    return [x for x, _ in PLANS.plans.values() if isinstance(x, recordings.PreparedPass)]
+
+
+MASKS = {
+    "alike": Mask([Band(0, 96, 0, 96, None, 0)], 96, 96),
+    "a window": Mask([Band(0, 96, 0, 96, -90, 0)], 96, 96),
+    "more tiles": Mask.documents([0, 7, 40, 96]),
+    "queries without keys": Mask([Band(0, 50, 0, 96)], 96, 96),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("replays")
+def test_a_recording_serves_masks_of_one_structure_with_their_own_plans(monkeypatch):
+    made = []
+    right = recordings.Recorder
+    monkeypatch.setattr(recordings, "Recorder", lambda given: made.append(right(given)) or made[-1])
+    for seed, (name, mask) in enumerate(MASKS.items()):
+        for again in range(2):
+            replayed, expected = (tensors_of(seed + 10 * again) for _ in range(2))
+            recordings.replayed(forward, replayed, Cells(mask))
+            forward(*expected, Cells(mask))
+            assert all(map(torch.equal, replayed, expected)), name
+    assert len(recorded()) == len(MASKS)
+    assert len(made) < len(MASKS), "some are shared"
+    assert len({id(x.held[0]) for x in recorded()}) == len(MASKS), "each has its own table"
+
+
+# ------------------------------------------------------------------ launches
+def launches_of(monkeypatch, body, tensors, options):
+    """Return what a pass launches on an H200 besides addresses, and the structures of its plans."""
+    found = []
+
+    def described(x):
+        if isinstance(x, torch.Tensor):
+            return "a plan" if id(x) in plans else (x.shape, x.stride(), x.dtype)
+        base = getattr(x, "base", None)
+        return x if base is None else (described(base), *x.block_shape)
+
+    def launched(kernel, ctas, device, arguments, constants):
+        found.append((kernel, ctas, *map(described, arguments), constants))
+
+    plans, upload = {}, device_plans.uploaded
+    monkeypatch.setattr(launcher, "_launch", launched)
+
+    def uploaded(plan, device):
+        made = upload(plan, device)
+        plans.update({id(x): x for x in device_plans.tensors_in(made)})
+        return made
+
+    monkeypatch.setattr(device_plans, "uploaded", uploaded)
+    with launcher.meta_stands_for(H200), noted_plans() as seen:
+        body(*tensors, *options)
+    structures = [sharing.structure(upload(plan, META)) for plan in seen.values()]
+    return found, structures, [key[0].__name__ for key in seen]
+
+
+def kinds_of_masks():
+    draw, n = random.Random(0), 8192
+    for seed in range(40):
+        ends = documents(n, draw.choice([100, 300, 1000, 4000]), seed)
+        yield Mask.documents(ends)
+        left = draw.randint(1, n)
+        yield Mask.window(n, left, 0)
+        without_queries = [x for x in Mask.documents(ends).bands if x.q_start > left // 8]
+        yield Mask(without_queries, n, n)
+
+
+@pytest.mark.parametrize("heads", [(64, 8), (4, 4), (6, 1)], ids=str)
+def test_plans_of_one_structure_mean_the_same_launches(heads, monkeypatch, empty_cache):
+    n, (h, g) = 8192, heads
+    q, k, v = (torch.empty(1, n, x, 128, dtype=torch.bfloat16, device=META) for x in (h, g, g))
+    out, lse = local.empty_result(q, v, q.dtype)
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    passes = {
+        local.launch_forward: ((q, k, v, out, lse, None), (1.0, True)),
+        backward._gradients: (
+            (out, q, k, v, out, lse, None, *grads),
+            (1.0, backward.method_now("auto")),
+        ),
+    }
+    for body, (tensors, options) in passes.items():
+        known, masks = [], list(kinds_of_masks())
+        for mask in masks:
+            with monkeypatch.context() as patch:
+                made, *looked_up = launches_of(patch, body, tensors, (Cells(mask), *options))
+            same = [launches for launches, *before in known if before == looked_up]
+            assert made, "something is launched"
+            assert all(launches == made for launches in same)
+            if not same:
+                known.append((made, *looked_up))
+        assert len(known) < len(masks) / 2, "recordings are shared"
