@@ -43,8 +43,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from difference_model import ENDS as TRAINED_ENDS
+from difference_model import Model, batch_of
 from planted_faults import FAULTS_BY_KIND, with_fault
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import canon
@@ -57,7 +58,6 @@ ENDS = (0, 40, 41, 200, TOKENS)
 INPUTS = (("float32", "normal"), ("bfloat16", "normal"), ("bfloat16", "offset"))
 SEEDS, HONEST_SEEDS = range(3), range(6)
 STEPS, LAST = 100, 10
-TRAINED, VOCABULARY, TRAINED_ENDS = 96, 64, (0, 30, 31, 96)
 SCHEDULES = ("ring", "magi")
 TOLERANCES = {"bfloat16": 3.5e-2, "float32": 5e-3}  # of Transformer Engine
 
@@ -216,47 +216,6 @@ class Suite:
 
 
 # ------------------------------------------------------------------ training
-class Layer(nn.Module):
-    def __init__(self, width: int = 64):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.qkv, self.project = nn.Linear(width, 8 * 16), nn.Linear(4 * 16, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
-        )
-
-    def forward(self, x, attention, dtype):
-        q, k, v = self.qkv(self.norms[0](x)).to(dtype).unflatten(2, (8, 16)).split([4, 2, 2], 2)
-        x = x + self.project(attention(q, k, v).to(x.dtype).flatten(2))
-        return x + self.mlp(self.norms[1](x))
-
-
-class Model(nn.Module):
-    """Two layers over sequences of constant difference, which need attention."""
-
-    def __init__(self, width: int = 64):
-        super().__init__()
-        self.text, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(TRAINED, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(2))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
-
-    def forward(self, text, positions, attention, dtype):
-        x = self.text(text) + self.position(positions)
-        for layer in self.layers:
-            x = layer(x, attention, dtype)
-        return self.head(x)
-
-
-def batch_of(draw: torch.Generator) -> torch.Tensor:
-    """Return documents of 8 sequences: each begins anywhere, with a difference of 1 to 4."""
-    documents = []
-    for n in torch.tensor(TRAINED_ENDS).diff().tolist():
-        start = torch.randint(VOCABULARY, (8, 1), generator=draw)
-        speed = torch.randint(1, 5, (8, 1), generator=draw)
-        documents.append((start + speed * torch.arange(n)) % VOCABULARY)
-    return torch.cat(documents, 1)
-
-
 def losses(module, schedule: str, dtype: str, seed: int, ranks: int = RANKS) -> list[float]:
     """Train, and return the loss of each step."""
     mask = Mask.documents(TRAINED_ENDS)

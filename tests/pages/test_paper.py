@@ -89,14 +89,12 @@ def covered(paper_pdf, text: Path) -> list[tuple[dict, dict]]:
 
 
 def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path):
-    """Floats of a column and of the page do, if both are on one page.
-    Figure 6 covered Figure 5 so.
+    """Floats of a column and of the page do, if both are on one page. Figure 6 covered Figure 5 so.
+    The planted fault moves a table up, over the one before it.
     """
     assert covered(paper_pdf, paper_pdf.TEXT) == []
-    assert covered(
-        paper_pdf,
-        changed(tmp_path, 'drawn("paper_lengths", placement: bottom', 'drawn("paper_lengths"'),
-    )
+    moved = '#std-v(-14em)\n#records("packs", placement: none, left: 1'
+    assert covered(paper_pdf, changed(tmp_path, '#records("packs", left: 1', moved))
 
 
 # --- numbers ---
