@@ -23,8 +23,9 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
 
 SHAPES = [
-    "1,65536,32,8,128,documents:131",
-    "1,65536,32,8,128,documents:900",
+    "1,65536,64,8,128,documents:4096",
+    "1,65536,64,8,128,documents:1024",
+    "1,65536,64,8,128,documents:256",
     "1,1048576,8,1,128,documents:2048",
 ]
 RANKS = 8
