@@ -191,23 +191,18 @@ def replayed(
         found.replay(given, addresses)
 
 
-class Recordings(list[PreparedPass]):
-    """The latest recordings of passes that differ only in their masks."""
-
-    nbytes = 8192 * MOST_RECORDINGS
-
-
 def _recordings(
     body: Callable[..., None],
     tensors: tuple[Tensor | None, ...],
     options: tuple[Hashable, ...],
     addresses: list[int],
-) -> Recordings:
+) -> list[PreparedPass]:
+    """Return the latest recordings of passes that differ from this one only in their masks."""
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
     others = [(x.sizes, x.places) if isinstance(x, Cells) else x for x in options]
     aligned, first = [address & 15 for address in addresses], tensors[0]
-    key = (Recordings, body, *others, *kinds, *aligned, first.device, _aliases(addresses))
-    return plan_cache.PLANS.find((*key, _settings(first)), Recordings)
+    key = ("recordings", body, *others, *kinds, *aligned, first.device, _aliases(addresses))
+    return plan_cache.PLANS.find((*key, _settings(first)), list)
 
 
 def _settings(x: Tensor) -> tuple[Hashable, ...]:
