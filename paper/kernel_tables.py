@@ -503,6 +503,7 @@ def beside_peers() -> dict[str, str]:
         ),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
         "short_cudnn": f"{short_cudnn} of {len(short)}",
+        **_other_tiles_of_short_rows(),
         "auto_behind": f"{behind - 1:.0%}",
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),
@@ -555,3 +556,15 @@ PARTS = (
     beside_peers,
     one_h100,
 )
+
+
+def _other_tiles_of_short_rows() -> dict[str, str]:
+    """Return the times of other tiles over those of the forward's own, and cuDNN's over these."""
+    rows = load("short_rows_h200")["results"]
+    others, peers = [], []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        times = {x["contender"]: median(x["forward_ms"]) for x in rows if x["shape"] == shape}
+        own = times.pop("canon gluon split")
+        peers.append(times.pop("SDPA cudnn") / own)
+        others += [time / own for time in times.values()]
+    return {"short_tiles": span(others), "short_tiles_cudnn": span(peers)}

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from records import load, median, only, span, table, tokens
 
+TWO = "schedules_mesh_two_h200"
 SCHEDULES = (  # name in the record, name on the page
     ("ring contiguous", "ring, contiguous shards"),
     ("ring zigzag", "ring, zigzag"),
@@ -71,6 +72,32 @@ def schedule(record: str, name: str, n: int) -> dict:
     )
 
 
+OF_TWO = {  # names in the record and on the page, without options
+    "ring zigzag": "ring, zigzag",
+    "strided zigzag, no options": "strided, zigzag",
+    "magi, no options": "magi",
+    "mesh 1 x 2, strided zigzag": "mesh of 1 x 2, zigzag",
+    "torch cudnn allgather": "torch `context_parallel`, cuDNN, all-gather",
+}
+
+
+def mesh_of_two() -> dict[str, str]:
+    """Return the table of two GPUs without options, and a mesh's times over the least of others."""
+    lengths, rows, ratios = (8192, 32768), [], []
+    found = {(x["schedule"], int(x["shape"].split()[1][1:])): x for x in load(TWO)["results"]}
+    for name, label in OF_TWO.items():
+        times = [found[name, n] for n in lengths]
+        wall = [f"{median(x['both_wall_ms']):.2f} [{median(x['both_ms']):.2f}]" for x in times]
+        rows.append([label, *wall, *(f"{x['exposed_ms']:.2f}" for x in times)])
+    for n in lengths:
+        wall = {name: median(found[name, n]["both_wall_ms"]) for name in OF_TWO}
+        mesh = wall.pop("mesh 1 x 2, strided zigzag")
+        ratios.append(f"{mesh / min(wall.values()):.2f}")
+    header = ("both passes, ms", *(f"wall [GPU], {tokens(n)}" for n in lengths))
+    header += tuple(f"exposed, {tokens(n)}" for n in lengths)
+    return {"two": table(header, rows), "mesh_short": ratios[0], "mesh_long": ratios[1]}
+
+
 def schedules() -> dict[str, str]:
     """Return the tables of schedules on several GPUs, and the ratios of their speeds."""
 
@@ -97,7 +124,7 @@ def schedules() -> dict[str, str]:
     return {
         "eight": schedule_table((eight, "schedules_long_eight_h200"), (32768, 131072, 524288)),
         "four": schedule_table((four,), (16384, 65536, 262144)),
-        "two": schedule_table(("schedules_two_h200",), (8192, 32768, 131072)),
+        **mesh_of_two(),
         "strided_over_torch": strided_over("torch"),
         "strided_over_ring": strided_over("ring"),
         "ring_share_short": share(eight, "ring zigzag", 32768),
@@ -395,24 +422,18 @@ def methods() -> dict[str, str]:
 
 def few_queries() -> dict[str, str]:
     """Return the table of few queries over many keys."""
-    rows = [
-        x
-        for x in load("few_queries_h100")["results"]
-        if x["shape"].startswith("B1 ") and " D128 " in x["shape"]
-    ]
+    rows = load("few_queries_h200")["results"]
+    us = lambda row, name: 1e3 * median(row[name])
     names = "SDPA cudnn", "canon auto", "canon auto, rank invariant"
     lines = []
     for shape in dict.fromkeys(row["shape"] for row in rows):
         found = {
-            row["contender"]: (
-                f"{1e3 * median(row['wall_ms']):.0f} / {1e3 * median(row['gpu_ms']):.1f}"
-            )
+            row["contender"]: f"{us(row, 'forward_wall_ms'):.0f} / {us(row, 'forward_ms'):.1f}"
             for row in rows
-            if row["shape"] == shape and "gpu_ms" in row
+            if row["shape"] == shape and "forward_ms" in row
         }
-        if all(name in found for name in (*names, "copy")):
-            queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
-            lines.append([f"{queries} and {keys}", *(found[name] for name in (*names, "copy"))])
+        queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
+        lines.append([f"{queries} and {keys}", *(found[name] for name in names)])
     ways, made = ("parts", "sums travel", "keys travel"), load("decode_two_h200")["results"]
     cell = lambda row: f"{1e3 * median(row['wall_ms']):.0f} / {row['peak_mb']:.0f}"
     decoding = []
@@ -421,7 +442,7 @@ def few_queries() -> dict[str, str]:
         decoding.append([tokens(int(shape.split(":")[1])), *(found[way] for way in ways)])
     return {
         "few": table(
-            ("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits", "a copy"),
+            ("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits"),
             lines,
         ),
         "decoding": table(

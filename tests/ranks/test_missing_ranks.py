@@ -72,6 +72,12 @@ def rank_main(rank, folder, run):
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["TRITON_INTERPRET"] = "1"
     store, report = dist.FileStore(f"{folder}/store", RANKS), Path(folder) / f"rank{rank}"
+
+    def tell(text):  # all at once: the test reads the report as soon as it exists
+        part = report.with_suffix(".part")
+        part.write_text(text)
+        part.rename(report)
+
     torch.set_num_threads(1)
     shorten_waits()
     dist.init_process_group(
@@ -80,17 +86,17 @@ def rank_main(rank, folder, run):
     (Path(folder) / f"started{rank}").touch()
     try:
         run()
-        report.write_text("finished")
+        tell("finished")
     except RuntimeError as error:
         again = "not raised"
         try:
             reference.ring_attention(*(torch.ones(1, 8, 2, 8) for _ in range(3)))
         except RuntimeError as second:
             again = str(second)
-        report.write_text(f"{error}\n---\n{again}")
+        tell(f"{error}\n---\n{again}")
         time.sleep(4)  # the others must detect the failure themselves, not from closed connections
     except ValueError:
-        report.write_text(traceback.format_exc())
+        tell(traceback.format_exc())
     os._exit(0)
 
 

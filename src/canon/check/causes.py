@@ -60,14 +60,15 @@ def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> l
         "be NaN"
         for place, keys in enumerate(parts, 1)
     }
-    lines = []
+    lines, explained = [], torch.zeros_like(wrong)
     for keys, text in texts.items():
         sees = torch.stack([mask.dense()[:, keys.start : keys.stop].any(1) for mask in masks])
+        explained |= ~sees.all(0)
         blind = (wrong & ~sees.all(0)).nonzero().flatten().tolist()
         if blind:
             more = f" and {len(blind) - 1} more, which see" if len(blind) > 1 else ", which sees"
             lines.append(f"out is not finite at query {blind[0]}{more} {text}")
-    return lines
+    return [] if bool((wrong & ~explained).any()) else lines
 
 
 def _factor(got: Tensor, exact: Tensor, honest: Sequence[Tensor]) -> float | None:

@@ -5,7 +5,7 @@ A kernel takes as long as the mean SM, or as its longest work tile. Work is coun
 
 `RATES` and the latency inside a host, in `network.ASSUMED`, were fitted together to the times on
 two H200s in paper/data/schedules_two_h200.json and schedules_later_two_h200.json, and to nothing
-else. tests/costs/test_records.py compares the model with the records of four and eight.
+else. tests/costs/test_cost_records.py compares the model with the records of four and eight.
 """
 
 import numpy as np
