@@ -157,6 +157,13 @@ class Packs(Dataset):
         )
 
 
+@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
+def test_a_group_is_refused_and_not_ignored(half):
+    given = {"device": "cpu", "rank": 0, **SHAPES}
+    with pytest.raises(TypeError, match="plans do not depend on a group: pass rank=, and mesh_"):
+        half.prepare("ring_attention", MASK, Layout.zigzag(40, 2), group=object(), **given)
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_worker_prepares(context, planned):
     for plans in DataLoader(

@@ -103,6 +103,10 @@ class Preparation:
             raise ValueError(
                 f"prepare: {heads[0]} query heads are not a multiple of {heads[1]} key heads"
             )
+        if self.options.get("group") is not None:
+            raise TypeError(
+                "prepare: plans do not depend on a group: pass rank=, and mesh_heads= for a mesh"
+            )
         place = self._place(declaration)
         # no plan depends on a sink
         options = {name: x for name, x in self.options.items() if name not in APART}
