@@ -103,6 +103,7 @@ def detection() -> dict[str, str]:
     numbers = {
         "judge_float32": ("judge", "float32"),
         "judge_bfloat16": ("judge", "bfloat16"),
+        "judge_offset": ("judge", "bfloat16, offset"),
         "flash_bfloat16": ("flash-attention", "bfloat16"),
         "wide_float32": ("transformer engine", "float32"),
         "wide_bfloat16": ("transformer engine", "bfloat16"),

@@ -1,7 +1,11 @@
-"""Compute the tables of several GPUs beside MagiAttention and ring-flash-attn, losses included."""
+"""Compute tables and ratios beside other libraries, losses included: cuDNN and flash-attn-4 on one
+GPU, MagiAttention and ring-flash-attn on two.
+"""
 
+from collections.abc import Iterable
 from statistics import median
 
+from kernel_tables import BESIDE, clocks
 from records import load, span
 
 RECORD = "packs_magiattention_two_h200"
@@ -71,6 +75,15 @@ def others() -> dict[str, str]:
             new_mask("MagiAttention default", x) / new_mask("Canon magi", x) for x in packed
         ),
     }
+
+
+def fastest_over_canon(shape: str, peers: Iterable[str]) -> tuple[float, float]:
+    """Return wall time and GPU time of both passes of the fastest peer over those of Canon's
+    default, on one GPU.
+    """
+    times = [time for peer in peers if (time := clocks(BESIDE, shape, peer, "both"))[0]]
+    ours = clocks(BESIDE, shape, "canon auto", "both")
+    return min(wall for wall, _ in times) / ours[0], min(gpu for _, gpu in times) / ours[1]
 
 
 PARTS = (others,)

@@ -43,6 +43,7 @@ TABLED = (  # records behind tables and numbers that no figure has
         "agreement_two_h200",
     ),
     "schedules_two_h100",
+    kernel_tables.BESIDE,
     other_libraries.RECORD,
     *kernel_tables.BITS.values(),
 )
@@ -67,7 +68,7 @@ def values() -> dict[str, str]:
     found = measured.measured()
     for name, article in measured.ARTICLES.items():
         found |= {f"{name.split('_')[0]}_{key}": value for key, value in article.values().items()}
-    found |= faults() | wall() | checks_and_plans() | schedule_ratios()
+    found |= faults() | beside_peers() | wall() | checks_and_plans() | schedule_ratios()
     return {
         key: re.sub(r"(?<=\d)%", "\u00a0%", value)
         for key, value in found.items()
@@ -100,14 +101,35 @@ def faults() -> dict[str, str]:
     of = lambda what: [row for row in rows if row["what"] == what]
     reasons = [reason for row in of("mutants") for reason in row["reasons"]]
     example = of("example of a fault")[0]
+    lacking = lambda part: sum(part in reason for reason in reasons)
+    fences, implied, guiding = map(lacking, ("mbarrier.init", "implies it", "assembler"))
+    assert fences + implied + guiding == len(reasons)
     return {
         "mutated_kernels": str(len(of("mutants"))),
-        "survivors_fence": str(sum("mbarrier.init" in reason for reason in reasons)),
-        "survivors_implied": str(sum("implies it" in reason for reason in reasons)),
-        "survivors_assembler": str(sum("assembler" in reason for reason in reasons)),
+        "survivors_fence": str(fences),
+        "survivors_implied": str(implied),
+        "survivors_assembler": str(guiding),
+        "survivors_harmless": str(implied + guiding),
         "judge_faults": str(of("faults of the judge")[0]["planted"]),
         "example_mutant": example["mutant"],
         "example_message": example["message"],
+    }
+
+
+def beside_peers() -> dict[str, str]:
+    """Return how much longer the faster of cuDNN and flash-attn-4 takes for both passes than
+    Canon's default, and the number of shapes on which it is faster.
+    """
+    shapes = dict.fromkeys(row["shape"] for row in load(kernel_tables.BESIDE)["results"])
+    peers = "SDPA cudnn", "flash-attn-4"
+    ratios = [other_libraries.fastest_over_canon(shape, peers) for shape in shapes]
+    walls, gpus = zip(*ratios, strict=True)
+    return {
+        "peers_shapes": str(len(shapes)),
+        "peers_both": span(gpus),
+        "peers_both_wall": span(walls),
+        "peers_slower": str(sum(ratio < 1 for ratio in gpus)),
+        "peers_slower_wall": str(sum(ratio < 1 for ratio in walls)),
     }
 
 
@@ -186,7 +208,10 @@ def schedule_ratios() -> dict[str, str]:
         for i in range(2)
         for j in range(2)
     ]
+    one, strided = "magi, 0 stages", "strided zigzag 8"
+    over = [mean(one, i, j) / mean(strided, i, j) for i in range(2) for j in range(2)]
     return {
+        "packs_over_strided": span(over, 1),
         "ring_launches": f"{median(host['both_launches_ms']):.1f}",
         "ring_gpu": f"{median(host['both_ms']):.1f}",
         "ends_ratio": span(ends),
@@ -258,6 +283,7 @@ def others() -> Table:
 def wall_times() -> Table:
     """Return wall and host times of eager calls, by shape and contender."""
     names = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "SDPA flash": "FA2"}
+    names["canon auto, rank invariant"] = "Canon, rank invariant"
     rows = [
         [_short(named(row[0])), names.get(row[1], row[1]), *row[2:]]
         for row in cells(schedule_tables.host()["host_calls"])

@@ -5,9 +5,10 @@ without a scale.
 """
 
 import kernel_tables
+import other_libraries
 import schedule_tables
 from plots import BLUE, GREY, ORANGE, SKY, Drawing, new
-from records import load, median, span, table
+from records import load, median, only, span, table
 
 RANKS, TOKENS = 4, 32
 # of the picture of one mask, in tokens
@@ -119,7 +120,7 @@ ONE = kernel_tables.BESIDE
 DETERMINISTIC = "flash-attn-4 deterministic"
 PEERS = "SDPA cudnn", "flash-attn-4"
 LENGTHS = (131072, 32768)  # tokens on eight GPUs
-MAGI, PACK_CLOCKS = "packs_magiattention_two_h200", ("both_wall", "both_gpu")
+PACK_CLOCKS = "both_wall", "both_gpu"
 # of the table of ratios
 FASTER = ("both passes", "against", "Canon's", "wall time", "GPU time")
 
@@ -148,10 +149,22 @@ def numbers() -> dict[str, str]:
         for record, sizes in ((EIGHT, LENGTHS), ("schedules_four_h200", (16384, 65536, 262144)))
         for n in sizes
     )
+    found["packs over strided"] = span(_packs_over_strided(), 1)
+    found |= {f"others {name}": ratio for name, ratio in other_libraries.others().items()}
     for name, side in (("our memory", 0), ("magi memory", 1)):
-        extra = (pair[side]["extra_gib"] * 1.073741824 for pair in packs())
+        extra = (pair[side]["extra_gib"] * 1.073741824 for pair in packs("MagiAttention default"))
         found[name] = span(extra, 1)
     return found | {"table": table(FASTER, [*_on_several(), *_on_one()], 3)}
+
+
+def _packs_over_strided() -> list[float]:
+    """Return the speed of one group cast over that of strided attention on packs, as means over
+    packs: forward and backward alone, on eight and on four GPUs.
+    """
+    speeds = schedule_tables.pack_speeds()
+    mean = lambda name, i, j: sum(row[j] for row in speeds[name, i]) / len(speeds[name, i])
+    cases = [(i, j) for i in range(2) for j in range(2)]
+    return [mean("magi, 0 stages", *case) / mean("strided zigzag 8", *case) for case in cases]
 
 
 def _on_several() -> list[list[str]]:
@@ -171,20 +184,26 @@ def _on_several() -> list[list[str]]:
         ratio = min(median(row["both_ms"]) for row in peers) / ours
         setting = _link(EIGHT, f"8 H200s, {n:,} tokens")
         rows.append([setting, "torch `context_parallel`", "strided", "not recorded", _two(ratio)])
-    ratios = [[other[key] / ours[key] for ours, other in packs()] for key in PACK_CLOCKS]
-    setting = _link(MAGI, "2 H200s, 65,536 tokens, documents of mean 256 to 4,096")
-    return [*rows, [setting, "MagiAttention", "magi", *map(span, ratios)]]
+    ratios = [
+        [other[key] / ours[key] for ours, other in packs("MagiAttention")] for key in PACK_CLOCKS
+    ]
+    setting = _link(
+        other_libraries.RECORD, "2 H200s, 65,536 tokens, documents of mean 256 to 4,096"
+    )
+    return [*rows, [setting, "MagiAttention, fastest of 6 settings", "magi", *map(span, ratios)]]
 
 
-def packs() -> list[tuple[dict, dict]]:
-    """Return the rows of Canon and of MagiAttention with its defaults, by the mean of documents."""
-    rows = {
-        (row["shape"], row["name"]): row
-        for row in load(MAGI)["results"]
-        if row["what"] == "time" and row["shape"].startswith("doc")
-    }
-    shapes = sorted({shape for shape, _ in rows})
-    return [(rows[x, "Canon magi"], rows[x, "MagiAttention default"]) for x in shapes]
+def packs(name: str) -> list[tuple[dict, dict]]:
+    """Return the rows of Canon and of MagiAttention by the mean of documents. Of the settings whose
+    names begin with ``name``, that with the least wall time counts.
+    """
+    times = [row for row in load(other_libraries.RECORD)["results"] if row["what"] == "time"]
+    shapes = sorted({row["shape"] for row in times if row["shape"].startswith("doc")})
+    fastest = lambda shape: min(
+        (row for row in times if row["shape"] == shape and row["name"].startswith(name)),
+        key=lambda row: row["both_wall"],
+    )
+    return [(only(times, shape=x, name="Canon magi"), fastest(x)) for x in shapes]
 
 
 def _on_one() -> list[list[str]]:
@@ -194,7 +213,7 @@ def _on_one() -> list[list[str]]:
         (PEERS, "faster of cuDNN, flash-attn-4"),
         ((DETERMINISTIC,), "flash-attn-4, deterministic"),
     ):
-        ratios = [_fastest_over_canon(shape, "both", peers) for shape in shapes]
+        ratios = [other_libraries.fastest_over_canon(shape, peers) for shape in shapes]
         setting = _link(ONE, f"1 H200, {len(shapes)} shapes")
         rows.append([setting, label, "attention", *map(span, zip(*ratios, strict=True))])
     return rows
@@ -206,13 +225,6 @@ def _two(ratio: float) -> str:
 
 def _link(record: str, text: str) -> str:
     return f"[{text}](paper/data/{record}.json)"
-
-
-def _fastest_over_canon(shape: str, passes: str, peers: tuple[str, ...]) -> tuple[float, float]:
-    """Return wall time and GPU time of the fastest peer over those of Canon, on one GPU."""
-    times = [time for peer in peers if (time := kernel_tables.clocks(ONE, shape, peer, passes))[0]]
-    ours = kernel_tables.clocks(ONE, shape, "canon auto", passes)
-    return min(wall for wall, _ in times) / ours[0], min(gpu for _, gpu in times) / ours[1]
 
 
 FIGURES = {

@@ -97,6 +97,14 @@ def test_no_figure_covers_a_caption_or_a_row_of_another_one(paper_pdf, tmp_path)
     assert covered(paper_pdf, changed(tmp_path, '#records("packs", left: 1', moved))
 
 
+def test_the_abstract_has_at_most_150_words_in_six_sentences(scripts):
+    abstract = re.search(r"abstract: \[\n(.*?)\n  \],", TEXT, re.DOTALL)[1]
+    assert len(re.findall(r"\.(?=\s|$)", abstract)) == 6
+    numbers = scripts("paper_values").values()
+    words = re.sub(r'#v\("(\w+)"\)', lambda name: numbers[name[1]], abstract).split()
+    assert len(words) <= 150
+
+
 # --- numbers ---
 
 
