@@ -43,6 +43,7 @@ TABLED = (  # records behind tables and numbers that no figure has
         "agreement_two_h200",
     ),
     "schedules_two_h100",
+    "schedules_mesh_two_h200",
     kernel_tables.BESIDE,
     other_libraries.RECORD,
     *kernel_tables.BITS.values(),
