@@ -170,11 +170,15 @@ def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
             assert part.owner == held, (
                 f"{where}: it holds {_keys(held)}, but the mask is that of owner {part.owner}"
             )
-            late = "it starts the hop after it computes"
-            early = "it waits for the hop before it computes"
-            assert step == ranks - 1 or (part.started, part.awaited) == (step + 1, step), (
-                f"{where}: {late if part.started == step else early}, so the message overlaps "
-                "with nothing"
+            assert part.awaited >= step, (
+                f"{where}: it computes without waiting for the hop of its keys"
+            )
+            alone = "so the message overlaps with nothing"
+            assert part.started > step or step == ranks - 1, (
+                f"{where}: it starts the hop after it computes, {alone}"
+            )
+            assert part.awaited == step, (
+                f"{where}: it waits for the hop before it computes, {alone}"
             )
 
 
