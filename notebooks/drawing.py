@@ -11,31 +11,11 @@ from matplotlib.patches import Rectangle
 
 from canon.show import timeline_figures
 from canon.show.mask_figures import band_numbers
-from canon.show.style import (
-    INK,
-    PALE,
-    RANKS,
-    STYLE,
-    colour,
-    mean_line,
-    plt,
-    traffic,
-)
+from canon.show.style import INK, PALE, RANKS, STYLE, colour, mean_line, plt, traffic
 
 # For the notebooks and their modules.
-__all__ = [
-    "INK",
-    "PALE",
-    "RANKS",
-    "bands",
-    "bare",
-    "colour",
-    "matrix",
-    "mean_line",
-    "plt",
-    "rank_legend",
-    "traffic",
-]
+__all__ = ["INK", "PALE", "RANKS", "bands", "bare", "colour", "matrix", "mean_line", "plt"]
+__all__ += ["rank_legend", "traffic"]
 plt.rcParams.update(STYLE)
 
 
@@ -351,6 +331,20 @@ def weighted_pieces(weights, pieces, parts):
     axes[1].set(xlabel="key", xlim=(-0.6, len(weights) - 0.4), ylim=(0, 1.3 * highest))
     figure.tight_layout()
     plt.show()
+
+
+@shown
+def errors_of_pieces(counts, errors):
+    """Draw relative errors by the number of pieces, one curve for each dtype of the pieces."""
+    _, ax = plt.subplots(figsize=(6, 2.6))
+    for (dtype, curve), fill in zip(errors.items(), [RANKS[2], RANKS[4]], strict=True):
+        percent = [100 * error for error in curve]
+        ax.plot(counts, percent, marker="o", markersize=4, color=fill)
+        name = f"pieces in\n{str(dtype)[6:]}"
+        ax.text(counts[-1] * 1.12, percent[-1], name, va="center", color=fill)
+    ax.set_xscale("log", base=2)
+    ax.set(xticks=counts, xticklabels=counts, ylim=(0, None))
+    ax.set(xlabel="pieces", ylabel="relative error, %")
 
 
 @shown

@@ -2,6 +2,7 @@
 mask has the right owner.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +34,14 @@ class SentHop:
 @dataclass(frozen=True)
 class Part:
     """A part of the forward pass: ``rank`` computes with the keys ``k``, under the mask of
-    ``owner`` (None: of no owner).
+    ``owner`` (None: of no owner). Before it, the rank started and awaited so many hops.
     """
 
     rank: int
     k: Tensor
     owner: int | None
+    started: int
+    awaited: int
 
 
 @contextmanager
@@ -63,6 +66,7 @@ def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
     """
     parts: list[Part] = []
     given: dict[int, tuple] = {}  # by the identity of a mask; it also keeps the masks
+    hops: defaultdict[int, list[bool]] = defaultdict(list)  # by rank: has it waited for the hop?
     local_mask, tiled_forward = Call.local_mask, ring.tiled_forward
 
     def recorded_mask(call, owner):
@@ -70,11 +74,24 @@ def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
         given[id(mask)] = owner, mask
         return mask
 
+    class RecordedWait(ring.Hop):
+        def __init__(self, tensors, owner, call):
+            self.of_rank = hops[call.rank]
+            self.place = len(self.of_rank)
+            self.of_rank.append(False)
+            super().__init__(tensors, owner, call)
+
+        def wait(self):
+            self.of_rank[self.place] = True
+            return super().wait()
+
     def recorded_forward(q, k, v, mask, **options):
-        parts.append(Part(torch.distributed.get_rank(), k, given.get(id(mask), (None,))[0]))
+        rank, owner = torch.distributed.get_rank(), given.get(id(mask), (None,))[0]
+        parts.append(Part(rank, k, owner, len(hops[rank]), sum(hops[rank])))
         return tiled_forward(q, k, v, mask, **options)
 
     with (
+        mock.patch.object(ring, "Hop", RecordedWait),
         mock.patch.object(Call, "local_mask", recorded_mask),
         mock.patch.object(ring, "tiled_forward", recorded_forward),
     ):
@@ -137,7 +154,7 @@ def require_key_hops(hops: Sequence[SentHop], shards: Sequence[Tensor], passes: 
 
 def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
     """Raise AssertionError unless every rank computes once with the keys of each rank, under the
-    mask of their owner.
+    mask of their owner, while the hop of the same step is in flight.
     """
     ranks = len(shards)
     for rank in range(ranks):
@@ -152,6 +169,16 @@ def require_parts(parts: Sequence[Part], shards: Sequence[Tensor]) -> None:
             )
             assert part.owner == held, (
                 f"{where}: it holds {_keys(held)}, but the mask is that of owner {part.owner}"
+            )
+            assert part.awaited >= step, (
+                f"{where}: it computes without waiting for the hop of its keys"
+            )
+            alone = "so the message overlaps with nothing"
+            assert part.started > step or step == ranks - 1, (
+                f"{where}: it starts the hop after it computes, {alone}"
+            )
+            assert part.awaited == step, (
+                f"{where}: it waits for the hop before it computes, {alone}"
             )
 
 

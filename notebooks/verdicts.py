@@ -1,5 +1,7 @@
 """Verdicts of the judge on kernels, against `canon.reference` in float64."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,15 @@ def first_difference(verdict: Agreement) -> str:
     return f"{wrong.tensor} is {wrong.ratio:.1f} times the bound" if finite else verdict.faults[0]
 
 
-def equal(name: str, got: Tensor, expected: Tensor, dim: int = 1) -> None:
+def equal(
+    name: str,
+    got: Tensor,
+    expected: Tensor,
+    dim: int = 1,
+    positions: Sequence[int] | Tensor | None = None,
+) -> None:
     """Raise AssertionError that names the tokens, along axis ``dim``, that differ by more than
-    1e-12.
+    1e-12. ``positions`` are their names, by default from 0.
     """
     for what in ("shape", "dtype"):
         mine, theirs = getattr(got, what), getattr(expected, what)
@@ -29,7 +37,8 @@ def equal(name: str, got: Tensor, expected: Tensor, dim: int = 1) -> None:
     wrong = ~torch.isclose(got, expected, rtol=0, atol=1e-12)
     if not wrong.any():
         return
-    tokens = wrong.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+    rows = wrong.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist()
+    tokens = rows if positions is None else [int(positions[row]) for row in rows]
     shown = ", ".join(map(str, tokens[:8])) + ", ..." * (len(tokens) > 8)
     place = tuple(wrong.movedim(dim, 0).nonzero()[0].tolist())
     found, right = (float(x.movedim(dim, 0)[place]) for x in (got, expected))

@@ -1,5 +1,5 @@
-"""Claims about the instrumentation of the notebooks: claims of SMs, events of a kernel, and kernels
-without a line.
+"""Claims about the instrumentation of the notebooks: claims of SMs, events of a kernel, parts of a
+ring, and kernels without a line.
 """
 
 import re
@@ -9,6 +9,7 @@ import forward_runs
 import pytest
 import torch
 import torch.distributed as dist
+from ring_hops import Part, require_parts
 from tile_claims import claims_of
 
 from canon import Layout, Mask, reference
@@ -91,3 +92,21 @@ def test_the_simulator_explains_the_absence_of_each_wait_and_arrival_of_the_plai
         forward_runs.without("q_full.index"),
     ):
         pass
+
+
+def test_a_part_of_keys_whose_hop_was_not_awaited_is_named():
+    shards = [torch.full((1, 2, 1, 4), float(rank)) for rank in range(2)]
+
+    def parts(awaited):
+        return [
+            Part(rank, shards[(rank - step) % 2], (rank - step) % 2, 1, awaited * step)
+            for rank in range(2)
+            for step in range(2)
+        ]
+
+    require_parts(parts(awaited=1), shards)
+    with pytest.raises(
+        AssertionError,
+        match="^rank 0, step 1: it computes without waiting for the hop of its keys$",
+    ):
+        require_parts(parts(awaited=0), shards)
