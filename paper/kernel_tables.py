@@ -20,7 +20,6 @@ SHAPES = (
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
 )
 REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
-BITS = {"bits_two": "bits_two_h200", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
 BESIDE = "kernels_peers_h200"
 OF_FORWARD = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "flash-attn-4": "flash-attn-4"}
 OF_BESIDE = {
@@ -138,17 +137,6 @@ def agreeing(*records: str) -> str:
     ):
         raise ValueError(f"{records}: a schedule does not agree, or the schedules differ")
     return str(len(found[0]))
-
-
-def _equal_bits(record: str) -> str:
-    """Return "A of N": the cells of `canon check --bits` with equal bits, of those that were
-    computed.
-    """
-    rows = [row["verdict"] for row in load(record)["results"] if row["row"] != "whole call"]
-    return (
-        f"{rows.count('equal')} of "
-        f"{sum(verdict not in ('declined', 'no option') for verdict in rows)}"
-    )
 
 
 def _random(record: str) -> str:
@@ -510,7 +498,6 @@ def beside_peers() -> dict[str, str]:
         ),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
         "short_cudnn": f"{short_cudnn} of {len(short)}",
-        **_other_tiles_of_short_rows(),
         "auto_behind": f"{behind - 1:.0%}",
         "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),
@@ -526,31 +513,6 @@ def beside_peers() -> dict[str, str]:
     }
 
 
-def one_h100() -> dict[str, str]:
-    """Return tables of split beside ordered dq, and of trees, on one H100, and the equal bits of
-    all records.
-    """
-    tflops = lambda shape, name: row_of("kernels_split_h100", shape, name).get("backward_tflops", 0)
-    methods = "canon gluon split", "canon gluon fused in order"
-    shapes = [
-        row["shape"]
-        for row in load("kernels_split_h100")["results"]
-        if row["contender"] == methods[0]
-    ]
-    trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
-    times = [
-        [row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"]
-        for row in trees
-    ]
-    return {
-        "split_over_h100": span(
-            tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes
-        ),
-        "trees": table(("both passes", "wall ms", "GPU ms"), times),
-        **{key: _equal_bits(record) for key, record in BITS.items()},
-    }
-
-
 PARTS = (
     agreement,
     planted,
@@ -561,17 +523,4 @@ PARTS = (
     compilation,
     tiles,
     beside_peers,
-    one_h100,
 )
-
-
-def _other_tiles_of_short_rows() -> dict[str, str]:
-    """Return the times of other tiles over those of the forward's own, and cuDNN's over these."""
-    rows = load("short_rows_h200")["results"]
-    others, peers = [], []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        times = {x["contender"]: median(x["forward_ms"]) for x in rows if x["shape"] == shape}
-        own = times.pop("canon gluon split")
-        peers.append(times.pop("SDPA cudnn") / own)
-        others += [time / own for time in times.values()]
-    return {"short_tiles": span(others), "short_tiles_cudnn": span(peers)}

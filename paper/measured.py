@@ -20,6 +20,7 @@ import other_libraries
 import paper_figures
 import readme_figures
 import schedule_tables
+import short_tables
 from articles import backward_on_hopper, hidden_wait, order_of_dq, stale_maximum
 from plots import Drawing, save
 from records import DATA, HERE, index
@@ -65,7 +66,8 @@ def measured() -> dict[str, str]:
     """Return all tables and numbers of `measured.md` and `records.md`, and those that only the
     paper uses.
     """
-    modules = (kernel_tables, cuda_tables, schedule_tables, other_libraries, detection_tables)
+    modules = (kernel_tables, cuda_tables, schedule_tables, short_tables, other_libraries)
+    modules += (detection_tables,)
     parts = [part for module in modules for part in module.PARTS]
     return {key: value for part in parts for key, value in part().items()}
 

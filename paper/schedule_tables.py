@@ -420,42 +420,6 @@ def methods() -> dict[str, str]:
     return {"methods": table(("both passes, wall ms", "repeatable", "any order"), rows)}
 
 
-def few_queries() -> dict[str, str]:
-    """Return the table of few queries over many keys."""
-    rows = load("few_queries_h200")["results"]
-    us = lambda row, name: 1e3 * median(row[name])
-    names = "SDPA cudnn", "canon auto", "canon auto, rank invariant"
-    lines = []
-    for shape in dict.fromkeys(row["shape"] for row in rows):
-        found = {
-            row["contender"]: f"{us(row, 'forward_wall_ms'):.0f} / {us(row, 'forward_ms'):.1f}"
-            for row in rows
-            if row["shape"] == shape and "forward_ms" in row
-        }
-        queries, keys = shape.split()[1][1:], tokens(int(shape.split(":")[1]))
-        lines.append([f"{queries} and {keys}", *(found[name] for name in names)])
-    ways, made = ("parts", "sums travel", "keys travel"), load("decode_two_h200")["results"]
-    cell = lambda row: f"{1e3 * median(row['wall_ms']):.0f} / {row['peak_mb']:.0f}"
-    decoding = []
-    for shape in dict.fromkeys(row["shape"] for row in made if " S1 " in row["shape"]):
-        found = {row["schedule"]: cell(row) for row in made if row["shape"] == shape}
-        decoding.append([tokens(int(shape.split(":")[1])), *(found[way] for way in ways)])
-    return {
-        "few": table(
-            ("wall / GPU us, queries and keys", "cuDNN", "Canon", "Canon, same bits"),
-            lines,
-        ),
-        "decoding": table(
-            (
-                "wall us / MB, 1 query, keys",
-                "merged parts",
-                *(f"same bits, {way}" for way in ways[1:]),
-            ),
-            decoding,
-        ),
-    }
-
-
 def links() -> dict[str, str]:
     """Return the rates of messages, in a profile of four GPUs with 16,384 tokens each."""
     rates = {
@@ -486,7 +450,6 @@ PARTS = (
     schedules,
     two_gpus,
     methods,
-    few_queries,
     packs,
     host,
     plans,
