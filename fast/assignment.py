@@ -21,6 +21,7 @@ from canon.fast.chunks import Chunks
 FAR = np.iinfo(np.int64).max
 WEIGHT = 5  # of a received token in the traffic
 PARTNERS = 8  # ranks that move least, with which the rank that moves most may swap
+LARGEST_BLOCK = 1 << 20  # swaps x ranks that a relief scores at once, or one partner
 
 # ranks in one scoring; scores behind the first gain are wasted
 FEWEST_TOGETHER, MOST_TOGETHER = 32, 256
@@ -99,7 +100,10 @@ class Assignment:
         pairs = np.nonzero((load <= best[0]) & self._keeps_one_small(rank, others))
         if not len(pairs[0]):
             return False
-        moved, traffic = (x[pairs] for x in self._relieved(rank, others))
+        step = max(1, LARGEST_BLOCK // (mine.size**2 * chunks.ranks))
+        parts = [others[start : start + step] for start in range(0, len(others), step)]
+        scored = zip(*(self._relieved(rank, some) for some in parts), strict=True)
+        moved, traffic = (np.concatenate(x)[pairs] for x in scored)
         rest = np.array(
             [np.delete(self.load, [rank, other]).max(initial=0) for other in others.tolist()]
         )[pairs[0]]
