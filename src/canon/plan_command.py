@@ -27,7 +27,7 @@ from canon.costs.schedule_costs import plan_of
 from canon.fast.tables.tile_costs import divisors
 
 MISUSED = 2
-RARE = "small ends|invariant|strided contiguous|striped"  # schedules that are left out
+RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules that are left out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from canon.bench.measuring import Settings
 from canon.bench.peers import SDPA, sdpa
 from canon.bench.shapes import Shape
 from canon.masks.layout import Layout
+from canon.testing.deterministic import deterministic
 
 MAGI: dict[str, dict[str, Any]] = {  # names of the records
     "magi, 0 stages": {"own_keys_first": False},
@@ -69,8 +70,9 @@ def schedules_of(shape: Shape, ranks: int, columns: int = 1) -> Iterator[Schedul
             if stride > 1:
                 yield of(f"{name}, small ends", strided, layouts[kind], **given, **ends)
     planned, magi = fast.dispatch(mask, ranks // columns).divided(columns), fast.magi_attention
-    yield of("strided zigzag, no options", strided, zigzag)
-    yield of("magi, no options", magi, planned)
+    for name, function, layout in ("strided zigzag", strided, zigzag), ("magi", magi, planned):
+        yield of(f"{name}, no options", function, layout)
+        yield replace(of(f"{name}, repeatable", function, layout), around=deterministic)
     for name, options in MAGI.items():
         yield of(name, magi, planned, keep_kv=False, **options)
         yield of(f"{name}, keys kept", magi, planned, keep_kv=True, **options)
