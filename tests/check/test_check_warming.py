@@ -95,6 +95,17 @@ def compiled():
 """
 
 
+def test_kernels_compile_before_the_check_of_a_module_that_has_some():
+    """In a fresh process, where nothing has loaded Triton."""
+    program = """
+import canon.fast, canon.reference
+from canon.check import warming
+given = ("cuda", canon.fast), ("cuda", canon.reference), ("cpu", canon.fast)
+print([warming.worth_it(device, module) for device, module in given])
+"""
+    assert printed(program) == "[True, False, False]\n"
+
+
 def test_a_failing_fork_is_not_fatal():
     first, second = printed(JOBS).splitlines()
     assert first == str(["None", "None", "None", "ValueError('no such kernel')"])

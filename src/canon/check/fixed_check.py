@@ -108,7 +108,7 @@ class FixedCheck:
         settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
         runner = CaseRunner(name, tuple(cases), *given, **settings)
         try:
-            if cases and warming.worth_it(self.placement.device):
+            if cases and warming.worth_it(self.placement.device, self.module):
                 self.print(warming.warm([(ranks, runner)]), highlight=False)
             return run_cases(kind, ranks, runner), False
         except Interrupted as error:

@@ -55,7 +55,7 @@ def run(
     check = _RandomCheck(arguments, console, kind, run)
     settings = {"backend": arguments.backend, "runs": arguments.runs}
     runner = CaseRunner(arguments.module, (), RandomSource(), device, **settings)
-    if warming.worth_it(device):
+    if warming.worth_it(device, module):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in wanted[:BLOCK]]
         console.print(warming.warm(groups), highlight=False)
     try:

@@ -1,22 +1,25 @@
 """Compile the kernels of a check before it runs, in parallel processes."""
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
+from types import ModuleType
 
 from canon.check.case_runner import CaseRunner
+from canon.check.module_import import uses_kernels
 from canon.testing import process_groups
 
 
-def worth_it(device: str) -> bool:
-    """Return whether several cores can compile kernels before the check."""
+def worth_it(device: str, module: ModuleType) -> bool:
+    """Return whether several cores can compile kernels of the module before its check."""
     return (
         device == "cuda"
         and (os.cpu_count() or 1) > 1
-        and "triton" in sys.modules
+        and find_spec("triton") is not None
+        and uses_kernels(module)
         and hasattr(os, "fork")
     )
 
