@@ -7,29 +7,43 @@ from statistics import geometric_mean
 
 from records import cut_off_cases, lines, load, median, named, span, table, tokens
 
-RECORD = "kernels_h200"
-SHAPES = (
+BESIDE = "kernels_peers_h200"
+SHAPES = (  # of the figures
     "B1 S16384 Hq32 Hk8 D128 causal",
     "B1 S16384 Hq32 Hk8 D128 full",
-    "B8 S2048 Hq32 Hk8 D128 causal",
     "B4 S8192 Hq16 Hk16 D128 causal",
     "B1 S16384 Hq32 Hk32 D64 causal",
-    "B1 S16384 Hq16 Hk16 D256 causal",
-    "B2 S1024 Hq8 Hk1 D256 full",
+    "B1 S16384 Hq16 Hk4 D256 causal",
     "B1 S65536 Hq64 Hk8 D128 documents:4096",
     "B1 S65536 Hq64 Hk8 D128 documents:1024",
+    "B8 S2048 Hq32 Hk8 D128 causal",
+    "B32 S512 Hq32 Hk8 D128 causal",
 )
-REPEATABLE = {"split": "split", "head_parallel": "head-parallel", "fused in order": "ordered fused"}
-BESIDE = "kernels_peers_h200"
+MEMORY = (  # shapes of the table of memory
+    "B1 S20480 Hq20 Hk4 D128 causal",
+    "B1 S65536 Hq64 Hk8 D128 documents:4096",
+    "B1 S16384 Hq16 Hk4 D256 causal",
+    "B8 S2048 Hq32 Hk8 D128 causal",
+)
+REPEATABLE = "canon auto, repeatable"
+ORDERED = "canon gluon fused in order"
+# Since the run the deterministic default takes the ordered kernel on these: its times count there.
+ORDERED_SINCE = (
+    "B2 S8192 Hq40 Hk8 D128 causal",
+    "B1 S24576 Hq24 Hk4 D128 causal",
+    "B1 S16384 Hq32 Hk8 D128 causal",
+    "B4 S8192 Hq16 Hk16 D128 causal",
+    "B2 S12288 Hq48 Hk8 D128 causal",
+    "B1 S32768 Hq28 Hk4 D128 window:4095",
+)
+DETERMINISTIC = "flash-attn-4 deterministic"
 OF_FORWARD = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "flash-attn-4": "flash-attn-4"}
-OF_BESIDE = {
-    "canon auto": "Canon",
-    "canon gluon fused": "Canon, any order",
-    "SDPA cudnn": "cuDNN",
-    "flash-attn-4": "flash-attn-4",
-    "flash-attn-4 deterministic": "the same, deterministic",
+OF_BESIDE = OF_FORWARD | {
+    REPEATABLE: "Canon, deterministic",
+    DETERMINISTIC: "flash-attn-4, deterministic",
 }
-PEERS = ("SDPA cudnn", "SDPA flash", "FlexAttention", "flash-attn-4")
+OF_MEMORY = OF_FORWARD | {"canon gluon split": 'Canon, `backward="split"`'}
+PEERS = ("SDPA cudnn", "flash-attn-4")
 CHECKS = (  # record, what ran, dtypes
     ("check_one_h200", "4 ranks as threads on 1 H200", "bf16, fp16, fp32"),
     ("check_cuda_h200", "the same with the CUDA backend; 3 unordered cases declined", "bf16, fp16"),
@@ -68,8 +82,14 @@ def rows_of(record: str, shape: str) -> list[dict]:
 
 def row_of(record: str, shape: str, contender: str) -> dict:
     """Return the row of a contender, or {} where it has no figures."""
+    contender = _timed(record, shape, contender)
     rows = (row for row in rows_of(record, shape) if row["contender"] == contender)
     return next((row for row in rows if "failed" not in row and "declined" not in row), {})
+
+
+def _timed(record: str, shape: str, contender: str) -> str:
+    since = (record, contender) == (BESIDE, REPEATABLE) and shape in ORDERED_SINCE
+    return ORDERED if since else contender
 
 
 def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, float]:
@@ -92,28 +112,9 @@ def clocks(record: str, shape: str, contender: str, name: str) -> tuple[float, f
 
 def speed(record: str, shape: str, contender: str, name: str) -> float:
     """Return the TFLOP/s of the pass ``name``; 0 where the contender has none."""
+    contender = _timed(record, shape, contender)
     found = [row for row in rows_of(record, shape) if row["contender"] == contender]
     return found[0].get(f"{name}_tflops", 0.0) if found else 0.0
-
-
-def forward(record: str, shape: str) -> float:
-    """Return the mean of both timings of the forward kernel, which a run times as "split" and as
-    "auto".
-    """
-    return (
-        speed(record, shape, "canon gluon split", "forward")
-        + speed(record, shape, "canon auto", "forward")
-    ) / 2
-
-
-def repeatable(record: str, shape: str) -> tuple[float, str]:
-    """Return the speed of Canon's fastest backward that repeats its bits, and the name of its
-    method.
-    """
-    return max(
-        (speed(record, shape, f"canon gluon {key}", "backward"), name)
-        for key, name in REPEATABLE.items()
-    )
 
 
 def best_peer(record: str, shape: str, name: str) -> float:
@@ -233,96 +234,40 @@ def planted() -> dict[str, str]:
     }
 
 
-def table_of_kernels() -> str:
-    """Return the table of kernels of an earlier commit, for the paper."""
-    rows = []
-    for shape in SHAPES:
-        ours, (ordered, method) = forward(RECORD, shape), repeatable(RECORD, shape)
-        cells = [
-            ours,
-            *(speed(RECORD, shape, peer, "forward") for peer in ("SDPA cudnn", "flash-attn-4")),
-        ]
-        rest = "canon gluon fused", "SDPA cudnn", "flash-attn-4", "flash-attn-4 deterministic"
-        back = [speed(RECORD, shape, name, "backward") for name in rest]
-        shown = [f"{c:.0f}" if c else "-" for c in (*cells, *back)]
-        rows.append([named(shape), *shown[:3], f"{ordered:.0f} ({method})", *shown[3:]])
-    header = (
-        "batch x tokens, query/key heads, width, mask",
-        "forward: Canon",
-        "cuDNN",
-        "flash-attn-4",
-    )
-    header += (
-        "backward, same bits every time: Canon",
-        "any order: Canon fused",
-        "cuDNN",
-        "flash-attn-4",
-    )
-    return table((*header, "flash-attn-4 deterministic"), rows)
-
-
 def kernels() -> dict[str, str]:
-    """Return the ratios of the speeds of kernels, of an earlier commit."""
-    ratios: dict[str, list[float]] = {"forward": [], "fastest": [], "repeatable": []}
-    for shape in SHAPES:
-        ours, (ordered, _) = forward(RECORD, shape), repeatable(RECORD, shape)
-        fused = speed(RECORD, shape, "canon gluon fused", "backward")
-        ratios["forward"].append(ours / best_peer(RECORD, shape, "forward"))
-        ratios["fastest"].append(max(fused, ordered) / best_peer(RECORD, shape, "backward"))
-        ratios["repeatable"].append(
-            ordered / speed(RECORD, shape, "flash-attn-4 deterministic", "backward")
-        )
-    causal = "B1 S16384 Hq32 Hk8 D128 causal"
-    cudnn = [
-        speed(record, causal, "SDPA cudnn", "forward") for record in (RECORD, "kernels_triton_h200")
-    ]
-    flex = [
-        speed(RECORD, shape, "FlexAttention", "forward") / forward(RECORD, shape)
-        for shape in SHAPES
-    ]
-    return {
-        "forward_over_peer": span(ratios["forward"]),
-        "backward_over_peer": span(ratios["fastest"]),
-        "repeatable_over_peer": span(ratios["repeatable"]),
-        "repeatable_slower": str(sum(ratio < 1 for ratio in ratios["repeatable"])),
-        "fastest_slower": str(sum(ratio < 1 for ratio in ratios["fastest"])),
-        "rows": str(len(SHAPES)),
-        "flex_over_canon": span(flex),
-        "cudnn_runs": span(cudnn, 0),
-        "auto_of_repeatable": span(
-            speed(RECORD, s, "canon auto", "backward") / repeatable(RECORD, s)[0] for s in SHAPES
-        ),
+    """Return the ratios of speeds of Canon and of the fastest peer."""
+    shapes = list(dict.fromkeys(row["shape"] for row in load(BESIDE)["results"]))
+    of = lambda contender, name: [speed(BESIDE, shape, contender, name) for shape in shapes]
+    ratios = {
+        name: [
+            ours / best_peer(BESIDE, shape, name)
+            for shape, ours in zip(shapes, of("canon auto", name), strict=True)
+        ]
+        for name in ("forward", "backward")
     }
+    pairs = zip(of(REPEATABLE, "backward"), of(DETERMINISTIC, "backward"), strict=True)
+    ratios["repeatable"] = [ours / other for ours, other in pairs]
+    cudnn = [
+        speed(record, SHAPES[0], "SDPA cudnn", "forward")
+        for record in (BESIDE, "kernels_triton_h200")
+    ]
+    found = {f"{name}_over_peer": span(x) for name, x in ratios.items()}
+    for name in ("backward", "repeatable"):
+        found[f"{name}_slower"] = str(sum(ratio < 1 for ratio in ratios[name]))
+    return found | {"rows": str(len(shapes)), "cudnn_runs": span(cudnn, 0)}
 
 
 def wall() -> dict[str, str]:
-    """Return the table of wall times of an earlier commit, and Canon's over those of the fastest
-    peer.
-    """
-    rows, ratios = [], {"forward": [], "both": []}
-    for shape in SHAPES:
-        cells = []
-        for name in ("forward", "both"):
-            times = {who: clocks(RECORD, shape, who, name) for who in ("canon auto", *PEERS)}
-            fastest = min(wall for who, (wall, _) in times.items() if wall and who != "canon auto")
-            ratios[name].append(fastest / times["canon auto"][0])
-            shown = (times[who] for who in ("canon auto", "SDPA cudnn", "flash-attn-4"))
-            cells += [f"{wall:.2f} [{gpu:.2f}]" if wall else "-" for wall, gpu in shown]
-        rows.append([named(shape), *cells])
-    header = (
-        "wall ms [GPU ms]",
-        "forward: Canon",
-        "cuDNN",
-        "flash-attn-4",
-        "both passes: Canon",
-        "cuDNN",
-        "flash-attn-4",
-    )
-    return {
-        "wall": table(header, rows),
-        "wall_forward": span(ratios["forward"]),
-        "wall_both": span(ratios["both"]),
-    }
+    """Return the wall times of the fastest peer over Canon's."""
+    shapes = dict.fromkeys(row["shape"] for row in load(BESIDE)["results"])
+    ratios = {}
+    for name in ("forward", "both"):
+        times = ({x: clocks(BESIDE, s, x, name)[0] for x in OF_FORWARD} for s in shapes)
+        ratios[f"wall_{name}"] = span(
+            min(x for who, x in found.items() if x and who in PEERS) / found["canon auto"]
+            for found in times
+        )
+    return ratios
 
 
 def portable() -> dict[str, str]:
@@ -451,40 +396,43 @@ def beside_peers() -> dict[str, str]:
         [named(shape), *(cell(clocks(BESIDE, shape, name, "both")[0], ".2f") for name in backwards)]
         for shape in shapes
     ]
+    memory = [
+        [named(shape), *(cell(row_of(BESIDE, shape, x).get("peak_mb", 0)) for x in OF_MEMORY)]
+        for shape in MEMORY
+    ]
 
     def ratio(one: str, other: str, kind: str = "backward") -> dict[str, float]:
         pairs = {shape: (tflops(one, shape, kind), tflops(other, shape, kind)) for shape in shapes}
         return {shape: x / y for shape, (x, y) in pairs.items() if x and y}
 
     ratios = {
-        "fused_flash4": ratio("canon gluon fused", "flash-attn-4"),
         "auto_flash4": ratio("canon auto", "flash-attn-4"),
-        "auto_deterministic": ratio("canon auto", "flash-attn-4 deterministic"),
+        "repeatable_flash4": ratio(REPEATABLE, DETERMINISTIC),
         "forward_cudnn": ratio("canon auto", "SDPA cudnn", "forward"),
         "forward_flash4": ratio("canon auto", "flash-attn-4", "forward"),
     }
+    long = [shape for shape in shapes if int(shape.split()[1][1:]) >= 8192]
+    ratios["long_flash4"] = {x: ratios["auto_flash4"][x] for x in long}
     found = {f"{name}_mean": f"{geometric_mean(x.values()):.2f}" for name, x in ratios.items()}
     found |= {f"{name}_span": span(x.values()) for name, x in ratios.items()}
     found |= {
         f"{name}_slower": f"{sum(y < 1 for y in x.values())} of {len(x)}"
         for name, x in ratios.items()
     }
-    full = ratio("canon gluon fused in order", "canon gluon split")
-    repeatable = "canon gluon split", "canon gluon fused in order"
+    any_order = "canon gluon split", "canon gluon fused"
     behind = max(
-        max(tflops(name, shape, "backward") for name in repeatable)
+        max(tflops(name, shape, "backward") for name in any_order)
         / tflops("canon auto", shape, "backward")
         for shape in shapes
     )
     names = "canon auto, rank invariant", "canon auto"
 
-    def cost(shape: str, passes: str, record: str = BESIDE) -> float:
-        option, default = (clocks(record, shape, name, passes)[0] for name in names)
+    def cost(shape: str, passes: str) -> float:
+        option, default = (clocks(BESIDE, shape, name, passes)[0] for name in names)
         return option / default
 
     short = [shape for shape in shapes if int(shape.split()[1][1:]) <= 2048]
     short_cudnn = sum(ratios["forward_cudnn"][shape] < 1 for shape in short)
-    documents = lambda mean: next(shape for shape in shapes if shape.endswith(f"documents:{mean}"))
     costs = [(shape.split()[4], cost(shape, "both")) for shape in shapes]
     return {
         **found,
@@ -497,15 +445,12 @@ def beside_peers() -> dict[str, str]:
             speeds,
         ),
         "peers_wall": table(("both passes, wall ms", *OF_BESIDE.values()), wall),
+        "peers_memory": table(("memory of both passes, MB", *OF_MEMORY.values()), memory),
         "short_cudnn": f"{short_cudnn} of {len(short)}",
         "auto_behind": f"{behind - 1:.0%}",
-        "full_ordered_over_split": span(x for shape, x in full.items() if shape.endswith("full")),
+        "ordered_since": str(len(ORDERED_SINCE)),
         "invariant_forward": span(cost(shape, "forward") for shape in shapes),
         "invariant_both": span(cost for _, cost in costs),
-        **{
-            f"invariant_{x}_now": f"{cost(documents(x), 'both', 'rank_invariant_h200'):.2f}"
-            for x in (256, 1024)
-        },
         **{
             f"invariant_{d}": span([cost for width, cost in costs if width == f"D{d}"])
             for d in (64, 128, 256)

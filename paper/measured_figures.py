@@ -16,7 +16,7 @@ def short(shape: str) -> str:
 def kernels():
     """Draw the speeds of kernels on nine shapes."""
     figure, grid = new(2, width=10, height=5.2, sharey=True)
-    record, shapes = kernel_tables.RECORD, kernel_tables.SHAPES
+    record, shapes = kernel_tables.BESIDE, kernel_tables.SHAPES
     peers = (("SDPA cudnn", "cuDNN", ORANGE, "^"), ("flash-attn-4", "flash-attn-4", BLUE, "s"))
     for axes, name in zip(grid[0], ("forward", "backward"), strict=True):
         series = [
@@ -36,7 +36,7 @@ def kernels():
                     VERMILION,
                     "o",
                     VERMILION,
-                    [kernel_tables.forward(record, s) for s in shapes],
+                    [kernel_tables.speed(record, s, "canon auto", name) for s in shapes],
                 )
             )
         else:
@@ -44,15 +44,18 @@ def kernels():
                 kernel_tables.speed(record, s, "flash-attn-4 deterministic", name) for s in shapes
             ]
             series.append(("flash-attn-4, deterministic", BLUE, "s", BLUE, strict))
-            any_order = [kernel_tables.speed(record, s, "canon gluon fused", name) for s in shapes]
-            series.append(("Canon, any order", VERMILION, "o", "none", any_order))
+            any_order = [kernel_tables.speed(record, s, "canon auto", name) for s in shapes]
+            series.append(("Canon", VERMILION, "o", "none", any_order))
             series.append(
                 (
-                    "Canon, same bits every time",
+                    "Canon, deterministic",
                     VERMILION,
                     "o",
                     VERMILION,
-                    [kernel_tables.repeatable(record, s)[0] for s in shapes],
+                    [
+                        kernel_tables.speed(record, s, kernel_tables.REPEATABLE, name)
+                        for s in shapes
+                    ],
                 )
             )
         for label, colour, mark, face, values in series:
@@ -84,7 +87,7 @@ def wall():
     wall time.
     """
     figure, grid = new(2, width=10, height=5.6, sharey=True)
-    record, host = kernel_tables.RECORD, load("host_h200")["results"]
+    record, host = kernel_tables.BESIDE, load("host_h200")["results"]
     short_shapes = list(dict.fromkeys(row["shape"] for row in host))
     shapes = [*short_shapes, *kernel_tables.SHAPES]
     series = (
@@ -245,8 +248,8 @@ def packs():
 
 
 FIGURES = {
-    "kernels": Drawing(kernels, ("kernels_h200.json",)),
-    "wall": Drawing(wall, ("kernels_h200.json", "host_h200.json")),
+    "kernels": Drawing(kernels, ("kernels_peers_h200.json",)),
+    "wall": Drawing(wall, ("kernels_peers_h200.json", "host_h200.json")),
     "lengths": Drawing(lengths, ("kernels_sweep_widths_h200.json",)),
     "schedules": Drawing(
         schedules,

@@ -43,8 +43,7 @@ TABLED = (  # records behind tables and numbers that no figure has
         "host_h200",
         "agreement_two_h200",
     ),
-    "schedules_two_h100",
-    "schedules_mesh_two_h200",
+    schedule_tables.TWO,
     kernel_tables.BESIDE,
     other_libraries.RECORD,
     *short_tables.BITS.values(),
@@ -161,7 +160,9 @@ def checks_and_plans() -> dict[str, str]:
     plans = [row for row in planned if row["kind"] == "packs"]
     received = [row for row in load("plans_received")["results"] if row["kind"] == "packs"]
     large = next(row for row in planned if row["kind"] == "a large pack")
-    speed = lambda shape: f"{kernel_tables.forward('kernels_h200', shape):.0f}"
+    speed = lambda shape: (
+        f"{kernel_tables.speed(kernel_tables.BESIDE, shape, 'canon auto', 'forward'):.0f}"
+    )
     worst = min(float(row[1]) for row in cells(kernel_tables.lengths()["lengths"]))
     volumes = ", ".join(f"{mean(row['volume']):.3f} on {row['ranks']}" for row in plans)
     releases = sorted(
@@ -237,12 +238,9 @@ def cells(markdown: str, columns: Sequence[int] | None = None) -> list[list[str]
 def kernels() -> Table:
     """Return the speeds of kernels and peers on each shape."""
     header = ["batch × tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
-    header += ["Canon, same bits", "Canon, any order", "cuDNN", "FA4", "FA4, same bits"]
-    rows = [[_short(row[0]), *row[1:]] for row in cells(kernel_tables.table_of_kernels())]
-    return {
-        "header": header,
-        "rows": [[re.sub(r" \((.*)\)", r" \1", cell) for cell in row] for row in rows],
-    }
+    header += ["Canon", "cuDNN", "FA4", "Canon, same bits", "FA4, same bits"]
+    rows = cells(kernel_tables.beside_peers()["peers"])
+    return {"header": header, "rows": [[_short(row[0]), *row[1:]] for row in rows]}
 
 
 def checks() -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from records import load, median, only, span, table, tokens
 
-TWO = "schedules_mesh_two_h200"
+TWO = "schedules_peers_two_h200"
 SCHEDULES = (  # name in the record, name on the page
     ("ring contiguous", "ring, contiguous shards"),
     ("ring zigzag", "ring, zigzag"),
@@ -72,30 +72,54 @@ def schedule(record: str, name: str, n: int) -> dict:
     )
 
 
-OF_TWO = {  # names in the record and on the page, without options
+OF_TWO = {  # names in the record and on the page
     "ring zigzag": "ring, zigzag",
     "strided zigzag, no options": "strided, zigzag",
     "magi, no options": "magi",
     "mesh 1 x 2, strided zigzag": "mesh of 1 x 2, zigzag",
+    "strided zigzag, repeatable": "strided, zigzag, deterministic",
+    "magi, repeatable": "magi, deterministic",
+    "strided zigzag 8, rank invariant": "strided, zigzag, rank invariant",
+    "ring-flash-attn zigzag": "ring-flash-attn on flash-attn-4, zigzag",
     "torch cudnn allgather": "torch `context_parallel`, cuDNN, all-gather",
+    "one GPU": "one GPU, the whole sequence",
 }
+FASTEST = "ring zigzag", "strided zigzag, no options", "magi, no options"  # Canon's, by a group
+LENGTHS = (8192, 32768, 131072)
 
 
-def mesh_of_two() -> dict[str, str]:
-    """Return the table of two GPUs without options, and a mesh's times over the least of others."""
-    lengths, rows, ratios = (8192, 32768), [], []
-    found = {(x["schedule"], int(x["shape"].split()[1][1:])): x for x in load(TWO)["results"]}
+def of_two(name: str, n: int, clock: str = "both_wall") -> float:
+    """Return the median ms of both passes of a schedule on two GPUs."""
+    return median(schedule(TWO, name, n)[f"{clock}_ms"])
+
+
+def two_gpus() -> dict[str, str]:
+    """Return the table of two GPUs, and ratios of wall times to the least of Canon's."""
+    rows = []
     for name, label in OF_TWO.items():
-        times = [found[name, n] for n in lengths]
-        wall = [f"{median(x['both_wall_ms']):.2f} [{median(x['both_ms']):.2f}]" for x in times]
-        rows.append([label, *wall, *(f"{x['exposed_ms']:.2f}" for x in times)])
-    for n in lengths:
-        wall = {name: median(found[name, n]["both_wall_ms"]) for name in OF_TWO}
-        mesh = wall.pop("mesh 1 x 2, strided zigzag")
-        ratios.append(f"{mesh / min(wall.values()):.2f}")
-    header = ("both passes, ms", *(f"wall [GPU], {tokens(n)}" for n in lengths))
-    header += tuple(f"exposed, {tokens(n)}" for n in lengths)
-    return {"two": table(header, rows), "mesh_short": ratios[0], "mesh_long": ratios[1]}
+        times = [f"{of_two(name, n):.2f} [{of_two(name, n, 'both'):.2f}]" for n in LENGTHS]
+        rows.append([label, *times, f"{schedule(TWO, name, LENGTHS[-1])['peak_mb']:.0f}"])
+    header = ("both passes, wall ms [GPU ms]", *(f"{tokens(n)} tokens" for n in LENGTHS))
+    over = lambda name: span(
+        of_two(name, n) / min(of_two(each, n) for each in FASTEST) for n in LENGTHS
+    )
+    default = "strided zigzag, no options"
+    ring = [of_two("ring zigzag", n) / of_two(default, n) - 1 for n in LENGTHS]
+    return {
+        "two": table((*header, "MB, longest"), rows),
+        "two_wall": f"{max(ring):.0%}",
+        "mesh_over_best": over("mesh 1 x 2, strided zigzag"),
+        "ring_peer_over_best": over("ring-flash-attn zigzag"),
+        "torch_over_best": over("torch cudnn allgather"),
+        "deterministic_over_default": span(
+            of_two(f"{name}, repeatable", n) / of_two(f"{name}, no options", n)
+            for name in ("strided zigzag", "magi")
+            for n in LENGTHS
+        ),
+        "invariant_over_default": span(
+            of_two("strided zigzag 8, rank invariant", n) / of_two(default, n) for n in LENGTHS
+        ),
+    }
 
 
 def schedules() -> dict[str, str]:
@@ -124,7 +148,6 @@ def schedules() -> dict[str, str]:
     return {
         "eight": schedule_table((eight, "schedules_long_eight_h200"), (32768, 131072, 524288)),
         "four": schedule_table((four,), (16384, 65536, 262144)),
-        **mesh_of_two(),
         "strided_over_torch": strided_over("torch"),
         "strided_over_ring": strided_over("ring"),
         "ring_share_short": share(eight, "ring zigzag", 32768),
@@ -193,7 +216,19 @@ def packs() -> dict[str, str]:
         "packs_over_ring": span([mean((one, i), j) / mean((ring, i), j) for i, j in both], 1),
         "packs_share": span([100 * mean((one, i), j) / mean((whole, i), j) for i, j in both], 0),
         "packs_exposed": span([median(row[2] for row in found[one, i]) for i in range(2)], 1),
+        **{f"packs_two_{name}": span(x) for name, x in packs_of_two().items()},
     }
+
+
+def packs_of_two() -> dict[str, list[float]]:
+    """Return wall times of both passes on packs over those of magi, on two GPUs without options."""
+    times: dict[str, list[float]] = {}
+    for row in load("packs_two_h200")["results"]:
+        times.setdefault(row["schedule"], []).append(median(row["both_wall_ms"]))
+    names = {"ring": "ring zigzag", "strided": "strided zigzag, no options"}
+    names |= {"one": "one GPU", "deterministic": "magi, repeatable"}
+    pairs = lambda name: zip(times[name], times["magi, no options"], strict=True)
+    return {short: [x / y for x, y in pairs(name)] for short, name in names.items()}
 
 
 NEW_MASK = ("first_ms", "repeated_ms", "new_mask_ms")
@@ -358,49 +393,6 @@ def messages() -> dict[str, str]:
         "started_forward": gain("forward"),
         "started_both": gain("both"),
         "copy_both": span(copied),
-    }
-
-
-TWO_H100 = (  # schedule in the record, name on the page
-    ("ring zigzag", "ring, zigzag"),
-    ("strided zigzag 2", "strided, zigzag, 2 key heads at a time"),
-    ("strided zigzag 4", "strided, zigzag, 4"),
-    ("strided zigzag 8", "strided, zigzag, 8"),
-    ("strided zigzag, no options", "strided, zigzag, without options: 8"),
-    ("strided zigzag 8, rank invariant", "strided, zigzag, 8, rank invariant"),
-    ("magi, 0 stages", "magi, one group cast"),
-    ("magi, 0 stages, keys kept", "magi, one group cast, keys kept"),
-    ("magi, 1 stages", "magi, own keys first"),
-    ("ring-flash-attn zigzag", "ring-flash-attn on flash-attn-4, zigzag"),
-    ("torch cudnn allgather", "torch `context_parallel`, cuDNN, all-gather"),
-)
-
-
-def two_gpus() -> dict[str, str]:
-    """Return tables of wall and GPU time on two H100."""
-
-    def times(name: str, n: int) -> str:
-        row = schedule("schedules_two_h100", name, n)
-        return f"{median(row['both_wall_ms']):.2f} / {median(row['both_ms']):.2f}"
-
-    lengths = 8192, 32768
-    header = ("wall / GPU ms, both passes", *(f"{tokens(n)} tokens" for n in lengths))
-    rows = [[label, *(times(schedule, n) for n in lengths)] for schedule, label in TWO_H100]
-    found = {"two_h100": table(header, rows)}
-    ms = lambda name, n, clock: median(schedule("schedules_two_h100", name, n)[clock])
-    over = lambda n, clock: (
-        f"{ms('ring-flash-attn zigzag', n, clock) / ms('ring zigzag', n, clock):.2f}"
-    )
-    beside = "ring zigzag", "strided zigzag, no options"
-    pair = {
-        clock: [ms(name, 32768, clock) for name in beside] for clock in ("both_wall_ms", "both_ms")
-    }
-    return found | {
-        "two_wall": f"{max(pair['both_wall_ms']) / min(pair['both_wall_ms']) - 1:.0%}",
-        "two_gpu": f"{pair['both_ms'][0] / pair['both_ms'][1]:.2f}",
-        "ring_over_peer_short": over(8192, "both_wall_ms"),
-        "ring_over_peer_long": over(32768, "both_wall_ms"),
-        "ring_over_peer_gpu": over(32768, "both_ms"),
     }
 
 

@@ -2,7 +2,6 @@
 bits.
 """
 
-from kernel_tables import row_of
 from records import load, median, span, table, tokens
 
 BITS = {"bits_two": "bits_two_h200", "bits_cpu": "bits_cpu", "bits_gluon": "bits_gluon_simulated"}
@@ -68,25 +67,13 @@ def _equal_bits(record: str) -> str:
 
 
 def one_h100() -> dict[str, str]:
-    """Return tables of split beside ordered dq, and of trees, on one H100, and the equal bits of
-    all records.
-    """
-    tflops = lambda shape, name: row_of("kernels_split_h100", shape, name).get("backward_tflops", 0)
-    methods = "canon gluon split", "canon gluon fused in order"
-    shapes = [
-        row["shape"]
-        for row in load("kernels_split_h100")["results"]
-        if row["contender"] == methods[0]
-    ]
+    """Return the table of trees on one H100, and the equal bits of all records."""
     trees = [row for row in load("trees_h100")["results"] if row.get("both_wall_ms")]
     times = [
         [row["contender"], f"{median(row['both_wall_ms']):.1f}", f"{median(row['both_ms']):.1f}"]
         for row in trees
     ]
     return {
-        "split_over_h100": span(
-            tflops(shape, methods[0]) / tflops(shape, methods[1]) for shape in shapes
-        ),
         "trees": table(("both passes", "wall ms", "GPU ms"), times),
         **{key: _equal_bits(record) for key, record in BITS.items()},
     }

@@ -2,7 +2,7 @@
 figure.
 """
 
-from kernel_tables import semaphore, speed
+from kernel_tables import BESIDE, semaphore, speed
 from plots import ONE, SKY, VERMILION, Drawing, finish, new
 from records import case, load, median, named, only, span, table
 
@@ -47,9 +47,9 @@ def peers() -> dict[str, str]:
     """Return the speeds of both fused backward passes of Canon and of flash-attn-4."""
     rows, ours, theirs, costs, splits = [], [], [], [], []
     for shape in dict.fromkeys(
-        row["shape"] for row in load("kernels_h200")["results"] if row["d"] <= 128
+        row["shape"] for row in load(BESIDE)["results"] if row["d"] <= 128 and row["n"] >= 8192
     ):
-        get = lambda contender, shape=shape: speed("kernels_h200", shape, contender, "backward")
+        get = lambda contender, shape=shape: speed(BESIDE, shape, contender, "backward")
         any_order, in_order = get("canon gluon fused"), get("canon gluon fused in order")
         fa, fa_in_order = get("flash-attn-4"), get("flash-attn-4 deterministic")
         ours.append(in_order / any_order)

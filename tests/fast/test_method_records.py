@@ -31,10 +31,9 @@ RECORDS = [
     ("kernels_peers_h200", True),
     ("kernels_sweep_widths_h200", False),
     ("kernels_sweep_widths_h200", True),
-    ("kernels_split_h100", True),
 ]
-# The ordered kernel has changed since the sweep: at width 128 the record of the H100 decides.
-LATER = {("kernels_sweep_widths_h200", True): 128}
+# The ordered kernel has changed since: at width 128 the record beside peers decides.
+LATER = {(name, True): 128 for name in ("kernels_h200", "kernels_sweep_widths_h200")}
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +72,14 @@ def test_on_every_recorded_shape_the_choice_takes_at_most_3_percent_more_than_th
     counts = {name: len(times_of(name, repeats)) for name, repeats in RECORDS}
     assert counts == {
         "kernels_h200": 9,
-        "kernels_peers_h200": 20,
+        "kernels_peers_h200": 23,
         "kernels_sweep_widths_h200": 25,
-        "kernels_split_h100": 7,
     }
     assert slow_choices() == []
 
 
 def test_the_switch_changes_the_choice_on_long_sequences_alone():
-    long, short = (1, 16384, 32, 8, 128, "causal"), (32, 512, 32, 8, 128, "causal")
+    long, short = (1, 65536, 64, 8, 128, "documents:4096"), (32, 512, 32, 8, 128, "causal")
     assert [chosen(*long, repeats) for repeats in (False, True)] == ["fused", "split"]
     assert [chosen(*short, repeats) for repeats in (False, True)] == ["split", "split"]
 
@@ -94,8 +92,11 @@ def test_the_switch_changes_the_choice_on_long_sequences_alone():
         (method, "MIN_VISITS_OF_NARROW", 8),
         (dq_order, "MIN_VISITS_OF_NARROW", 8),
         (method, "MIN_VISITS_OF_NARROW", 1),
+        (dq_order, "MIN_VISITS", {64: 8, 128: 18}),
         (dq_order, "MIN_VISITS", {64: 8, 128: 64}),
-        (dq_order, "MAX_SHARE", {64: 0.08, 128: 0.08}),
+        (dq_order, "MAX_SHARE", {64: 0.08, 128: 0.12}),
+        (dq_order, "MAX_SHARE", {64: 0.15, 128: 0.05}),
+        (dq_order, "MAX_SHARE", {64: 0.15, 128: 0.2}),
     ],
 )
 def test_another_threshold_is_slow_on_a_recorded_shape(module, name, value, monkeypatch):

@@ -43,9 +43,9 @@ def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs
     assert chosen(1, 16384, 32, 32, 64) == "fused"
     assert chosen(0, 16384, 32, 32, 64) == "split", "no work"
     assert chosen(1, 16384, 32, 8, 40) == "fused"
-    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(4, 8192, 16, 16, 128) == "split", (
-        "at most 256 tiles, 128 wide"
-    )
+    assert chosen(1, 16384, 32, 32, 64, 128) == chosen(4, 8192, 16, 16, 128) == "fused"
+    assert chosen(1, 20480, 20, 4, 128) == "split", "CTAs would idle at the end"
+    assert chosen(16, 4096, 32, 8, 128) == "split", "at most 24 visits, 128 wide"
     assert chosen(1, 16384, 16, 16, 256) == "split", "wider than the fused kernel"
     assert chosen(1, 1024, 32, 32, 64) == "split", (
         "each tile of keys would wait as long as it computes"
@@ -53,10 +53,11 @@ def test_auto_that_repeats_its_bits_is_ordered_fused_on_hopper_where_order_costs
     assert chosen(8, 2048, 32, 8, 128) == "split", "tiles of keys visit too few"
     assert chosen(64, 2048, 32, 32, 64) == "fused", "enough where heads are narrow"
     assert chosen(128, 1024, 32, 32, 64) == "split"
-    for n, method in ((16384, "fused"), (8192, "split")):
+    for n, sends, method in ((8192, False, "fused"), (8192, True, "split"), (2048, False, "split")):
         q, k = (torch.empty(1, n, heads, 128, device="meta") for heads in (32, 8))
-        assert backward.automatic(q, k, k, Mask.full(n), IN_ORDER, 132) == method, (
-            "equal tiles hardly wait; there are 128 and 64"
+        how = IN_ORDER._replace(sends=sends)
+        assert backward.automatic(q, k, k, Mask.full(n), how, 132) == method, (
+            "equal tiles hardly wait, but their gradients may be sent before dq is computed"
         )
     q, k = (torch.empty(1, 65536, heads, 128, device="meta") for heads in (64, 8))
     packed = Mask.documents([*range(0, 65536, 4096), 65536])

@@ -173,10 +173,10 @@ def test_the_numbers_of_speed_follow_from_records(scripts):
     assert found["table"] in section("Is it faster\\?")
     assert len(found["table"].splitlines()) <= 9, "seven rows"
     sentences = (
-        "allocates {magi memory} GB where Canon allocates {our memory} (",
-        "takes {others magi_over_packs} times Canon's wall time with its defaults",
-        "MagiAttention's settings take {others magi_over_causal} times Canon's time",
-        "is {two zigzag} times as fast as with torch's `context_parallel`",
+        "take {others magi_over_packs} times Canon's wall time, and {magi memory} GB where Canon "
+        "takes {our memory} (",
+        "MagiAttention's settings {others magi_over_causal} times Canon's on one document",
+        "is {two zigzag} times as fast as with torch's.",
         "reach {share 131072} of one GPU's throughput per GPU at 131,072 tokens, and "
         "{share 32768} at 32,768,",
     )
@@ -189,35 +189,37 @@ def test_the_numbers_of_speed_follow_from_records(scripts):
 
 
 def test_the_first_sentence_of_speed_holds_in_the_records(scripts):
-    """Of several GPUs only ring-flash-attn, on 32,768 tokens, is faster."""
-    rows = scripts("readme_figures").numbers()["table"].splitlines()[2:]
-    several = [row for row in rows if "1 H200" not in row]
-    slower = [row for row in several if re.search(r"\| 0\.\d+", row)]
-    assert len(several) == 5
-    assert ["32,768 tokens" in row and "ring-flash-attn" in row for row in slower] == [True]
-
-
-def test_the_sentence_of_one_gpu_holds_in_every_shape_of_its_record(scripts):
-    """It names the shapes where Canon leads with both passes, cuDNN in the forward, and
-    flash-attn-4 in the backward.
-    """
+    """On several GPUs no row is below 1, but for one document with MagiAttention."""
     figures = scripts("readme_figures")
-    record = figures.kernel_tables
+    rows = figures.numbers()["table"].splitlines()[2:]
+    several = [row for row in rows if "1 H200" not in row]
+    assert len(several) == 4
+    assert [row for row in several if re.search(r"\| 0\.\d+", row)] == []
+    time = figures.schedule_tables.of_two
+    names = "ring-flash-attn zigzag", "strided zigzag, no options"
+    for clock in ("both_wall", "both"):
+        assert abs(time(names[0], 131072, clock) / time(names[1], 131072, clock) - 1) < 0.005
+
+
+def test_the_sentences_of_one_gpu_hold_in_every_shape_of_its_record(scripts):
+    """They name the shapes where Canon leads with both passes, and cuDNN in the forward."""
+    figures = scripts("readme_figures")
+    record, text = figures.kernel_tables, " ".join(section("Is it faster\\?").split())
     faster = []
     for shape in {row["shape"] for row in record.load(figures.ONE)["results"]}:
         tokens, width, mask = int(shape.split()[1][1:]), shape.split()[4], shape.split()[5]
         leads = mask in ("documents:256", "documents:1024") or width == "D256" or tokens <= 2048
         ratios = figures.other_libraries.fastest_over_canon(shape, figures.PEERS)
-        assert (min(ratios) > 1) is leads, f"{shape}: {ratios}"
+        assert min(ratios) > 1 if leads else 0.94 <= min(ratios) <= max(ratios) <= 1.06, shape
         speed = lambda name, kind, shape=shape: record.speed(figures.ONE, shape, name, kind)
-        assert leads or speed("flash-attn-4", "backward") > speed("canon auto", "backward"), shape
         if (ratio := speed("SDPA cudnn", "forward") / speed("canon auto", "forward")) > 1:
             faster.append((ratio, tokens))
     assert all(tokens < 2048 for _, tokens in faster)
-    text = " ".join(section("Is it faster\\?").split())
-    assert (
-        f"cuDNN's forward alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens"
-    ) in text
+    assert f"alone is up to {max(faster)[0]:.2f} times as fast below 2,048 tokens" in text
+    memory = lambda name: record.row_of(figures.ONE, record.MEMORY[0], name)["peak_mb"]
+    mb = map(memory, ("canon auto", "canon gluon split", "flash-attn-4", "SDPA cudnn"))
+    told = '{:.0f} MB, or {:.0f} with `backward="split"`; flash-attn-4 takes {:.0f}, cuDNN {:.0f}'
+    assert told.format(*mb) in text
 
 
 def test_the_readme_is_short():

@@ -21,6 +21,7 @@ in finished work tiles or earlier in itself. So it finishes, and by induction al
 Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code).
 Measurements: paper/backward_on_hopper.md."""
 
+from heapq import heapreplace
 from operator import itemgetter
 
 import numpy as np
@@ -28,7 +29,7 @@ import numpy as np
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.index_ranges import counted
 from canon.fast.tables.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
-from canon.fast.tables.work_tables import area, visits
+from canon.fast.tables.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -47,15 +48,14 @@ WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
 
-# `ordered_dq_pays`, by padded width; LAG: visits for each CTA of a head. Fitted, in paper/data:
-# kernels_sweep_widths_h200.json, pairs_h200.json; at width 128 kernels_split_h100.json; narrow with
-# shared key heads kernels_peers_h200.json.
-MAX_SHARE = {64: 0.12, 128: 0.08}
-MIN_VISITS = {64: 8, 128: 256}
+# `ordered_dq_pays`, by padded width; LAG: visits for each CTA of a head. Fitted:
+# paper/data/kernels_peers_h200.json; at width 64 kernels_sweep_widths_h200.json, too.
+MAX_SHARE = {64: 0.15, 128: 0.12}
+MIN_VISITS = {64: 8, 128: 24}
 MIN_VISITS_OF_NARROW = 3  # width 64, key heads that several query heads share
-MIN_VISITS_OF_FULL = 100  # without waits of unequal tiles: paper/data/kernels_peers_h200.json
-# paper/data/schedules_two_h100.json: at 128 visits split is faster, at 512 ordered
-MIN_VISITS_OF_MORE_KEYS = 256
+# If dk and dv are sent. paper/data/schedules_peers_two_h200.json: at 512 visits ordered is faster
+# than the split of rank_invariant, at 128 it is not.
+MIN_VISITS_OF_SENT = 256
 LAG = 2.5
 
 
@@ -84,9 +84,9 @@ def alternation(
     bytes_per_group: int,
     queries: int,
 ) -> tuple[int, float] | None:
-    """Return how many groups of heads are in flight, and the cost of waits and misses (share of the
-    time); or None, not to alternate: few work tiles add to one tile of dq, or all are about equally
-    long.
+    """Return how many groups of heads are in flight, and the cost of waits, misses and idle ends
+    (share of the time); or None, not to alternate: few work tiles add to one tile of dq, or all are
+    about equally long.
 
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
     cost = costs.cost[costs.active]
@@ -100,7 +100,23 @@ def alternation(
         return None
     waiting = WAITING * SMS**2 / (repeat * int(costs.spans[:, 1].sum()))
     drifting = DRIFTING[repeat > 1] * bytes_per_group**2 / queries
-    return min(((n, waiting / n**2 + drifting * n**2) for n in divisors(groups)), key=itemgetter(1))
+    best, longest_first = (1, np.inf), np.sort(cost)[::-1]
+    for lost, n in sorted((waiting / n**2 + drifting * n**2, n) for n in divisors(groups)):
+        if lost >= best[1]:
+            break
+        lost += idle_end(np.tile(alternate(longest_first, n).repeat(n), groups // n))
+        best = min(best, (n, lost), key=itemgetter(1))
+    return best
+
+
+def idle_end(cost: np.ndarray) -> float:
+    """Return how long CTAs idle at the end, as a share of the time, if an idle one claims the next
+    work tile.
+    """
+    free = [0.0] * SMS
+    for each in cost.tolist():
+        heapreplace(free, free[0] + each)
+    return max(free) * SMS / cost.sum() - 1
 
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
@@ -123,18 +139,25 @@ def mean_additions(spans: np.ndarray, columns: int) -> float:
 
 @cached_plan
 def ordered_dq_pays(
-    mask: Mask, query_heads: int, key_heads: int, sms: int, width: int, rows: int, columns: int
+    mask: Mask,
+    query_heads: int,
+    key_heads: int,
+    sms: int,
+    width: int,
+    rows: int,
+    columns: int,
+    sends: bool,
 ) -> bool:
-    """Return whether fused with ordered dq is faster than "split". Heads count over the batch."""
+    """Return whether fused with ordered dq is faster than "split". Heads count over the batch.
+
+    ``sends``: dk and dv are sent to other ranks, which "split" does during its kernel of dq."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     each = query_heads // key_heads
     least = MIN_VISITS_OF_NARROW if width == 64 and each > 1 else MIN_VISITS[width]
-    if area(mask) == mask.queries * mask.keys:
-        least = min(least, MIN_VISITS_OF_FULL)
+    if mask.keys > mask.queries or (sends and width > 64):
+        least = MIN_VISITS_OF_SENT
     if visited <= least * tiles:
         return False
-    # Else many keys probably belong to other ranks, and "split" sends dk and dv during its dq
-    # kernel, which "fused" cannot.
     if mask.keys <= mask.queries:
         costs, bytes_per_head = (
             tile_costs(Cells(mask), rows, columns, True, each, columns),
@@ -144,8 +167,6 @@ def ordered_dq_pays(
             costs, rows, columns, each, key_heads, bytes_per_head, mask.queries
         ):
             return found[1] < MAX_SHARE[width]
-    elif visited <= MIN_VISITS_OF_MORE_KEYS * tiles:
-        return False
     lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles
     return visited * query_heads / sms > 10 * lag
 

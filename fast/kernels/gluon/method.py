@@ -46,7 +46,7 @@ def choose_method(
     width, tile = max(pads), (config.rows, config.columns)
     query_heads, key_heads = (x.shape[0] * x.shape[2] for x in (q, k))
     if repeats:
-        pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, width, *tile)
+        pays = ordered_dq_pays(mask, query_heads, key_heads, multiprocessors, width, *tile, sends)
     else:
         pays = fused_pays(mask, q.shape[2] // k.shape[2], width, sends)
     return "fused" if pays else method
