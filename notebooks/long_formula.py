@@ -45,6 +45,8 @@ class Run:
     peak_tflops: float = 989.0  # of a GPU, by its data sheet: bfloat16, dense
 
     def __post_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, after one that warms up: got {self.steps}")
         if self.attention == "torch" and (self.full_every > 1 or self.mean):
             raise ValueError(
                 "attention='torch' has one causal mask for all layers: add --full-every 1, and no "

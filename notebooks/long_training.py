@@ -111,6 +111,9 @@ class Trainer:
 
     def __init__(self, run: Run):
         self.run, self.rank, self.ranks = run, dist.get_rank(), dist.get_world_size()
+        self.divided_by_torch = run.attention == "torch" and self.ranks > 1
+        if self.divided_by_torch and not GPU:
+            raise ValueError(f"attention='torch' on {self.ranks} ranks needs a GPU for each")
         self.device = torch.device("cuda" if GPU else "cpu")
         with self.device:
             torch.manual_seed(0)  # all ranks begin with the same weights
@@ -124,10 +127,8 @@ class Trainer:
         )
         self.ends, masks = run.masks()
         if run.attention == "torch":
-            self.layout, self.attends = (
-                Layout.contiguous(run.tokens, 1),
-                [swap_it_in.sdpa] * len(masks),
-            )
+            self.layout = Layout.contiguous(run.tokens, 1)
+            self.attends = [swap_it_in.sdpa] * run.layers
         else:
             # planned for the layers that see most; the others use the same layout
             widest = max(masks, key=lambda mask: mask.area)
@@ -147,10 +148,9 @@ class Trainer:
 
     def step(self, part: dict[str, Tensor]) -> float:
         """Train on a batch. Return its loss, after all work of this rank."""
-        divided = self.run.attention == "torch" and self.ranks > 1
-        buffers = [*part.values()]
-        with swap_it_in.torch_context(self.device, buffers) if divided else nullcontext():
-            loss = self.model(*buffers, self.attends)
+        own, divided = [*part.values()], self.divided_by_torch
+        with swap_it_in.torch_context(self.device, own) if divided else nullcontext():
+            loss = self.model(*own, self.attends)
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
