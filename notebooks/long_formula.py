@@ -134,7 +134,8 @@ class Formula:
         sizes = (f"{size / 1e9:9.2f} GB  {name}" for name, size in self.tensors().items())
         return "\n".join(
             [
-                f"{self.run.tokens} tokens, {self.parameters} parameters, {self.ranks} ranks",
+                f"{self.run.tokens} tokens, {self.run.attention}, {self.parameters} parameters, "
+                f"{self.ranks} ranks",
                 *sizes,
                 f"predicted: {self.peak_bytes / 1e9:.1f} GB, {self.seconds:.2f} s a step",
             ]

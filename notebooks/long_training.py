@@ -7,14 +7,14 @@ FSDP2 divides parameters, gradients and the states of AdamW, all float32; matrix
 bfloat16. Of each layer only the input is saved. The backward pass computes the rest again, and
 pieces of tokens once more, so no tensor of the MLP has all tokens of a rank.
 
-Every `full_every`-th layer has causal attention over the whole sequence, or over each document of
-mean length `mean`. Others see `window` tokens. `--attention zigzag`, `strided` or `magi` is
-Canon's; `torch` is torch's SDPA, on several GPUs with its `context_parallel`. Tokens are drawn at
-random. The loss does not depend on the number of ranks.
+Every `full_every`-th layer has causal attention over the whole sequence, or over documents of mean
+length `mean`; others see `window` tokens. `--attention zigzag`, `strided` or `magi` is Canon's,
+`torch` is SDPA, on several GPUs with torch's `context_parallel`. Tokens are drawn at random. The
+loss does not depend on the number of ranks.
 
 Runs alone or under torchrun, with one GPU for each rank (NCCL, `canon.fast`) or, with a small
 model, on CPUs (gloo, float32). `--fits GB` also trains on the longest sequence that by the formula
-fits into so much memory. `--record FILE` writes times, memory and formula as JSON."""
+fits so much memory. `--record FILE` writes times, memory and formula as JSON."""
 
 import argparse
 import gc
@@ -138,8 +138,7 @@ class Trainer:
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """Return this rank's part of a batch: ids, position_ids and shift_labels (1, t)."""
-        run, draw = self.run, torch.Generator().manual_seed(step)
-        # few tokens are frequent, as in a text
+        run, draw = self.run, torch.Generator().manual_seed(step)  # few tokens are frequent
         drawn = run.vocabulary ** torch.rand(1, run.tokens, generator=draw, dtype=torch.float64)
         ids = drawn.long().clamp(max=run.vocabulary - 1)
         rank = 0 if self.layout.ranks == 1 else self.rank
@@ -167,8 +166,8 @@ def largest(*numbers: float) -> list[float]:
 
 
 def measured(run: Run) -> dict[str, Any]:
-    """Return the entry of a run in a record: options, formula, and all losses and seconds. Seconds
-    and memory are those of the slowest and of the fullest rank.
+    """Return the entry of a run in a record. Seconds are those of the slowest rank in each step,
+    memory is that of the fullest.
     """
     gc.collect()  # cycles keep the model of the run before
     trainer = Trainer(run)
@@ -211,14 +210,17 @@ def main() -> None:
     )
     choices = {"attention": ("zigzag", "strided", "magi", "torch"), "half": ("reference", "fast")}
     for field in fields(Run):
-        name, several = "--" + field.name.replace("_", "-"), field.name == "tokens"
+        name = "--" + field.name.replace("_", "-")
+        several = field.name in ("tokens", "attention")  # one run for each
         kind, default = type(field.default), [field.default] if several else field.default
-        more = {"nargs": "+"} if several else {"choices": choices.get(field.name)}
+        more = {"nargs": "+" if several else None, "choices": choices.get(field.name)}
         parser.add_argument(name, type=kind, default=default, **more)
     parser.add_argument("--fits", type=float, metavar="GB", help="memory of a GPU for the formula")
     parser.add_argument("--record", type=Path, help="write results to this file, on rank 0")
     given = vars(parser.parse_args())
-    path, memory, lengths = (given.pop(name) for name in ("record", "fits", "tokens"))
+    path, memory, lengths, attentions = (
+        given.pop(name) for name in ("record", "fits", "tokens", "attention")
+    )
     if GPU:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -226,21 +228,19 @@ def main() -> None:
     ranks, first, entries = dist.get_world_size(), dist.get_rank() == 0, []
     if memory:
         lengths = [*lengths, Formula(Run(**given), ranks).longest(memory * 1e9)]
-    for tokens in lengths:
-        run = Run(tokens, **given)
+    for run in [Run(n, attention=some, **given) for n in lengths for some in attentions]:
         if first:
             print(Formula(run, ranks), flush=True)
         entries.append(entry := measured(run))
-        if not first:
-            continue
         peak = f"{entry['peak_bytes'] / 1e9:.1f} GB, " if GPU else ""
-        print(
-            f"measured: {peak}{entry['seconds_per_step']:.2f} s a step, "
+        line = (
+            f"measured:  {peak}{entry['seconds_per_step']:.2f} s a step, "
             f"{entry['tokens_per_second']:.0f} tokens a second, "
-            f"{entry['model_tflops_share']:.1%} of the peak, loss {entry['loss'][-1]:.6f}",
-            flush=True,
+            f"{entry['model_tflops_share']:.1%} of the peak, loss {entry['loss'][-1]:.6f}"
         )
-        if path:
+        if first:
+            print(line, flush=True)
+        if first and path:
             record.write(path, shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]), entries)
     swap_it_in.leave_group()
 
