@@ -204,3 +204,9 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(ranks):
 def test_options_that_contradict_each_other_raise(options, message):
     with pytest.raises(ValueError, match=message):
         run_of(**options)
+
+
+def test_context_parallel_of_torch_needs_gpus():
+    program = partial(script().Trainer, run_of(attention="torch", full_every=1))
+    with pytest.raises(RuntimeError, match="'torch' on 2 ranks needs a GPU for each"):
+        process_groups.threads(program, 2)
