@@ -265,6 +265,14 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def torch_context(device: torch.device, buffers: list[Tensor]) -> AbstractContextManager[Any]:
+    """Return torch's own context parallelism, which divides the buffers and replaces SDPA."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, device.type)
+    return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
+
+
 # --- the training step
 
 
@@ -334,7 +342,7 @@ class Trainer:
             name: part[name].to(self.device) for name in ("ids", "position_ids", "shift_labels")
         }
         around = (
-            self.torch_context(list(part.values()))
+            torch_context(self.device, list(part.values()))
             if self.run.function == "torch"
             else nullcontext()
         )
@@ -370,13 +378,6 @@ class Trainer:
     def autocast(self) -> AbstractContextManager[Any]:
         """Compute matrix products in bfloat16 on a GPU."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
-
-    def torch_context(self, buffers: list[Tensor]) -> AbstractContextManager[Any]:
-        """Return torch's own context parallelism, which divides the buffers and replaces SDPA."""
-        from torch.distributed.tensor.experimental import context_parallel
-
-        mesh = dist.device_mesh.DeviceMesh.from_group(dist.group.WORLD, self.device.type)
-        return context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
 
 
 def train(run: Run) -> dict[str, Any]:
