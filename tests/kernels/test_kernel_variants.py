@@ -17,19 +17,20 @@ from canon.fast.ahead import compilation
 # Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and
 # none is run. On a CPU "auto" is always "split": here each call draws one of the methods that
 # "auto" may choose.
-RANDOM_CALLS = """
+SETUP = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import torch
-from canon import fast
+from canon import Mask, fast
 from canon.fast import backward, local, half
 from canon.fast.ahead import kernel_variants, warm
 from canon.fast.ahead.compilation import recorded_jobs
 from canon.fast.tables import key_parts
 from canon.fast.kernels.cuda import kernel, launch as cuda
+from canon.fast.kernels.gluon import launch as hopper
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton import config, launch
 from canon.masks.plan_cache import PLANS
@@ -52,8 +53,10 @@ def plan_for(arch):
     )
     cuda.capability, kernel.architecture = lambda device: divmod(arch, 10), lambda device: arch
     cuda.gpu_of = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch])
-
-
+"""
+RANDOM_CALLS = (
+    SETUP
+    + """
 def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invariant):
     draw, index = Random(0), 0
     while True:
@@ -61,8 +64,8 @@ def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invarian
         given = dict(case.options)
         usual = given.get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
         usual = usual and given.get("rank_invariant", False) == invariant
-        usual = usual and "columns" not in given  # a mesh has copies of its own
-        usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
+        several = case.ranks > 1 and "columns" not in given  # a column may have one rank
+        usual = usual and case.used not in ("sum", "lse") and (several or least_ranks == 1)
         if usual and (case.variant != "plain" or method == "auto" and softcap is None):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
             options = tuple(option for option in case.options if option[0] != "softcap")
@@ -89,7 +92,13 @@ def run(
         model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
         reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         kernel_variants.collect(
-            replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu"
+            replace(
+                model,
+                ranks=tuple(range(least_ranks, 5)),
+                reduce_dtype=reduced,
+                over_mesh=not invariant,
+            ),
+            "cpu",
         )
         warmed, seen, kinds = set(jobs), set(), set()
         backward.automatic = lambda *_: draw.choice(methods)
@@ -107,6 +116,52 @@ def run(
 
 print(json.dumps([run(*model) for model in json.loads(sys.argv[1])[0]]))
 """
+)
+RATIOS = (
+    SETUP
+    + """
+def variants(heads, backend, invariant):
+    PLANS.clear()
+    with _target(90), fast.backend(backend), recorded_jobs() as jobs:
+        model = warm._checked_model(
+            torch.bfloat16, 64, 64, heads, ("attention", "strided_attention"), None, "auto", 1,
+            None, rank_invariant=invariant,
+        )
+        kernel_variants.collect(model, "cpu")
+    return set(jobs)
+
+
+def of_few_queries(heads):
+    hopper.resident_ctas = lambda x: 132
+    with _target(90), fast.backend("gluon"), recorded_jobs() as jobs:
+        for tokens in (1, 5, 16, 40):
+            q, k = (
+                torch.zeros(1, n, x, 64, dtype=torch.bfloat16)
+                for n, x in zip((tokens, 8192), heads, strict=True)
+            )
+            fast.attention(q, k, k, Mask.full(tokens, 8192), rank_invariant=True)
+    return set(jobs)
+
+
+def compared(backend, invariant, heads, fewest):
+    kernel_variants.Model.fewest_heads = property(lambda model: model.heads)
+    known, new = set(), []
+    for each in heads:
+        found = variants(each, backend, invariant)
+        new.append(sorted(name for _, name, _ in found - known))
+        known |= found
+    kernel_variants.Model.fewest_heads = fewest
+    missed = known ^ set().union(*(variants(each, backend, invariant) for each in heads))
+    for each in heads if invariant else ():
+        missed |= of_few_queries(each) - known
+    return new, sorted(name for _, name, _ in missed)
+
+
+plan_for(90)
+fewest = kernel_variants.Model.fewest_heads
+print(json.dumps([compared(*given, fewest) for given in json.loads(sys.argv[1])]))
+"""
+)
 # On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
 COUNT = """
 import json, sys
@@ -175,9 +230,9 @@ MODELS = [
     (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
     (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
     (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT, 5.0),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
+    (90, "gluon", "bfloat16", (16, 4), (64, 64), "auto", None, 1, INVARIANT, 5.0),
+    (90, "gluon", "bfloat16", (10, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
+    (90, "gluon", "bfloat16", (12, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
     (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
     (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
     (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
@@ -192,6 +247,29 @@ def test_random_calls_need_no_other_variant(part):
     for model, found in zip(models, ran(RANDOM_CALLS, given), strict=True):
         assert found["kinds"] == sorted(model[8]), "the draws reach all functions"
         assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
+
+
+def test_a_second_ratio_of_heads_needs_no_other_variant():
+    """Only the heads of a tile are a constant of Gluon kernels: a power of two."""
+    ratios = (32, 8), (24, 6), (16, 8), (40, 8), (20, 4), (16, 16)
+    (gluon, missed), (triton, others) = ran(
+        RATIOS, ("gluon", False, (*ratios, (64, 8))), ("triton", False, (*ratios, (64, 8), (71, 1)))
+    )
+    assert len(gluon[0]) > 20
+    assert gluon[1:-1] == [[]] * 5
+    assert set(gluon[-1]) == {"forward_kernel", "dq_kernel"}, "eight heads may share a tile"
+    assert triton[1:] == [[]] * 7
+    assert not missed + others, "the fewest heads have all variants"
+
+
+def test_rank_invariant_kernels_depend_on_a_power_of_two():
+    ratios = (32, 8), (24, 6), (24, 8), (40, 8), (20, 4), (142, 2), (16, 16)
+    ((new, missed),) = ran(RATIOS, ("gluon", True, ratios))
+    assert "sums_kernel" in new[0]
+    assert new[1] == []
+    assert new[3:] == [[]] * 4
+    assert set(new[2]) == {"weights_kernel", "sums_kernel"}
+    assert not missed, "the fewest heads have all variants"
 
 
 @pytest.mark.gpus(1)
