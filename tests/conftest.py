@@ -194,15 +194,12 @@ def replays(monkeypatch, empty_cache):
     """Replay passes on the CPU, too. Return a function that lists for each pass why it cannot be
     replayed, or "".
     """
-    from interpreted_replay import EVERYWHERE
+    from interpreted_replay import EVERYWHERE, recorded
 
     from canon.fast.replay import recordings
-    from canon.masks.plan_cache import PLANS
 
     monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
-    return lambda: [
-        x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, recordings.PreparedPass)
-    ]
+    return lambda: [x.reason for x in recorded()]
 
 
 @pytest.fixture
