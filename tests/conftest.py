@@ -142,6 +142,16 @@ def deterministic():
 
 
 @pytest.fixture
+def unwritten_is_nan():
+    """Fill the result of torch.empty with NaN, so that a read of unwritten memory fails the
+    test.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def exchanged(monkeypatch):
     """Return a list that collects (rank, output, input, output sizes, input sizes) of every
     exchange.

@@ -37,16 +37,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr("canon.reference.tiles.TILE", 16)
 
 
-@pytest.fixture
-def unwritten_is_nan():
-    """Fill the result of torch.empty with NaN,
-    so that a read of unwritten memory fails the test.
-    """
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def test_every_public_function_has_a_case():
     for half in (reference, fast):
         found = cases.covered(half)

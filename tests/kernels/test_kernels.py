@@ -9,7 +9,7 @@ import functools
 import hopper
 import pytest
 import torch
-from hopper import METHODS, assert_exact, assert_methods, both_passes
+from hopper import EMPTY, METHODS, assert_exact, assert_methods, both_passes
 from sharded import DEVICE
 
 from canon import Mask
@@ -44,7 +44,6 @@ MASKS = {
     "one token": Mask.causal(1),
     "no bands": Mask([], 5, 7),
 }
-EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
 @pytest.mark.sweep
