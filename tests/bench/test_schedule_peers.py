@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 from types import ModuleType
 
+import pytest
 from benching import CPU, no_clock_of_schedules, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import reference
