@@ -21,28 +21,27 @@ ROOT = Path(__file__).parents[1]
 BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 
 # The rooms of canon that the code of each room may import.
+SHARED = {"masks", "ranks", "route", "faces"}
+HALVES = {"reference", "fast"}
 ROOMS = {
     "masks": set(),
     "ranks": {"masks"},
     "route": {"masks", "ranks"},
-    "faces": {"masks", "ranks", "route"},
-    "reference": {"masks", "ranks", "route", "faces"},
-    "fast": {"masks", "ranks", "route", "faces"},
+    "faces": SHARED - {"faces"},
+    "reference": SHARED,
+    "fast": SHARED,
     "costs": {"masks", "route", "fast"},
     "training": {"masks", "ranks", "route"},
     "trees": {"masks"},
-    "integrations": {"masks", "ranks", "route", "faces", "reference", "fast", "training"},
+    "integrations": SHARED | HALVES | {"training"},
     "simulator": set(),
     "show": {"masks"},
-    "testing": {"masks", "ranks", "route", "faces", "reference", "fast", "simulator"},
-    "check": {"masks", "ranks", "route", "faces", "reference", "fast", "testing", "trees"},
-    "bench": {"masks", "ranks", "route", "faces", "reference", "fast", "testing"},
+    "testing": SHARED | HALVES | {"simulator"},
+    "check": SHARED | HALVES | {"testing", "trees"},
+    "bench": SHARED | HALVES | {"testing"},
 }
 OUTSIDE = {
-    "masks": {"torch", "numpy", "jaxtyping"},
-    "ranks": {"torch", "numpy", "jaxtyping"},
-    "route": {"torch", "numpy", "jaxtyping"},
-    "faces": {"torch", "numpy", "jaxtyping"},
+    **{room: {"torch", "numpy", "jaxtyping"} for room in SHARED},
     "reference": {"torch", "jaxtyping"},
     "simulator": {"torch", "numpy", "triton"},
     "show": {"torch", "matplotlib"},

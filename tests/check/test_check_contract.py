@@ -290,12 +290,6 @@ def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_re
         assert line in printed
 
 
-def test_version():
-    program = [sys.executable, "-m", "canon", "--version"]
-    printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
-    assert printed.split() == ["canon", canon.__version__]
-
-
 def test_ctrl_c_keeps_the_finished_cases(tmp_path):
     words = [sys.executable, "-m", "canon", "check", "canon.reference", "--tokens", "200"]
     # a test run in the background ignores SIGINT
