@@ -132,13 +132,6 @@ def test_the_reference_agrees_with_itself(run, tmp_path):
     assert record["machine"]["torch"] == torch.__version__
 
 
-def test_the_portable_kernels_agree(run, documents):
-    line = "--ranks 3 --tokens 230 --only 'zigzag_attention/*/documents' --documents"
-    status, printed, record = run(line, documents)
-    assert status == 0, printed.out
-    assert len(record["results"]) == 2
-
-
 def test_the_hopper_kernels_agree_where_they_are_simulated(run, documents):
     line = "--backend gluon --ranks 2 --tokens 230 --only 'zigzag_attention/*/documents'"
     status, printed, record = run(line + " --documents", documents)
@@ -194,25 +187,6 @@ def test_a_module_that_raises_on_one_rank_fails_that_case_alone(run, write_modul
         "zigzag_attention": "failed"
     }
     assert "rank 2: AssertionError: no rank two" in printed.out
-
-
-def test_a_module_with_other_bits_in_each_run_disagrees(run, write_module):
-    text = (
-        FAULTY.format(factor="next(numbers)")
-        + "\nimport itertools\nnumbers = (1 + n * 2**-23 for n in itertools.count())\n"
-    )
-    write_module("wavering_attention", text)
-    status, printed, _ = run(
-        "wavering_attention",
-        "--tokens",
-        200,
-        "--only",
-        "zigzag_attention/zigzag/causal",
-        "--dtype",
-        "float32",
-    )
-    assert status == 1
-    assert "run 3 gave other bits than run 2 (determ" in printed.out
 
 
 def test_more_runs_find_rare_faults(run, write_module):
@@ -283,6 +257,7 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         ("canon.reference --only nothing", "no case matches 'nothing'"),
         ("canon.reference --ranks 0", "--ranks must be at least 1"),
         ("canon.reference --runs 0", "--runs must be at least 1"),
+        ("canon.reference --tokens 0", "--tokens must be at least 1, got 0"),
         ("canon.reference --documents missing.txt", "no such file or folder: missing.txt"),
         ("canon.testing.record", "has none of the functions"),
         ("canon.reference --dtype int8", "invalid choice: 'int8'"),
