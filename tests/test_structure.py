@@ -121,7 +121,10 @@ def test_every_algorithm_of_the_reference_has_a_twin_in_fast():
     assert set(ALGORITHMS) <= modules_of("fast")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
+
+
+@every_algorithm
 def test_twins_have_the_same_names_and_signatures(name):
     halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
     read, quick = (
@@ -130,7 +133,7 @@ def test_twins_have_the_same_names_and_signatures(name):
     assert read == quick
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@every_algorithm
 def test_a_function_of_fast_has_the_docstring_of_its_twin_and_then_its_own(name):
     halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
     for function in halves[0].__all__:
@@ -328,7 +331,7 @@ def test_every_module_and_every_public_name_has_a_docstring():
 
 
 @pytest.mark.parametrize("half", ["reference", "fast"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@every_algorithm
 def test_algorithms_give_shapes_errors_and_source(half, name):
     module = importlib.import_module(f"canon.{half}.{name}")
     assert re.search(r"\bSources?:|\b(19|20)\d\d\b", module.__doc__ or ""), (

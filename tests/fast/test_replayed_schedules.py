@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from interpreted_replay import recorded
 from meshes import mesh
-from sharded import whole
+from sharded import all_equal, whole
 
 from canon import Layout, Mask, fast
 from canon.fast import backend
@@ -86,7 +86,7 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
 
     for replayed, written, reasons in process_groups.threads(program, ranks):
         assert reasons - {prepared.UNSEEN} == {""}  # some steps have nothing to launch
-        assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
+        assert all_equal(replayed, written)
 
 
 @pytest.mark.sweep

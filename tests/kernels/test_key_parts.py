@@ -9,7 +9,7 @@ import pytest
 import torch
 from hopper import assert_exact
 from interpreted_replay import EVERYWHERE, recorded
-from sharded import DEVICE
+from sharded import DEVICE, all_equal
 
 from canon import Band, Mask, fast
 from canon.fast import device, local
@@ -101,7 +101,7 @@ def test_parts_begin_at_the_positions_that_the_page_names(monkeypatch):
 
 # ---------------------------------------------------------------------- bits
 def different(one, other):
-    return not all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    return not all_equal(one, other)
 
 
 def few_of_many(queries, most=128, **options):
