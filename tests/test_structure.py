@@ -74,6 +74,7 @@ def exported_modules(half):
 
 
 ALGORITHMS = sorted(exported_modules("reference") - {"masks", "strides"})
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 def python_files(*folders):
@@ -119,9 +120,6 @@ def notebook_code(path):
 def test_every_algorithm_of_the_reference_has_a_twin_in_fast():
     assert {"local", "ring"} <= set(ALGORITHMS)
     assert set(ALGORITHMS) <= modules_of("fast")
-
-
-every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 @every_algorithm

@@ -36,25 +36,13 @@ DECODE = ("decode_attention",)
 BACKWARD = ("attention_backward",)
 ATTENTION = ("attention",)
 REDISTRIBUTE = ("redistribute",)
-OTHERS = (
-    *LATENT,
-    "merge",
-    "decode_attention",
-    "group_cast",
-    "group_reduce",
-    "dispatch",
-    "cast_plan",
-    "plan_report",
-    "prepare",
-)
-CALLED_ALONE = (*LOCAL, "merge", "dispatch", "cast_plan", "plan_report", "prepare")
+GROUPS = ("group_cast", "group_reduce")
+PLANS = ("dispatch", "cast_plan", "plan_report", "prepare")
+OTHERS = (*LATENT, "merge", *DECODE, *GROUPS, *PLANS)
+CALLED_ALONE = (*LOCAL, "merge", *PLANS)
 RANKS, T = 3, 8
 CAUSAL, CONTIGUOUS = Mask.causal(T * RANKS), Layout.contiguous(T * RANKS, RANKS)
-
-
 zeros = torch.zeros
-
-
 WEIGHT = zeros(4 * (12 + 16), 6)
 X, KV, LSE = zeros(1, T, 4, 16), zeros(1, T, 2, 16), zeros(1, 4, T)
 SHAPES = {"heads": (4, 2), "widths": (16, 16), "dtype": torch.float32}
@@ -301,7 +289,7 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "own_keys_first must be True or False, got 1",
     ),
     (MAGI, dict(keep_kv=[1]), "unhashable"),
-    (("group_cast", "group_reduce"), dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
+    (GROUPS, dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
     (("group_cast",), dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
     (("group_reduce",), dict(into=KV[0, :3]), "into must be"),
     (DISPATCH, dict(ranks=0), "ranks must be a whole number >= 1"),
