@@ -2,6 +2,8 @@
 them.
 """
 
+from itertools import pairwise
+
 from hypothesis import strategies as st
 
 from canon import Band, Layout, Mask
@@ -36,7 +38,7 @@ KINDS = {"contiguous": Layout.contiguous, "zigzag": Layout.zigzag, "striped": La
 def planned(draw, n, ranks):
     """Draw any layout of step 1: pieces cut anywhere, on any rank, in any order."""
     cuts = sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=5))})
-    pieces = draw(st.permutations([range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]))
+    pieces = draw(st.permutations([range(a, b) for a, b in pairwise(cuts)]))
     held = [[] for _ in range(ranks)]
     for piece in pieces:
         held[draw(st.integers(0, ranks - 1))].append(piece)

@@ -5,7 +5,7 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from canon.bench import bench_command, kernels, timing
+from canon.bench import bench_command, kernels, schedules, timing
 from canon.bench.measuring import Settings
 
 CPU = torch.device("cpu")
@@ -24,6 +24,14 @@ def no_clock(monkeypatch):
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
     monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
+
+
+@pytest.fixture(autouse=True)
+def no_clock_of_schedules(monkeypatch):
+    """Let every run of a schedule take a millisecond, half of it for launches."""
+    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
+    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
+    monkeypatch.setattr(timing, "eager", lambda run, calls, device: (1.0, 0.5))
 
 
 def on_cpu(only="", rounds=2, dtype=torch.float32, **options):

@@ -142,6 +142,16 @@ def deterministic():
 
 
 @pytest.fixture
+def unwritten_is_nan():
+    """Fill the result of torch.empty with NaN, so that a read of unwritten memory fails the
+    test.
+    """
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def exchanged(monkeypatch):
     """Return a list that collects (rank, output, input, output sizes, input sizes) of every
     exchange.
@@ -194,15 +204,12 @@ def replays(monkeypatch, empty_cache):
     """Replay passes on the CPU, too. Return a function that lists for each pass why it cannot be
     replayed, or "".
     """
-    from interpreted_replay import EVERYWHERE
+    from interpreted_replay import EVERYWHERE, recorded
 
     from canon.fast.replay import recordings
-    from canon.masks.plan_cache import PLANS
 
     monkeypatch.setattr(recordings, "REPLAYED", EVERYWHERE)
-    return lambda: [
-        x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, recordings.PreparedPass)
-    ]
+    return lambda: [x.reason for x in recorded()]
 
 
 @pytest.fixture

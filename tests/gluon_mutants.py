@@ -37,33 +37,46 @@ class Kernel(NamedTuple):
     branches: Branches = ()
 
 
-EARLY = {on: (("EARLY", on), ("not EARLY", not on)) for on in (False, True)}
-FUSED = {on: (("FUSED", on), ("c.FUSED", on)) for on in (False, True)}
-ORDERED = {on: (("ORDERED", on), ("c.ORDERED", on)) for on in (False, True)}
-WHOLE = *FUSED[True], ("c.D_PAD > 64", False)
-HALVES = *FUSED[True], ("c.D_PAD > 64", True)
-PING_PONG = {on: (("PING_PONG", on), ("wg.PING_PONG", on)) for on in (False, True)}
-P_AFTER_O = {on: (("P_AFTER_O", on), ("not P_AFTER_O", not on)) for on in (False, True)}
+CONDITIONS = {  # as the sources write them
+    "EARLY": ("EARLY", "not EARLY"),
+    "FUSED": ("FUSED", "c.FUSED"),
+    "HALVES": ("c.D_PAD > 64",),
+    "ORDERED": ("ORDERED", "c.ORDERED"),
+    "PING_PONG": ("PING_PONG", "wg.PING_PONG"),
+    "P_AFTER_O": ("P_AFTER_O", "not P_AFTER_O"),
+    "STALE_MAXIMUM": ("wg.STALE_MAXIMUM",),
+}
+
+
+def where(**on: bool) -> Branches:
+    """Return the values of compile-time conditions."""
+    return tuple(
+        (text, value != text.startswith("not "))
+        for name, value in on.items()
+        for text in CONDITIONS[name]
+    )
+
+
 KERNELS = {
     "forward": Kernel(
         forward.forward_kernel,
         Config(128, 64, 4, 2),
-        branches=(*PING_PONG[False], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[False]),
+        branches=where(PING_PONG=False, STALE_MAXIMUM=False, P_AFTER_O=False),
     ),
     "forward, ping-pong": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, ping_pong=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[False]),
+        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=False),
     ),
     "forward by three": Kernel(
         forward.forward_kernel,
         Config(192, 64, 3, ping_pong=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", False), *P_AFTER_O[True]),
+        branches=where(PING_PONG=True, STALE_MAXIMUM=False, P_AFTER_O=True),
     ),
     "forward, stale maximum": Kernel(
         forward.forward_kernel,
         Config(128, 64, 2, ping_pong=True, stale_maximum=True),
-        branches=(*PING_PONG[True], ("wg.STALE_MAXIMUM", True), *P_AFTER_O[False]),
+        branches=where(PING_PONG=True, STALE_MAXIMUM=True, P_AFTER_O=False),
     ),
     "forward, plain": Kernel(forward_plain.forward_plain_kernel, Config(128, 64, 2, plain=True)),
     "few queries, weights": Kernel(few_queries.weights_kernel, Config(64, 64, 2)),
@@ -73,29 +86,29 @@ KERNELS = {
     "dkdv": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 4, 2),
-        branches=(*FUSED[False], *ORDERED[False], *EARLY[True]),
+        branches=where(FUSED=False, ORDERED=False, EARLY=True),
     ),
     "fused": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 128, 2),
-        branches=(*WHOLE, *ORDERED[False], *EARLY[False]),
+        branches=where(FUSED=True, HALVES=False, ORDERED=False, EARLY=False),
     ),
     "fused by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, *ORDERED[False], *EARLY[True]),
+        branches=where(FUSED=True, HALVES=True, ORDERED=False, EARLY=True),
     ),
     "ordered": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 3),
-        branches=(*WHOLE, *ORDERED[True], *EARLY[True]),
+        branches=where(FUSED=True, HALVES=False, ORDERED=True, EARLY=True),
     ),
     "ordered by halves": Kernel(
         dkdv.dkdv_kernel,
         Config(128, 64, 2),
         d=80,
-        branches=(*HALVES, *ORDERED[True], *EARLY[True]),
+        branches=where(FUSED=True, HALVES=True, ORDERED=True, EARLY=True),
     ),
     "dkdv_hdim256": Kernel(dkdv_hdim256.dkdv_hdim256_kernel, Config(64, 64, 2), d=144),
 }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
+from canon import Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
@@ -23,6 +24,7 @@ HOPPER_ONLY = [
     pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper"),
 ]
 METHODS = ("split", "fused", "head_parallel")
+EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
 @contextmanager

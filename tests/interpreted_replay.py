@@ -11,6 +11,7 @@ from torch import Tensor
 from canon.fast.kernels import launcher
 from canon.fast.replay.recorder import Launch, Place, Zero
 from canon.fast.replay.recordings import PreparedPass
+from canon.masks.plan_cache import PLANS
 
 
 class InterpretedPass(PreparedPass):
@@ -24,6 +25,11 @@ class InterpretedPass(PreparedPass):
 
 
 EVERYWHERE = {"cuda": PreparedPass, "cpu": InterpretedPass}
+
+
+def recorded():
+    """Return the recorded passes of this process."""
+    return [x for x, _ in list(PLANS.plans.values()) if isinstance(x, PreparedPass)]
 
 
 class _Interpreted:

@@ -72,6 +72,11 @@ def different(one: Attended, other: Attended) -> list[str]:
     ]
 
 
+def same_bits(one, other) -> bool:
+    """Return whether all tensors of two results have the same bits."""
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
+
+
 def bits(x: torch.Tensor) -> torch.Tensor:
     """Return the bits of a tensor as whole numbers. NaN equals NaN, and 0 differs from -0."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])

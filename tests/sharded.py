@@ -74,6 +74,11 @@ def on_this_rank(attend, layout, tensors, group=None):
     )
 
 
+def all_equal(one, other):
+    """Return whether all tensors of two results are equal."""
+    return all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+
+
 def close(mine, theirs, atol=1e-12):
     """Fail unless all tensors are equal up to ``atol``."""
     for x, y in zip(mine, theirs, strict=True):

@@ -2,6 +2,7 @@
 
 from programs import printed
 
+import canon
 from canon.__main__ import main
 
 IMPORTED = """
@@ -24,6 +25,11 @@ def test_no_command_prints_the_help(capsys):
     assert printed.startswith("usage: canon [-h]")
     for command in ("check", "bench", "plan", "show", "warm"):
         assert f"\n    {command} " in printed
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.split() == ["canon", canon.__version__]
 
 
 def test_an_unknown_command_is_refused(capsys):

@@ -21,28 +21,27 @@ ROOT = Path(__file__).parents[1]
 BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 
 # The rooms of canon that the code of each room may import.
+SHARED = {"masks", "ranks", "route", "faces"}
+HALVES = {"reference", "fast"}
 ROOMS = {
     "masks": set(),
     "ranks": {"masks"},
     "route": {"masks", "ranks"},
-    "faces": {"masks", "ranks", "route"},
-    "reference": {"masks", "ranks", "route", "faces"},
-    "fast": {"masks", "ranks", "route", "faces"},
+    "faces": SHARED - {"faces"},
+    "reference": SHARED,
+    "fast": SHARED,
     "costs": {"masks", "route", "fast"},
     "training": {"masks", "ranks", "route"},
     "trees": {"masks"},
-    "integrations": {"masks", "ranks", "route", "faces", "reference", "fast", "training"},
+    "integrations": SHARED | HALVES | {"training"},
     "simulator": set(),
     "show": {"masks"},
-    "testing": {"masks", "ranks", "route", "faces", "reference", "fast", "simulator"},
-    "check": {"masks", "ranks", "route", "faces", "reference", "fast", "testing", "trees"},
-    "bench": {"masks", "ranks", "route", "faces", "reference", "fast", "testing"},
+    "testing": SHARED | HALVES | {"simulator"},
+    "check": SHARED | HALVES | {"testing", "trees"},
+    "bench": SHARED | HALVES | {"testing"},
 }
 OUTSIDE = {
-    "masks": {"torch", "numpy", "jaxtyping"},
-    "ranks": {"torch", "numpy", "jaxtyping"},
-    "route": {"torch", "numpy", "jaxtyping"},
-    "faces": {"torch", "numpy", "jaxtyping"},
+    **{room: {"torch", "numpy", "jaxtyping"} for room in SHARED},
     "reference": {"torch", "jaxtyping"},
     "simulator": {"torch", "numpy", "triton"},
     "show": {"torch", "matplotlib"},
@@ -75,6 +74,7 @@ def exported_modules(half):
 
 
 ALGORITHMS = sorted(exported_modules("reference") - {"masks", "strides"})
+every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
 def python_files(*folders):
@@ -122,7 +122,7 @@ def test_every_algorithm_of_the_reference_has_a_twin_in_fast():
     assert set(ALGORITHMS) <= modules_of("fast")
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@every_algorithm
 def test_twins_have_the_same_names_and_signatures(name):
     halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
     read, quick = (
@@ -131,7 +131,7 @@ def test_twins_have_the_same_names_and_signatures(name):
     assert read == quick
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@every_algorithm
 def test_a_function_of_fast_has_the_docstring_of_its_twin_and_then_its_own(name):
     halves = [importlib.import_module(f"canon.{half}.{name}") for half in ("reference", "fast")]
     for function in halves[0].__all__:
@@ -329,7 +329,7 @@ def test_every_module_and_every_public_name_has_a_docstring():
 
 
 @pytest.mark.parametrize("half", ["reference", "fast"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@every_algorithm
 def test_algorithms_give_shapes_errors_and_source(half, name):
     module = importlib.import_module(f"canon.{half}.{name}")
     assert re.search(r"\bSources?:|\b(19|20)\d\d\b", module.__doc__ or ""), (

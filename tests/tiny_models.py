@@ -101,12 +101,16 @@ def tiny(name, attention="eager", **changes):
     model = transformers.AutoModelForCausalLM.from_config(
         kind(**options | changes), attn_implementation=attention
     )
+    return with_large_weights(model)
+
+
+def with_large_weights(model, dtype=None):
+    """Return the model in training mode, with weights that are equal in every call."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(
-                0.3 * torch.randn(parameter.shape, generator=draw) + (parameter.ndim == 1)
-            )
+            drawn = torch.randn(parameter.shape, generator=draw, dtype=dtype)
+            parameter.copy_(0.3 * drawn + (parameter.ndim == 1))
     return model.train()
 
 

@@ -3,6 +3,7 @@ queries at a time.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -71,10 +72,7 @@ def pieces(call):
     edges = [
         place * whole.queries // call.options["cuts"] for place in range(call.options["cuts"] + 1)
     ]
-    return [
-        (slice(a, b), whole.crop(queries=range(a, b)))
-        for a, b in zip(edges, edges[1:], strict=False)
-    ]
+    return [(slice(a, b), whole.crop(queries=range(a, b))) for a, b in pairwise(edges)]
 
 
 def passes(forward, differentiate):

@@ -10,22 +10,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from benching import on_cpu
+from benching import no_clock_of_schedules, on_cpu  # noqa: F401 (a fixture)
 
 from canon import Layout, Mask, reference
-from canon.bench import magi_attention_peer, schedule_peers, schedules, shapes, timing
+from canon.bench import magi_attention_peer, schedule_peers, schedules, shapes
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
-
-
-@pytest.fixture(autouse=True)
-def one_millisecond(monkeypatch):
-    """Let every run take a millisecond."""
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
-    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(timing, "eager", lambda run, calls, device: (1.0, 0.5))
 
 
 class Planned:

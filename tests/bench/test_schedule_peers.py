@@ -13,7 +13,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-from benching import CPU, on_cpu, options_of
+from benching import CPU, no_clock_of_schedules, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import reference
 from canon.bench import (
@@ -22,7 +22,6 @@ from canon.bench import (
     schedule_peers,
     schedules,
     shapes,
-    timing,
 )
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
@@ -36,14 +35,6 @@ SHORT = shapes.shape_of("1,8,2,2,16,causal")
 def no_switch(monkeypatch):
     """Leave PyTorch's switch alone: it belongs to a process, and ranks here are threads."""
     monkeypatch.setattr(schedule_peers, "deterministic", contextlib.nullcontext)
-
-
-@pytest.fixture(autouse=True)
-def no_clock(monkeypatch):
-    """Let every run take a millisecond, half of it for launches."""
-    monkeypatch.setattr(schedules, "_timed", lambda run, device: (run(), (1.0, 0.5))[1])
-    monkeypatch.setattr(schedules, "_exposed", lambda run, device: 0.0)
-    monkeypatch.setattr(timing, "eager", lambda run, calls, device: (1.0, 0.5))
 
 
 def of(*given, only="", **options):

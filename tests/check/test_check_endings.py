@@ -105,11 +105,6 @@ def test_a_path_instead_of_a_name_is_refused_with_a_remedy(name, run):
     assert len(printed.err.splitlines()) == 1
 
 
-def test_tokens_below_1_are_refused(run):
-    status, printed, _ = run("canon.reference --tokens 0")
-    assert (status, printed.err) == (2, "canon check: --tokens must be at least 1, got 0\n")
-
-
 def test_a_part_with_other_arguments_gets_no_remedy_of_attention(run, write_module):
     write_module("own", "def merge(outs, lses):\n    return outs\n")
     _, printed, _ = run("own --tokens 60 --only merge/documents --runs 1")

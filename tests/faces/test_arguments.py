@@ -21,29 +21,28 @@ RINGS = ("ring_attention", "zigzag_attention", "striped_attention")
 PLACED = ("ring_attention", "strided_attention", "magi_attention")
 DISTRIBUTED = (*RINGS, "strided_attention", "magi_attention")
 ATTEND = ("attention", *DISTRIBUTED)
+CASTING = ("magi_attention", "cast_plan")
 LOSSES = ("sequence_loss", "linear_sequence_loss")
 MOVES = ("unshard", "redistribute", *LOSSES)
+# one function
 LATENT = ("latent_attention",)
-OTHERS = (
-    *LATENT,
-    "merge",
-    "decode_attention",
-    "group_cast",
-    "group_reduce",
-    "dispatch",
-    "cast_plan",
-    "plan_report",
-    "prepare",
-)
-CALLED_ALONE = (*LOCAL, "merge", "dispatch", "cast_plan", "plan_report", "prepare")
-RANKS, T, HALF = 3, 8, torch.float16
+STRIDED = ("strided_attention",)
+MAGI = ("magi_attention",)
+DISPATCH = ("dispatch",)
+PREPARE = ("prepare",)
+LINEAR = ("linear_sequence_loss",)
+LOGITS = ("sequence_loss",)
+DECODE = ("decode_attention",)
+BACKWARD = ("attention_backward",)
+ATTENTION = ("attention",)
+REDISTRIBUTE = ("redistribute",)
+GROUPS = ("group_cast", "group_reduce")
+PLANS = ("dispatch", "cast_plan", "plan_report", "prepare")
+OTHERS = (*LATENT, "merge", *DECODE, *GROUPS, *PLANS)
+CALLED_ALONE = (*LOCAL, "merge", *PLANS)
+RANKS, T = 3, 8
 CAUSAL, CONTIGUOUS = Mask.causal(T * RANKS), Layout.contiguous(T * RANKS, RANKS)
-
-
-def zeros(*shape, **options):
-    return torch.zeros(*shape, **options)
-
-
+zeros = torch.zeros
 WEIGHT = zeros(4 * (12 + 16), 6)
 X, KV, LSE = zeros(1, T, 4, 16), zeros(1, T, 2, 16), zeros(1, 4, T)
 SHAPES = {"heads": (4, 2), "widths": (16, 16), "dtype": torch.float32}
@@ -133,7 +132,7 @@ WRONG = [  # functions, changed arguments, and a part of the error
         for ends in ([0, 10, 24], torch.tensor([0, 10, 24]))
     ),
     (
-        ("attention",),
+        ATTENTION,
         dict(q=X[0], k=KV[0], v=KV[0], mask=(0, 8)),
         "got (0, 8) (tuple): for packed documents",
     ),
@@ -216,8 +215,8 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(up_weight=WEIGHT.half()),
         "must share one dtype of float64, float32, float16, bfloat16, got torch.float32",
     ),
-    (("attention",), dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
-    (("attention",), dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
+    (ATTENTION, dict(mask=Mask.causal(5)), "mask is 5 queries x 5 keys"),
+    (ATTENTION, dict(k=KV[:, :5], v=KV[:, :5]), "as many queries as keys, got 8, 5"),
     (
         LOCAL,
         dict(mask=masks_of(8, 8)),
@@ -231,96 +230,96 @@ WRONG = [  # functions, changed arguments, and a part of the error
     ),
     (LOCAL, dict(mask=masks_of(9)), "mask[0] is 9 queries x 9 keys, q holds 8 tokens"),
     (LOCAL, dict(mask=[masks_of(8)]), "mask[0] must be one canon.Mask"),
-    (("attention_backward",), dict(method="fast"), "method='fast': expected one of"),
-    (("attention_backward",), dict(dout=X[:, :5]), "dout must be (1, 8, 4, 16), got (1, 5"),
-    (("attention_backward",), dict(lse=LSE[:, :3]), "lse must be"),
-    (("attention_backward",), dict(dlse=LSE, delta=LSE), "not both"),
+    (BACKWARD, dict(method="fast"), "method='fast': expected one of"),
+    (BACKWARD, dict(dout=X[:, :5]), "dout must be (1, 8, 4, 16), got (1, 5"),
+    (BACKWARD, dict(lse=LSE[:, :3]), "lse must be"),
+    (BACKWARD, dict(dlse=LSE, delta=LSE), "not both"),
     (("merge",), dict(other_out=X[:, :5], other_lse=LSE[..., :5]), "parts differ in shape"),
     (
-        ("decode_attention",),
+        DECODE,
         dict(mask=Mask.causal(5)),
         "mask is 5 queries x 5 keys, q holds 3 tokens and k 8",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(k=KV.repeat(1, 1, 2, 1), v=KV.repeat(1, 1, 2, 1), head_stride=3),
         "head_stride=3 does not",
     ),
-    (("strided_attention",), dict(head_stride=0), "head_stride=0 does not divide the 2 key heads"),
+    (STRIDED, dict(head_stride=0), "head_stride=0 does not divide the 2 key heads"),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(head_stride=2, forward_first_stride=2),
         "forward_first_stride=2: expected 0 < first < head",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(head_stride=2, backward_first_stride=0),
         "backward_first_stride=0: expected 0 < first",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(head_stride=2, backward_last_stride=5),
         "backward_last_stride=5: expected 0 < last < head",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(head_stride=2, backward_first_stride=1, backward_last_stride=1),
         "split two head groups",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(backward_schedule="rign"),
         "backward_schedule='rign': expected one of 'scatter', 'ring'",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(head_stride=2, backward_first_stride=1, backward_schedule="ring"),
         "has no effect with",
     ),
-    (("magi_attention", "cast_plan"), dict(casts=1.0), "casts must be a whole number"),
-    (("magi_attention", "cast_plan"), dict(casts=0), "casts must be a whole number >= 1, got 0"),
+    (CASTING, dict(casts=1.0), "casts must be a whole number"),
+    (CASTING, dict(casts=0), "casts must be a whole number >= 1, got 0"),
     (
-        ("magi_attention", "cast_plan"),
+        CASTING,
         dict(casts=2, own_keys_first=False),
         "casts=2 needs own_keys_first=True or None",
     ),
     (
-        ("magi_attention", "cast_plan"),
+        CASTING,
         dict(own_keys_first=1),
         "own_keys_first must be True or False, got 1",
     ),
-    (("magi_attention",), dict(keep_kv=[1]), "unhashable"),
-    (("group_cast", "group_reduce"), dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
+    (MAGI, dict(keep_kv=[1]), "unhashable"),
+    (GROUPS, dict(stage=1), "stage 1 is not one of the plan's 1 casts"),
     (("group_cast",), dict(x=KV[0, 1:]), "group_cast: x has 7 rows"),
     (("group_reduce",), dict(into=KV[0, :3]), "into must be"),
-    (("dispatch",), dict(ranks=0), "ranks must be a whole number >= 1"),
+    (DISPATCH, dict(ranks=0), "ranks must be a whole number >= 1"),
     (("dispatch", "plan_report"), dict(chunk=0), "chunk must be a whole number >= 1"),
-    (("dispatch",), dict(imbalance=0.9), "at least 1; got 0.9"),
-    (("dispatch",), dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
-    (("dispatch",), dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
-    (("dispatch",), dict(tokens_per_us=0), "tokens_per_us must be"),
-    (("dispatch",), dict(tokens_per_us=2**58), "only the ratio of the two rates matters"),
+    (DISPATCH, dict(imbalance=0.9), "at least 1; got 0.9"),
+    (DISPATCH, dict(imbalance="1.05"), "imbalance must be a number >= 1, got"),
+    (DISPATCH, dict(imbalance=1e30), "are too large for 300 cells in 64 bits"),
+    (DISPATCH, dict(tokens_per_us=0), "tokens_per_us must be"),
+    (DISPATCH, dict(tokens_per_us=2**58), "only the ratio of the two rates matters"),
     (
-        ("dispatch",),
+        DISPATCH,
         dict(swaps_per_chunk=-1),
         "swaps_per_chunk must be a whole number >= 0, got -1",
     ),
-    (("dispatch",), dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
+    (DISPATCH, dict(mask=Mask([], 3, 4)), "mask is 3 x 4, not square"),
     (
-        ("dispatch",),
+        DISPATCH,
         dict(mask=[CAUSAL, Mask.causal(9)]),
         "masks of one size: mask[0] has 24 tokens, mask[1] 9",
     ),
-    (("dispatch",), dict(mask=[]), "mask holds no Mask"),
-    (("prepare",), dict(mask=masks_of(24)), "one Mask serves the whole batch here, so pack"),
-    (("dispatch",), dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
+    (DISPATCH, dict(mask=[]), "mask holds no Mask"),
+    (PREPARE, dict(mask=masks_of(24)), "one Mask serves the whole batch here, so pack"),
+    (DISPATCH, dict(rank_invariant=None), "rank_invariant must be True or False, got None"),
     (
-        ("dispatch",),
+        DISPATCH,
         dict(rank_invariant=True, chunk=200),
         "multiple of 128 tokens, got 200: call dispatch(..., chunk=256",
     ),
     *(
-        (("dispatch",), {name: wrong}, f"{name} must be a whole number")
+        (DISPATCH, {name: wrong}, f"{name} must be a whole number")
         for wrong in ("4", 4.0, True, [4], float("nan"))
         for name in ("ranks", "chunk", "cells_per_us", "tokens_per_us", "swaps_per_chunk")
     ),
@@ -331,22 +330,22 @@ WRONG = [  # functions, changed arguments, and a part of the error
         dict(layout=Layout.contiguous(9, 2)),
         "the mask is 24 x 24, the layout has 9 tokens",
     ),
-    (("prepare",), dict(function="merge"), "function='merge'"),
-    (("prepare",), dict(function="attention"), "runs on one rank"),
-    (("prepare",), dict(layout=None), "layout must be a canon.Layout"),
-    (("prepare",), dict(rank=3), "rank 3 is not one of the layout's 3"),
-    (("prepare",), dict(layout=Layout.zigzag(41, 3)), "the layout has 41 tokens"),
-    (("prepare",), dict(stage=0), "no option stage: expected"),
-    (("prepare",), dict(heads=4), "heads must be two whole numbers"),
-    (("prepare",), dict(heads=(4, 3)), "not a multiple"),
+    (PREPARE, dict(function="merge"), "function='merge'"),
+    (PREPARE, dict(function="attention"), "runs on one rank"),
+    (PREPARE, dict(layout=None), "layout must be a canon.Layout"),
+    (PREPARE, dict(rank=3), "rank 3 is not one of the layout's 3"),
+    (PREPARE, dict(layout=Layout.zigzag(41, 3)), "the layout has 41 tokens"),
+    (PREPARE, dict(stage=0), "no option stage: expected"),
+    (PREPARE, dict(heads=4), "heads must be two whole numbers"),
+    (PREPARE, dict(heads=(4, 3)), "not a multiple"),
     (
-        ("prepare",),
+        PREPARE,
         dict(function="latent_attention"),
         "a key head for each query head: heads must be (4, 4)",
     ),
-    (("prepare",), dict(dtype="bfloat16"), "dtype must be"),
-    (("prepare",), dict(backward="magic"), "backward='magic'"),
-    (("prepare",), dict(requires_grad=None), "requires_grad must be True or False"),
+    (PREPARE, dict(dtype="bfloat16"), "dtype must be"),
+    (PREPARE, dict(backward="magic"), "backward='magic'"),
+    (PREPARE, dict(requires_grad=None), "requires_grad must be True or False"),
     (("unshard", "redistribute"), dict(dim=4), "x of shape (1, 8, 4, 16) has no dim 4"),
     (
         ("unshard", "redistribute"),
@@ -354,13 +353,13 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "tokens along dim 1; the layout is for 3 ranks",
     ),
     (
-        ("redistribute",),
+        REDISTRIBUTE,
         dict(to=Layout.zigzag(9, 3)),
         "to has 9 tokens on 3 ranks, the layout 24 on 3",
     ),
-    (("redistribute",), dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
-    (("sequence_loss",), dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
-    (("sequence_loss",), dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
+    (REDISTRIBUTE, dict(to="zigzag"), "redistribute: to must be a Layout, got 'zigzag'"),
+    (LOGITS, dict(logits=zeros(1, 3, 5)), "got (1, 3, 5) and (1, 8)"),
+    (LOGITS, dict(logits=zeros(1, T, 5).int()), "logits must be floating-point"),
     (LOSSES, dict(shift_labels=zeros(1, T)), "shift_labels must be int64"),
     (
         LOSSES,
@@ -395,43 +394,43 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "num_items_in_batch must be a number >= 0, got a tensor of shape (2,)",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(hidden=zeros(1, 3, 3)),
         "hidden must be (b, t, width) and shift_labels (b, t), or both",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(linear_weight=zeros(5, 4)),
         "must be (vocabulary, 3) and not empty, got (5, 4)",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(linear_weight=zeros(5, 3).double()),
         "hidden and linear_weight must share a dtype",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(linear_bias=zeros(4)),
         "linear_bias must be (5,), a row for each of linear_weight",
     ),
-    (("linear_sequence_loss",), dict(softcap=0.0), "softcap must be a finite number > 0, got 0.0"),
+    (LINEAR, dict(softcap=0.0), "softcap must be a finite number > 0, got 0.0"),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(z_loss=float("nan")),
         "z_loss must be a finite number >= 0, got nan",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(label_smoothing=True),
         "label_smoothing must be a number >= 0 and <= 1, got True",
     ),
-    (("linear_sequence_loss",), dict(chunk=0), "chunk must be a whole number >= 1, got 0"),
+    (LINEAR, dict(chunk=0), "chunk must be a whole number >= 1, got 0"),
     (
         ("attention", "strided_attention"),
         dict(rank_invariant=True, backward="fused"),
         "backward='fused'",
     ),
-    (("attention",), dict(rank_invariant=1), "rank_invariant must be True or False"),
+    (ATTENTION, dict(rank_invariant=1), "rank_invariant must be True or False"),
     (
         ("attention", "ring_attention"),
         dict(return_max_logits=1),
@@ -443,12 +442,12 @@ WRONG = [  # functions, changed arguments, and a part of the error
         "reduce_dtype=torch.f",
     ),
     (
-        ("strided_attention",),
+        STRIDED,
         dict(rank_invariant=True, backward_schedule="ring"),
         "backward_schedule='ring'",
     ),
     (
-        ("magi_attention",),
+        MAGI,
         dict(rank_invariant=True, own_keys_first=True),
         "with own_keys_first=False or None",
     ),
@@ -469,11 +468,11 @@ DIFFERENT = [
     (DISTRIBUTED, dict(reduce_dtype=torch.bfloat16), "reduce_dtype"),
     (DISTRIBUTED, dict(backward="split"), "backward"),
     (DISTRIBUTED, dict(sink=zeros(4)), "sink"),
-    (("strided_attention",), dict(head_stride=1), "head_stride"),
-    (("strided_attention",), dict(backward_schedule="ring"), "backward_schedule"),
-    (("magi_attention",), dict(casts=2), "casts"),
-    (("magi_attention",), dict(own_keys_first=True), "own_keys_first"),
-    (("magi_attention",), dict(keep_kv=True), "keep_kv"),
+    (STRIDED, dict(head_stride=1), "head_stride"),
+    (STRIDED, dict(backward_schedule="ring"), "backward_schedule"),
+    (MAGI, dict(casts=2), "casts"),
+    (MAGI, dict(own_keys_first=True), "own_keys_first"),
+    (MAGI, dict(keep_kv=True), "keep_kv"),
     (LATENT, dict(k_rope=zeros(1, T, 2)), "heads and width of k_rope"),
     (LATENT, dict(up_weight=zeros(4 * 20, 6)), "shape of up_weight"),
     (
@@ -481,22 +480,22 @@ DIFFERENT = [
         dict(up_weight=WEIGHT.clone().requires_grad_()),
         "requires_grad of q, latent, k_rope, up_weight",
     ),
-    (("decode_attention",), dict(q=X[:, :2]), "shape of q"),
-    (("decode_attention",), dict(scale=0.5), "scale"),
-    (("decode_attention",), dict(softcap=5.0), "softcap"),
-    (("decode_attention",), dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
-    (("decode_attention",), dict(v=KV[..., :3]), "heads and width of v"),
-    (("decode_attention",), dict(sink=zeros(4)), "sink"),
+    (DECODE, dict(q=X[:, :2]), "shape of q"),
+    (DECODE, dict(scale=0.5), "scale"),
+    (DECODE, dict(softcap=5.0), "softcap"),
+    (DECODE, dict(k=KV[:, :, :1], v=KV[:, :, :1]), "heads and width of k"),
+    (DECODE, dict(v=KV[..., :3]), "heads and width of v"),
+    (DECODE, dict(sink=zeros(4)), "sink"),
     (
-        ("redistribute",),
+        REDISTRIBUTE,
         dict(x=X.double()),
         "dtype: rank 0, 2: torch.float32; rank 1: torch.float64",
     ),
-    (("redistribute",), dict(to=Layout.striped(24, 3)), "to: rank 0, 2: Layout("),
-    (("redistribute",), dict(x=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
-    (("sequence_loss",), dict(logits=zeros(1, T, 6)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
+    (REDISTRIBUTE, dict(to=Layout.striped(24, 3)), "to: rank 0, 2: Layout("),
+    (REDISTRIBUTE, dict(x=zeros(1, T, 4, 16, requires_grad=True)), "requires_grad"),
+    (LOGITS, dict(logits=zeros(1, T, 6)), "vocabulary: rank 0, 2: 5; rank 1: 6"),
     (
-        ("sequence_loss",),
+        LOGITS,
         dict(logits=zeros(1, T, 5).double()),
         "dtype: rank 0, 2: torch.float32; rank 1: torch.float64",
     ),
@@ -504,12 +503,12 @@ DIFFERENT = [
     (LOSSES, dict(num_items_in_batch=4), "num_items_in_batch: rank 0, 2: None; rank 1: 4.0"),
     (LOSSES, dict(weights=zeros(1, T)), "weights: rank 0, 2: "),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(softcap=4),
         "softcap, z_loss and label_smoothing: rank 0, 2: (None, 0.0, 0.0)",
     ),
     (
-        ("linear_sequence_loss",),
+        LINEAR,
         dict(linear_weight=zeros(6, 3)),
         "vocabulary: rank 0, 2: 5; rank 1: 6",
     ),

@@ -5,7 +5,7 @@ ranks.
 import pytest
 import torch
 import torch.distributed as dist
-from invariant_worlds import bits
+from invariant_worlds import same_bits
 from sharded import DEVICE
 
 from canon import Band, Mask
@@ -20,10 +20,6 @@ def inputs(dtype=torch.float32, b=1, h=4, g=2, d=16, dv=20):
     draw = torch.Generator().manual_seed(0)
     shapes = (N, h, d), (N, g, d), (N, g, dv)
     return [torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes]
-
-
-def same(one, other):
-    return all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
 
 
 def decoded(half, ends, q, k, v, mask=None, **options):
@@ -57,7 +53,7 @@ def test_tokens_decoded_one_by_one_have_the_bits_of_the_whole_forward(half, dtyp
     for i in (0, 127, 128, 254, 299):
         keys = (q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1])
         got = half.decode_attention(*keys, **options)
-        assert same(got, (out[:, i : i + 1], lse[:, :, i : i + 1])), i
+        assert same_bits(got, (out[:, i : i + 1], lse[:, :, i : i + 1])), i
 
 
 @pytest.mark.parametrize("ends", [(256, 256, 300), (128, 256, 300), (300, 300)], ids=str)
@@ -69,7 +65,8 @@ def test_ranks_that_divide_the_keys_have_the_bits_of_one(half, ends):
     expected = out[:, rows.start : rows.stop], lse[:, :, rows.start : rows.stop]
     mask = whole.crop(queries=rows)
     assert all(
-        same(expected, got) for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask)
+        same_bits(expected, got)
+        for got in decoded(half, ends, q[:, rows.start : rows.stop], k, v, mask)
     )
 
 
@@ -78,9 +75,9 @@ def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
     rows = slice(290, 294)
     masks = [Mask.causal(4, N), Mask.full(4, N)]
     one = half.attention(q[:, rows], k, v, masks, rank_invariant=True, return_lse=True)
-    assert all(same(one, got) for got in decoded(half, (128, 300), q[:, rows], k, v, masks))
+    assert all(same_bits(one, got) for got in decoded(half, (128, 300), q[:, rows], k, v, masks))
     packed = [x[1] for x in (q[:, rows], k, v)]
-    assert all(same([x[1] for x in one], got) for got in decoded(half, (128, 300), *packed))
+    assert all(same_bits([x[1] for x in one], got) for got in decoded(half, (128, 300), *packed))
 
 
 def test_ranks_may_have_one_mask_or_one_for_each_sequence(half):
@@ -99,18 +96,6 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(half):
         return half.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True)
 
     assert all(torch.equal(one, got) for got in process_groups.threads(program, 2))
-
-
-def test_without_the_option_the_bits_depend_on_the_ranks(half):
-    q, k, v = inputs()
-    one = half.decode_attention(q[:, -1:], k, v)
-
-    def program():
-        torch.set_num_threads(1)
-        held = (slice(0, 128), slice(128, N))[dist.get_rank()]
-        return half.decode_attention(q[:, -1:], k[:, held], v[:, held])
-
-    assert not torch.equal(one, process_groups.threads(program, 2)[0])
 
 
 def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):

@@ -40,7 +40,10 @@ def attending(half, mask, layout, **options):
     )
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
+kept_or_sent_again = pytest.mark.parametrize("keep_kv", [False, True])
+
+
+@kept_or_sent_again
 @pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 2}])
 def test_sends_the_rows_of_the_plan(half, exchanged, options, keep_kv):
     ranks, b, g, d, dv = 3, 2, 2, 8, 6
@@ -117,7 +120,7 @@ def test_gradients_are_added_in_rank_order(half):
 # --- overlap
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
+@kept_or_sent_again
 def test_casts_and_reductions_are_in_flight_during_a_step(half, monkeypatch, keep_kv):
     """Compare the order of sends, computations and waits on rank 0."""
     log, exchange = [], dist.all_to_all_single
@@ -194,7 +197,7 @@ def late(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", posted)
 
 
-@pytest.mark.parametrize("keep_kv", [False, True])
+@kept_or_sent_again
 @pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 3}])
 def test_memory_of_an_exchange_is_neither_read_early_nor_freed_early(half, late, options, keep_kv):
     mask = Mask.documents([0, 5, 24])

@@ -108,7 +108,6 @@ def same_bits(got, expected):
     )
 
 
-@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_first_call_after_load_plans_nothing_and_has_the_same_bits(half, case, planned):
     expected = computed(half, *CASES[case])
@@ -157,7 +156,6 @@ class Packs(Dataset):
         )
 
 
-@pytest.mark.parametrize("half", [reference, fast], ids=["reference", "fast"])
 def test_a_group_is_refused_and_not_ignored(half):
     given = {"device": "cpu", "rank": 0, **SHAPES}
     with pytest.raises(TypeError, match="plans do not depend on a group: pass rank=, and mesh_"):

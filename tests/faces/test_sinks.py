@@ -5,6 +5,7 @@ on several.
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import all_equal
 
 from canon import Layout, Mask, fast
 from canon.fast import sinks as fast_sinks
@@ -126,10 +127,10 @@ def test_both_passes_are_replayed_with_equal_bits(replays, monkeypatch):
         runs.append(
             gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
         )
-    assert all(torch.equal(x, y) for x, y in zip(*runs[:2], strict=True))
+    assert all_equal(*runs[:2])
     assert not any(replays())
     monkeypatch.setattr(prepared, "REPLAYED", {})
     expected = gradients(
         lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout
     )
-    assert all(torch.equal(x, y) for x, y in zip(runs[2], expected, strict=True))
+    assert all_equal(runs[2], expected)

@@ -2,17 +2,14 @@
 backend is always used.
 """
 
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-import canon
+from canon import Layout, Mask, fast, reference
 from canon.fast import backend, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.cuda import launch as cuda
@@ -22,6 +19,7 @@ from canon.fast.kernels.torch import launch as plain
 from canon.fast.kernels.triton import backend as triton_backend
 from canon.fast.kernels.triton import config
 from canon.fast.kernels.triton import launch as portable
+from canon.testing import process_groups
 
 pytestmark = pytest.mark.interpreted
 
@@ -137,56 +135,31 @@ def test_a_chosen_backend_without_a_gpu_raises_before_a_message(name):
         device.check_inputs(q)
 
 
-ON_CPU = """
-import sys
-import torch, torch.distributed as dist
-from canon import Layout, Mask, fast, reference
+def test_cpu_tensors_compute_and_a_chosen_backend_raises_on_every_rank_before_a_message(
+    monkeypatch,
+):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    plan = fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
 
-rank = int(sys.argv[1])
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-x = torch.ones(1, 8, 2, 8)
-plan = fast.cast_plan(Mask.causal(16), Layout.contiguous(16, 2))
-functions = (
-    lambda q: fast.ring_attention(q, q, q),
-    lambda q: fast.strided_attention(q, q, q),
-    lambda q: fast.magi_attention(q, q, q),
-    lambda q: fast.decode_attention(q, q, q),
-    lambda q: fast.group_cast(q[0], plan, 0),
-    lambda q: fast.group_reduce(q[0, : 8 * rank], plan, 0, q[0].clone()),
-)
-for function in functions:
-    function(x)
-    try:
-        with fast.backend("triton"):
+    def program():
+        rank, x = dist.get_rank(), torch.ones(1, 8, 2, 8)
+        for function in (
+            lambda q: fast.ring_attention(q, q, q),
+            lambda q: fast.strided_attention(q, q, q),
+            lambda q: fast.magi_attention(q, q, q),
+            lambda q: fast.decode_attention(q, q, q),
+            lambda q: fast.group_cast(q[0], plan, 0),
+            lambda q: fast.group_reduce(q[0, : 8 * rank], plan, 0, q[0].clone()),
+        ):
             function(x)
-    except (RuntimeError, ValueError) as error:
-        print(error)
-    reference.ring_attention(x, x, x)
-q = x.to("meta") if rank else x
-try:
-    fast.ring_attention(q, q, q)  # only rank 0 has CPU tensors
-except (RuntimeError, ValueError) as error:
-    print("PARTED", error)
-"""
+            with (
+                backend("triton"),
+                pytest.raises(RuntimeError, match="Triton kernels need tensors on a CUDA device"),
+            ):
+                function(x)
+            reference.ring_attention(x, x, x)
+        q = x.to("meta") if rank else x
+        with pytest.raises(ValueError, match="rank 1: q is on the meta device"):
+            fast.ring_attention(q, q, q)  # only rank 0 has CPU tensors
 
-
-def test_cpu_tensors_compute_and_a_chosen_backend_raises_on_every_rank_before_a_message(tmp_path):
-    """In fresh processes, without TRITON_INTERPRET."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(canon.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    run = lambda rank: subprocess.Popen(
-        [sys.executable, "-c", ON_CPU, str(rank), str(tmp_path / "store")],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    ranks = [run(rank) for rank in range(2)]
-    for printed, errors in [rank.communicate(timeout=100) for rank in ranks]:
-        same, _, one_rank = printed.partition("PARTED")
-        assert (
-            same.count("the Triton kernels need tensors on a CUDA device, got CPU tensors") == 6
-        ), printed + errors
-        assert "rank 1: q is on the meta device" in one_rank, printed + errors
+    process_groups.threads(program, 2)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import all_equal
 
 from canon import Mask, fast
 from canon.fast import attention, local
@@ -137,7 +138,7 @@ def test_a_captured_graph_replays_both_passes(method, deterministic):
         for x in replayed:
             x.detach().zero_()
         graph.replay()
-        assert all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True))
+        assert all_equal(replayed, expected)
     assert local.attention_forward(q, k, v, mask)[0].equal(replayed[0])
 
 
@@ -182,7 +183,7 @@ def captured(names):
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        same.append(all(torch.equal(x, y) for x, y in zip(replayed, expected, strict=True)))
+        same.append(all_equal(replayed, expected))
     return same
 
 

@@ -126,7 +126,10 @@ def casts_of(rank, casts, own_keys_first):
     return ([0, *(sum(size(cast, rank)) for cast in range(plan.casts)), 0] for size in sizes)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+sent_in_both_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+
+
+@sent_in_both_dtypes
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("casts", [1, 3, 4])
 def test_magi_attention_holds_two_casts(casts, keep_kv, dtype):
@@ -157,7 +160,7 @@ def test_magi_attention_holds_two_casts(casts, keep_kv, dtype):
         assert got == (max(forward), max(backward))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@sent_in_both_dtypes
 def test_magi_attention_in_one_step_holds_one_buffer_and_no_float32_result(dtype):
     for rank, got in enumerate(
         peaks(fast.magi_attention, UNEVEN, own_keys_first=False, reduce_dtype=dtype)

@@ -13,7 +13,7 @@ from canon.fast import backward
 from canon.fast.backward import Method
 from canon.fast.kernels.gluon import dq_order, launch, method
 from canon.fast.kernels.launcher import meta_stands_for
-from canon.masks.plan_cache import PLANS, noted_plans
+from canon.masks.plan_cache import noted_plans
 from canon.route.algorithm import ALGORITHMS
 from canon.route.call import Arguments, Place, made_call
 
@@ -99,11 +99,11 @@ def test_the_switch_changes_the_choice_on_long_sequences_alone():
         (dq_order, "MAX_SHARE", {64: 0.15, 128: 0.2}),
     ],
 )
-def test_another_threshold_is_slow_on_a_recorded_shape(module, name, value, monkeypatch):
+def test_another_threshold_is_slow_on_a_recorded_shape(
+    module, name, value, monkeypatch, empty_cache
+):
     monkeypatch.setattr(module, name, value)
-    PLANS.clear()
     assert slow_choices()
-    PLANS.clear()
 
 
 def methods_of(schedule, ranks, tokens):
@@ -145,12 +145,7 @@ def test_steps_that_send_gradients_take_the_faster_method_of_the_recorded_schedu
     assert slow_schedules() == []
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("MIN_VISITS_OF_SENT", 30), ("MIN_VISITS_OF_SENT", 70)],
-)
-def test_another_threshold_is_slow_on_a_recorded_schedule(name, value, monkeypatch):
-    monkeypatch.setattr(method, name, value)
-    PLANS.clear()
+@pytest.mark.parametrize("value", [30, 70])
+def test_another_threshold_is_slow_on_a_recorded_schedule(value, monkeypatch, empty_cache):
+    monkeypatch.setattr(method, "MIN_VISITS_OF_SENT", value)
     assert slow_schedules()
-    PLANS.clear()

@@ -31,11 +31,12 @@ def inputs(tokens, dtype=torch.float32):
     return [torch.randn(B, tokens, *shape, generator=draw).to(dtype) for shape in shapes]
 
 
-def train(half, layout, tensors, **options):
+def train(half, layout, tensors, name="strided", **options):
     """Return out and the gradients of one forward and backward pass of this rank."""
     rank = dist.get_rank()
     q, k, v = (layout.shard(x, rank).requires_grad_() for x in tensors[:3])
-    out = half.strided_attention(q, k, v, Mask.causal(layout.tokens), layout, **options)
+    attend = getattr(half, f"{name}_attention")
+    out = attend(q, k, v, Mask.causal(layout.tokens), layout, **options)
     out.backward(layout.shard(tensors[3], rank))
     return out.detach(), q.grad, k.grad, v.grad
 
@@ -64,14 +65,8 @@ def test_delta_is_computed_during_the_first_message_of_the_backward_pass(
     monkeypatch.setattr(
         module, "make_delta", lambda *given: (log.add("computed", "delta"), make(*given))[1]
     )
-
-    def program():
-        q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
-        out = getattr(fast, f"{name}_attention")(q, k, v, Mask.causal(12), layout, **options)
-        out.backward(layout.shard(tensors[3], dist.get_rank()))
-
     with recording(module) as log:
-        process_groups.threads(program, 3)
+        process_groups.threads(lambda: train(fast, layout, tensors, name, **options), 3)
     events = [str(e) for e in log.of(1)]
     backward = events[events.index("computed delta 0") - 1 :]
     assert backward[0].startswith("posted")  # keys, gathered or cast all to all
@@ -104,14 +99,8 @@ def test_own_keys_are_not_computed_before_the_overlapping_cast_has_started(monke
         Transport, "wait_until_started", lambda transport: log.add("started", "cast")
     )
     layout, tensors = Layout.zigzag(12, 3), inputs(12)
-
-    def program():
-        q, k, v = (layout.shard(x, dist.get_rank()).requires_grad_() for x in tensors[:3])
-        out = fast.magi_attention(q, k, v, Mask.causal(12), layout, casts=2)
-        out.backward(layout.shard(tensors[3], dist.get_rank()))
-
     with recording(fast.magi) as log:
-        process_groups.threads(program, 3)
+        process_groups.threads(lambda: train(fast, layout, tensors, "magi", casts=2), 3)
     for rank in range(3):
         events = [
             f"{e.what} {e.kind}"

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from interpreted_replay import recorded
 from sharded import DEVICE
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -40,10 +41,6 @@ def room(q, v):
     ), torch.empty(b, h, t, device=q.device)
 
 
-def passes():
-    return [plan for plan, _ in PLANS.plans.values() if isinstance(plan, prepared.PreparedPass)]
-
-
 def test_a_replay_has_the_bits_of_the_pass_as_written():
     for seed in (0, 1, 2):
         q, k, v, _ = inputs(seed)
@@ -53,7 +50,7 @@ def test_a_replay_has_the_bits_of_the_pass_as_written():
         forward(q, k, v, *expected)
         assert torch.equal(out, expected[0])
         assert torch.equal(lse, expected[1])
-    (made,) = passes()
+    (made,) = recorded()
     assert not made.reason
 
 
@@ -77,7 +74,7 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
         exact = method != "fused" or DEVICE == "cpu"
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a, b) if exact else torch.allclose(a, b, rtol=0.05, atol=0.02)
-    assert not [made.reason for made in passes() if made.reason]
+    assert not [made.reason for made in recorded() if made.reason]
 
 
 def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
@@ -88,7 +85,7 @@ def test_one_tensor_as_q_and_k_is_a_pass_of_its_own():
         expected = room(q, v)
         forward(first, second, v, *expected)
         assert torch.equal(out, expected[0])
-    assert len(passes()) == 2
+    assert len(recorded()) == 2
 
 
 def test_a_gradient_that_is_the_query_itself_is_a_pass_of_its_own():
@@ -138,7 +135,7 @@ def test_other_operations_are_named_and_the_pass_runs_as_written():
         y = torch.empty_like(x)
         prepared.replayed(body, (x, y))
         assert torch.equal(y, x * 2)
-    (made,) = passes()
+    (made,) = recorded()
     assert made.reason == "the pass calls aten::mul"
 
 
@@ -155,7 +152,7 @@ def test_a_tensor_of_unknown_origin_is_never_replayed():
         expected = room(q, v)
         forward(q, k, hidden[0], *expected)
         assert torch.equal(out, expected[0])
-    assert {made.reason for made in passes()} == {"the pass reads a tensor that it was not given"}
+    assert {made.reason for made in recorded()} == {"the pass reads a tensor that it was not given"}
 
 
 def test_a_temporary_that_is_zeroed_after_its_use_is_not_replayed():
@@ -167,7 +164,7 @@ def test_a_temporary_that_is_zeroed_after_its_use_is_not_replayed():
 
     q, k, v, _ = inputs(0)
     prepared.replayed(body, (q, k, v, *room(q, v)))
-    assert "late" in passes()[0].reason
+    assert "late" in recorded()[0].reason
 
 
 def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
@@ -185,7 +182,7 @@ def test_a_pass_with_large_temporaries_frees_them_as_it_goes(monkeypatch):
     q, k, v, _ = inputs(0)
     prepared.replayed(body, (q, k, v, *room(q, v)))
     assert [x() for x in alive] == [None] * 3
-    assert passes()[0].reason == "the pass allocates more than 0 MB"
+    assert recorded()[0].reason == "the pass allocates more than 0 MB"
 
 
 @pytest.mark.parametrize("zeroed", [True, False])
@@ -205,7 +202,7 @@ def test_a_pass_whose_kernels_were_not_seen_runs_as_written(zeroed):
         out = torch.full_like(x, torch.nan)
         prepared.replayed(body, (x, out))
         assert torch.equal(out, x)
-    assert passes()[0].reason == prepared.UNSEEN
+    assert recorded()[0].reason == prepared.UNSEEN
 
 
 def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch):
@@ -225,7 +222,7 @@ def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch)
         out, lse = room(q, v)
         local.forward_into(q, k, v, MASK, 0.25, out, lse)
         assert torch.equal(lse, torch.full_like(lse, q.sum().item()))
-    assert {made.reason for made in passes()} == {
+    assert {made.reason for made in recorded()} == {
         "launches of the library backend are not recorded"
     }
 
@@ -244,4 +241,4 @@ def test_a_pass_beyond_the_limits_of_the_native_replay_runs_as_written(monkeypat
         out, lse = room(q, v)
         prepared.replayed(forward, (q, k, v, out, lse))
         assert torch.equal(out, expected[0])
-    assert "more bytes of parameters" in passes()[0].reason
+    assert "more bytes of parameters" in recorded()[0].reason

@@ -7,13 +7,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from interpreted_replay import recorded
 from meshes import mesh
-from sharded import whole
+from sharded import all_equal, whole
 
 from canon import Layout, Mask, fast
 from canon.fast import backend
 from canon.fast.replay import recordings as prepared
-from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups, simulated_kernels
 
 pytestmark = pytest.mark.interpreted
@@ -79,15 +79,15 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
     def program():
         times = (several[0], *several)  # the second call is recorded
         replayed = [train(*call, tensors) for tensors in times][-1]
-        passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
+        reasons = {x.reason for x in recorded()}
         dist.barrier()
         prepared.REPLAYED = {}
         dist.barrier()
-        return replayed, train(*call, several[1]), {x.reason for x in passes}
+        return replayed, train(*call, several[1]), reasons
 
     for replayed, written, reasons in process_groups.threads(program, ranks):
         assert reasons - {prepared.UNSEEN} == {""}  # some steps have nothing to launch
-        assert all(torch.equal(a, b) for a, b in zip(replayed, written, strict=True))
+        assert all_equal(replayed, written)
 
 
 @pytest.mark.sweep
@@ -164,14 +164,11 @@ def test_decoding_in_order_replays_too(several, ends):
                 dist.barrier()
             options = dict(rank_invariant=True, return_lse=True)
             results.append(fast.decode_attention(q, k, v, own if several else own[1], **options))
-        return results, [
-            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
-        ]
+        return results, {x.reason for x in recorded()}
 
     with backend("gluon"), simulated_kernels.simulated():
         for (*_, replayed, written), reasons in process_groups.threads(program, len(ends)):
-            assert reasons
-            assert set(reasons) - {prepared.UNSEEN} == {""}
+            assert reasons - {prepared.UNSEEN} == {""}
             assert all(map(torch.equal, replayed, written))
 
 
@@ -200,9 +197,7 @@ def test_no_scale_excludes_replay(function):
                 "qkv",
                 tensors,
             )
-        return [
-            x.reason for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)
-        ]
+        return {x.reason for x in recorded()}
 
     with backend("gluon"), simulated_kernels.simulated():
         assert set().union(*process_groups.threads(program, ranks)) - {prepared.UNSEEN} == {""}

@@ -5,6 +5,7 @@ process and on several.
 import copy
 import functools
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from canon.integrations.transformers import sharded
 
 N = 49
 ENDS = [0, 19, 30, N]
-POSITIONS = torch.cat([torch.arange(b - a) for a, b in zip(ENDS, ENDS[1:], strict=False)])[None]
+POSITIONS = torch.cat([torch.arange(b - a) for a, b in pairwise(ENDS)])[None]
 
 
 def batch_of(n=N, sequences=1):

@@ -50,10 +50,10 @@ PATTERNS = [
 
 
 @pytest.mark.parametrize("function", PATTERNS)
-def test_masks_have_the_cells_of_transformers(function):
-    assert torch.equal(
-        build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0]
-    )
+def test_masks_and_those_of_packs_have_the_cells_of_transformers(function):
+    for pattern in (function, packed(function, [9, 1, 6])):
+        mask = build_mask(1, 16, 16, mask_function=pattern).masks
+        assert torch.equal(mask.dense(), cells(pattern)[0, 0])
     padding = torch.rand(3, 16, generator=torch.Generator().manual_seed(0)) < 0.7
     padding[2] = False  # every key is padding
     for sizes in (
@@ -94,14 +94,6 @@ def test_a_model_may_keep_some_queries_of_a_mask():
             ValueError, match="sharded needs all queries of a rank: leave out logits_to_keep"
         ):
             whole[:, :, slice(-1, None), :]
-
-
-@pytest.mark.parametrize("function", PATTERNS)
-def test_masks_of_packs_have_the_cells_of_transformers(function):
-    function = packed(function, [9, 1, 6])
-    assert torch.equal(
-        build_mask(1, 16, 16, mask_function=function).masks.dense(), cells(function)[0, 0]
-    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ by far.
 import functools
 import re
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,10 @@ def eager(name):
         return whole_step(tiny64(name), batch())
 
 
-@pytest.mark.parametrize("name", NAMES)
+every_model = pytest.mark.parametrize("name", NAMES)
+
+
+@every_model
 def test_one_process_computes_as_eager_attention(name):
     expected = eager(name)
     with as_in_the_table(name, "step"):
@@ -75,7 +79,7 @@ def test_one_process_computes_as_eager_attention(name):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ranks", FUNCTIONS)
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_ranks_compute_as_eager_attention(name, ranks):
     layout, model, expected = Layout.zigzag(N, ranks), tiny64(name, "canon"), eager(name)
 
@@ -94,9 +98,7 @@ def of_documents(name):
     """Return the logits of each document alone, one after the other."""
     model, ids = tiny64(name), tokens(N)
     with Float64(), torch.no_grad():
-        parts = [
-            model(ids[:, a:b], use_cache=False).logits for a, b in zip(ENDS, ENDS[1:], strict=False)
-        ]
+        parts = [model(ids[:, a:b], use_cache=False).logits for a, b in pairwise(ENDS)]
     return torch.cat(parts, 1)
 
 
@@ -104,17 +106,17 @@ def assert_near(found, expected):
     assert (found - expected).norm() < TOLERANCE * expected.norm()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 @torch.no_grad()
 def test_packed_positions_compute_as_documents_alone(name):
-    positions = torch.cat([torch.arange(b - a) for a, b in zip(ENDS, ENDS[1:], strict=False)])[None]
+    positions = torch.cat([torch.arange(b - a) for a, b in pairwise(ENDS)])[None]
     expected = of_documents(name)
     with as_in_the_table(name, "packed"):
         found = tiny64(name, "canon")(tokens(N), position_ids=positions, use_cache=False).logits
         assert_near(found, expected)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_packed_documents_on_two_ranks_compute_as_documents_alone(name):
     layout, model, expected = Layout.zigzag(N, 2), tiny64(name, "canon"), of_documents(name)
 
@@ -149,7 +151,7 @@ def generated(model, **options):
     return result.sequences, torch.stack(result.logits)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@every_model
 def test_generate_with_a_cache_chooses_the_tokens_of_eager_attention(name):
     with Float64():
         expected, true_logits = generated(tiny64(name))

@@ -15,7 +15,7 @@ from canon.training import sequence_loss
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 import transformers
-from tiny_models import SIZES, WINDOWED, Float64, tokens
+from tiny_models import SIZES, WINDOWED, Float64, tokens, with_large_weights
 
 from canon.integrations.transformers import build_mask, register, sharded
 from canon.integrations.transformers_masks import pattern_of
@@ -34,13 +34,8 @@ def near(found, expected):
 def filled(model, attention):
     """Return the model in float64 with large weights, equal in every call."""
     register()
-    draw = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-            parameter.copy_(0.3 * drawn + (parameter.ndim == 1))
     model.set_attn_implementation({"text_config": attention, "vision_config": "eager"})
-    return model.double().train()
+    return with_large_weights(model, torch.float64).double()
 
 
 # --- Qwen2.5-VL: positions of three axes

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hopper import HOPPER_ONLY, hopper
-from invariant_worlds import bits
+from invariant_worlds import same_bits
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask, fast, trees
@@ -68,10 +68,6 @@ def rows(result, start, stop):
     return out[:, start:stop], lse[..., start:stop]
 
 
-def differ(one, other):
-    return not all(torch.equal(bits(x), bits(y)) for x, y in zip(one, other, strict=True))
-
-
 def chunk(tensors, start, stop):
     """Return the result of prefill: queries start:stop over the keys up to stop."""
     q, k, v = tensors
@@ -100,26 +96,29 @@ def test_the_bits_of_a_query_depend_on_its_keys_alone(kind):
     with kernels(kind):
         whole = attended(*tensors, CAUSAL)
         for start, stop in ((290, 291), (150, 250)):
-            assert not differ(rows(whole, start, stop), chunk(tensors, start, stop)), (
+            assert same_bits(rows(whole, start, stop), chunk(tensors, start, stop)), (
                 f"chunk {start}:{stop}"
             )
         mixed, mask = surrounded(tensors, 128, 40)
         twice = [torch.cat([x, x]).repeat_interleave(2, 2) for x in mixed]
         out, lse = attended(*twice, mask)
         among = rows((out[1:, :, ::2], lse[1:, ::2]), 128, 128 + N)
-        assert not differ(whole, among), "among other documents, in another batch, with more heads"
-        assert not differ(whole, attended(q, k, v, IN_TWO_BANDS)), "the same keys in two bands"
+        assert same_bits(whole, among), "among other documents, in another batch, with more heads"
+        assert same_bits(whole, attended(q, k, v, IN_TWO_BANDS)), "the same keys in two bands"
 
 
-@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+one_of_each_backend = pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+
+
+@one_of_each_backend
 def test_a_document_moved_by_part_of_a_tile_has_other_bits(kind):
     tensors = inputs(kind)
     mixed, mask = surrounded(tensors, 100, 0)
     with kernels(kind):
-        assert differ(attended(*tensors, CAUSAL), rows(attended(*mixed, mask), 100, 100 + N))
+        assert not same_bits(attended(*tensors, CAUSAL), rows(attended(*mixed, mask), 100, 100 + N))
 
 
-@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+@one_of_each_backend
 def test_a_window_or_a_hole_in_the_keys_changes_no_bit_of_a_chunk(kind):
     q, k, v = inputs(kind)
     # attention to the first tokens and a window
@@ -128,11 +127,11 @@ def test_a_window_or_a_hole_in_the_keys_changes_no_bit_of_a_chunk(kind):
         whole = attended(q, k, v, mask)
         for rows_of in (range(290, 291), range(125, 225)):
             part = attended(q[:, rows_of.start : rows_of.stop], k, v, mask.crop(queries=rows_of))
-            assert not differ(rows(whole, rows_of.start, rows_of.stop), part)
+            assert same_bits(rows(whole, rows_of.start, rows_of.stop), part)
 
 
 # ---------------------------------------------------------------------- trees
-@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+@one_of_each_backend
 def test_branches_of_a_tree_have_the_bits_and_query_gradients_of_their_sequences(kind):
     """Gradients of keys of a leaf equal those of its sequence alone; those of the trunk add all
     branches, in a fixed order.
@@ -146,7 +145,7 @@ def test_branches_of_a_tree_have_the_bits_and_query_gradients_of_their_sequences
     with kernels(kind):
         packed = gradients(q, k, v, tree.mask)
         again = gradients(q, k, v, tree.mask)
-        assert not differ(packed, again)
+        assert same_bits(packed, again)
         for path, leaf in zip(tree.paths, leaves, strict=True):
             held = torch.cat(
                 [torch.arange(tree.starts[x], tree.starts[x] + tree.lengths[x]) for x in path]
@@ -155,10 +154,12 @@ def test_branches_of_a_tree_have_the_bits_and_query_gradients_of_their_sequences
             own = len(held) - len(leaf)
             for name, x, y in zip(("out", "lse", "dq"), packed, alone, strict=False):
                 at = x[..., held] if name == "lse" else x[:, held]
-                assert not differ([at], [y]), name
+                assert same_bits([at], [y]), name
             for x, y in zip(packed[3:], alone[3:], strict=True):
-                assert not differ([x[:, held][:, own:]], [y[:, own:]]), "dk and dv of the leaf"
-                assert differ([x[:, held][:, :128]], [y[:, :128]]), "the trunk has more gradients"
+                assert same_bits([x[:, held][:, own:]], [y[:, own:]]), "dk and dv of the leaf"
+                assert not same_bits([x[:, held][:, :128]], [y[:, :128]]), (
+                    "the trunk has more gradients"
+                )
 
 
 def gradients(q, k, v, mask):
@@ -192,12 +193,12 @@ def chunks_differ(kind):
     with kernels(kind):
         whole = attended(*tensors, CAUSAL)
         return any(
-            differ(rows(whole, *place), chunk(tensors, *place))
+            not same_bits(rows(whole, *place), chunk(tensors, *place))
             for place in ((290, 291), (150, 250))
         )
 
 
-@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+@one_of_each_backend
 def test_partial_tiles_before_full_ones_change_bits(kind, planted):
     ordered = work_tables.ordered_table
 
@@ -211,12 +212,12 @@ def test_partial_tiles_before_full_ones_change_bits(kind, planted):
     assert chunks_differ(kind)
 
 
-@pytest.mark.parametrize("kind", [ALL[0], ALL[4]])
+@one_of_each_backend
 def test_a_tile_visited_once_for_each_band_changes_bits(kind, planted):
     ordered = work_tables.ordered_table
     planted.setattr(work_tables, "ordered_table", lambda *arguments: ordered(*arguments[:3], False))
     with kernels(kind):
-        assert differ(*(attended(*inputs(kind), mask) for mask in (CAUSAL, IN_TWO_BANDS)))
+        assert not same_bits(*(attended(*inputs(kind), mask) for mask in (CAUSAL, IN_TWO_BANDS)))
 
 
 def test_partial_tiles_have_the_width_of_full_ones():
@@ -229,7 +230,10 @@ def test_partial_tiles_have_the_width_of_full_ones():
     assert config.partial_columns, "the configuration of a GPU has narrow partial tiles"
 
 
-@pytest.mark.parametrize("kind", [ALL[4]])
+one_of_gluon = pytest.mark.parametrize("kind", [ALL[4]])
+
+
+@one_of_gluon
 def test_a_stale_maximum_by_the_size_of_the_call_changes_bits(kind, planted):
     right = hopper_launch.forward_config
 
@@ -241,7 +245,7 @@ def test_a_stale_maximum_by_the_size_of_the_call_changes_bits(kind, planted):
     assert chunks_differ(kind)
 
 
-@pytest.mark.parametrize("kind", [ALL[4]])
+@one_of_gluon
 def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypatch):
     """A document that begins in a later tile of its work tile starts in `repeat_tile`, another one
     in `step`.
@@ -255,16 +259,16 @@ def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypat
     with kernels(kind):
         expected = attended(*tensors, Mask.causal(200))
         together = lambda: rows(attended(mixed[0][:, 100:], *mixed[1:], moved), 28, 228)
-        assert not differ(expected, together())
+        assert same_bits(expected, together())
         if ON_HOPPER:
             return
         changed = copy.copy(stale_maximum.repeat_tile)
         changed.raw_src = [line.replace("wg.KEY_ORDER", "False") for line in changed.raw_src]
         monkeypatch.setattr(stale_maximum, "repeat_tile", changed)
-        assert differ(expected, together())
+        assert not same_bits(expected, together())
 
 
-@pytest.mark.parametrize("kind", [ALL[4]])
+@one_of_gluon
 def test_packed_heads_change_no_bit(kind, monkeypatch):
     """The mask decides how many heads share a tile. Rows of a tile are independent, so it cannot
     matter.
@@ -275,4 +279,4 @@ def test_packed_heads_change_no_bit(kind, monkeypatch):
         monkeypatch.setattr(hopper_launch, "packing", lambda *_, pack=pack: pack)
         with kernels(kind):
             found.append(attended(*inputs(kind, h=4), CAUSAL))
-    assert not differ(*found)
+    assert same_bits(*found)

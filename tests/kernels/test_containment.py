@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hopper import HOPPER_ONLY
 from sharded import DEVICE, ON_HOPPER
 
 from canon import Band, Mask
@@ -29,6 +30,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:All-NaN slice"),
 ]
 PLANTED = ("q", "k", "v", "dout")
+hopper_only = HOPPER_ONLY[1]
+GLUON = pytest.param("gluon", marks=hopper_only)
+both_backends = pytest.mark.parametrize("name", ["triton", GLUON])
 TRITON_TILES = Config(32, 16, 4, 1)
 MASKS = {
     "triton": {
@@ -127,6 +131,13 @@ def attend(tensors: dict[str, torch.Tensor], mask: Mask, method: str, name: str)
         )
 
 
+def normal(mask, d=64, h=1, dtype=torch.bfloat16):
+    """Return q, k, v and dout of a sequence, by name."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = zip(PLANTED, (mask.queries, mask.keys, mask.keys, mask.queries), strict=True)
+    return {name: torch.randn(1, n, h, d, generator=draw).to(dtype).to(DEVICE) for name, n in sizes}
+
+
 def check(name, mask, tokens, value, method, d, shared, dtype=torch.bfloat16):
     """Plant ``value`` in one tensor at one token, in a group of heads for each pair. The first
     group holds no such value.
@@ -180,8 +191,8 @@ def test_triton_contains_nan_in_shared_tiles(mask, method, value):
         check("triton", mask, tokens, value, method, 16, on_triton(mask), torch.float32)
 
 
-@pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is not a Hopper")
 @pytest.mark.sweep
+@hopper_only
 @pytest.mark.parametrize(
     ("method", "d", "value"),
     [
@@ -203,14 +214,11 @@ def test_hopper_contains_nan_in_shared_tiles(mask, method, d, value, monkeypatch
     check("gluon", mask, tokens, value, method, d, on_hopper(mask, d, method))
 
 
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@both_backends
 def test_a_document_that_shares_no_tile_keeps_its_bits(name):
     """The document ends at the edge of a tile. All others hold NaN, in all tensors."""
-    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is not a Hopper")
-    draw = torch.Generator().manual_seed(0)
     mask, edge = Mask.documents([0, 128, 290]), 128
-    clean = {x: torch.randn(1, 290, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
+    clean = normal(mask)
     dirty = {x: y.clone() for x, y in clean.items()}
     for x in dirty.values():
         x[:, edge:] = torch.nan
@@ -221,16 +229,12 @@ def test_a_document_that_shares_no_tile_keeps_its_bits(name):
             assert torch.equal(x[:, :edge], y[:, :edge]), (method, result)
 
 
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@both_backends
 def test_a_fully_masked_query_gets_0_if_its_tile_holds_nan(name):
-    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is not a Hopper")
     mask = Mask([Band(0, 100, 0, 40)], 130, 40)  # queries 100 to 129 see nothing
-    draw = torch.Generator().manual_seed(0)
-    q, dout = (torch.randn(1, 130, 1, 64, generator=draw).bfloat16().to(DEVICE) for _ in range(2))
-    k, v = (torch.randn(1, 40, 1, 64, generator=draw).bfloat16().to(DEVICE) for _ in range(2))
-    v[:, 7] = torch.nan
-    got = attend({"q": q, "k": k, "v": v, "dout": dout}, mask, "split", name)
+    tensors = normal(mask)
+    tensors["v"][:, 7] = torch.nan
+    got = attend(tensors, mask, "split", name)
     assert got.out[:, :100].isnan().any(-1).all()
     assert not got.out[:, 100:].any()
     assert (got.lse[..., 100:] == -torch.inf).all()
@@ -239,9 +243,8 @@ def test_a_fully_masked_query_gets_0_if_its_tile_holds_nan(name):
 
 @pytest.mark.parametrize("method", ["split", "fused"])
 def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
-    draw = torch.Generator().manual_seed(0)
     mask = Mask.causal(48)
-    tensors = {x: torch.randn(1, 48, 2, 16, generator=draw).to(DEVICE) for x in PLANTED}
+    tensors = normal(mask, 16, 2, torch.float32)
     tensors["q"][..., 5], tensors["k"][:, 9, :, 5] = 1, -torch.inf
     with forced(**dict.fromkeys(("forward", "dq", "dkdv", "fused"), TRITON_TILES)):
         got = attend(tensors, mask, method, "triton")
@@ -250,37 +253,37 @@ def test_a_key_with_scores_of_minus_infinity_has_no_weight(method):
 
 
 @pytest.mark.parametrize("method", ["split", "fused"])
-@pytest.mark.parametrize("name", ["triton", "gluon"])
+@both_backends
 def test_a_query_with_scores_of_minus_infinity_alone_has_no_gradients(name, method):
     """It counts as a query that sees no key: its gradients are 0,
     and those of the keys are finite.
     """
-    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is not a Hopper")
-    draw = torch.Generator().manual_seed(0)
-    tensors = {x: torch.randn(1, 140, 1, 64, generator=draw).bfloat16().to(DEVICE) for x in PLANTED}
+    mask = Mask.causal(140)
+    tensors = normal(mask)
     tensors["q"][:, 70], tensors["q"][..., 5], tensors["k"][..., 5] = 0, 0, 1e30
     tensors["q"][:, 70, :, 5] = -1e30
-    got = attend(tensors, Mask.causal(140), method, name)
+    got = attend(tensors, mask, method, name)
     assert (got.lse[..., 70] == -torch.inf).all()
     assert not got.out[:, 70].any()
     assert not got.dq[:, 70].any()
     assert all(x.isfinite().all() for x in (got.dq, got.dk, got.dv))
 
 
-@pytest.mark.parametrize("method", ["split", "fused"])
-@pytest.mark.parametrize(("name", "d"), [("triton", 64), ("gluon", 64), ("gluon", 256)])
+@pytest.mark.parametrize(
+    ("name", "d", "method"),
+    [
+        ("triton", 64, "split"),
+        ("triton", 64, "fused"),
+        *(
+            pytest.param("gluon", *x, marks=hopper_only)
+            for x in ((64, "split"), (64, "fused"), (256, "split"))
+        ),
+    ],
+)
 def test_a_nan_in_v_of_the_backward_alone_reaches_its_queries_and_its_key(name, d, method):
     """As in a ring, where other ranks contribute to out and lse: dP is NaN in hidden cells too."""
-    if name == "gluon" and DEVICE == "cuda" and not ON_HOPPER:
-        pytest.skip("this GPU is not a Hopper")
-    if d > 128 and method == "fused":
-        pytest.skip("the fused kernel supports heads up to 128 wide")
-    draw = torch.Generator().manual_seed(0)
     mask, token = Mask.documents([0, 70, 290]), 20
-    q, k, v, dout = (
-        torch.randn(1, 290, 1, d, generator=draw).bfloat16().to(DEVICE) for _ in range(4)
-    )
+    q, k, v, dout = normal(mask, d).values()
     simulate = name == "gluon" and not ON_HOPPER
     with backend(name), simulated_kernels.simulated("late") if simulate else nullcontext():
         out, lse = local.attention_forward(q, k, v, mask)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hopper import HOPPER_ONLY, hopper, inputs
-from invariant_worlds import bits
+from invariant_worlds import same_bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
@@ -81,9 +81,7 @@ def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
         results = decoded(ends, q, k, v, mask, **options)
     assert len(found) == len(ends)
     assert len(set(found)) == 1
-    for result in results:
-        for one, other in zip(result, expected, strict=True):
-            assert torch.equal(bits(one), bits(other))
+    assert all(same_bits(result, expected) for result in results)
     return found[0]
 
 
@@ -174,10 +172,7 @@ def test_ranks_may_have_one_mask_or_one_for_each_sequence(monkeypatch, growth):
     with noted(monkeypatch) as found, hopper():
         results = process_groups.threads(program, 2)
     assert found == [growth == 0.0] * 2
-    for result in results:
-        assert all(
-            torch.equal(bits(one), bits(other)) for one, other in zip(result, expected, strict=True)
-        )
+    assert all(same_bits(result, expected) for result in results)
 
 
 def test_only_few_queries_on_hopper_kernels():

@@ -9,8 +9,8 @@ import functools
 import hopper
 import pytest
 import torch
-from hopper import METHODS, assert_exact, assert_methods, both_passes
-from sharded import DEVICE
+from hopper import EMPTY, METHODS, assert_exact, assert_methods, both_passes
+from sharded import DEVICE, all_equal
 
 from canon import Mask
 from canon.fast import backward, local
@@ -44,7 +44,6 @@ MASKS = {
     "one token": Mask.causal(1),
     "no bands": Mask([], 5, 7),
 }
-EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
 @pytest.mark.sweep
@@ -94,7 +93,7 @@ def test_descriptors_load_what_pointers_load(name):
         by_descriptor = both_passes(*arguments, mask, method=method)
     assert_exact(by_descriptor, *arguments, mask)
     if name != "fused" or DEVICE == "cpu":
-        assert all(torch.equal(a, b) for a, b in zip(by_pointer, by_descriptor, strict=True))
+        assert all_equal(by_pointer, by_descriptor)
 
 
 def test_dk_and_dv_may_come_from_two_launches():

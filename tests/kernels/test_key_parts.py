@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from hopper import assert_exact
-from interpreted_replay import EVERYWHERE
-from sharded import DEVICE
+from interpreted_replay import EVERYWHERE, recorded
+from sharded import DEVICE, all_equal
 
 from canon import Band, Mask, fast
 from canon.fast import device, local
@@ -101,7 +101,7 @@ def test_parts_begin_at_the_positions_that_the_page_names(monkeypatch):
 
 # ---------------------------------------------------------------------- bits
 def different(one, other):
-    return not all(torch.equal(x, y) for x, y in zip(one, other, strict=True))
+    return not all_equal(one, other)
 
 
 def few_of_many(queries, most=128, **options):
@@ -278,10 +278,7 @@ def test_a_repeated_call_is_replayed_with_the_same_bits(name, monkeypatch):
         tensors = inputs(mask, h=4, g=2, seed=seed, dtype=torch.float32)[:3]
         assert not different(local.attention_forward(*tensors, mask), expected[seed])
         assert not different(attended(*tensors, mask), expected[seed])
-    reasons = [
-        plan.reason for plan, _ in PLANS.plans.values() if isinstance(plan, recordings.PreparedPass)
-    ]
-    assert reasons == ["", ""]
+    assert [made.reason for made in recorded()] == ["", ""]
 
 
 def test_a_prepared_call_makes_no_table():

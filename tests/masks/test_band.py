@@ -2,6 +2,8 @@
 boolean matrix.
 """
 
+from itertools import pairwise
+
 import torch
 from band_strategies import bands, bounds, intervals, ranges_inside
 from hypothesis import given
@@ -65,7 +67,7 @@ def test_pick_of_a_band_slices_its_matrix(data, band, step):
 @given(st.data(), bands(), st.lists(st.integers(1, 11), max_size=3))
 def test_joined_repairs_a_band_that_was_cut_at_keys_in_any_order(data, band, seams):
     cuts = sorted({0, 12, *seams})
-    parts = [band.intersect(Band(0, 12, a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [band.intersect(Band(0, 12, a, b)) for a, b in pairwise(cuts)]
     parts = data.draw(st.permutations([part for part in parts if part.area]))
     whole = joined(parts)
     assert joined(sorted(parts)) == whole

@@ -3,6 +3,7 @@ of two ranks.
 """
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_document_positions_count_from_the_start_of_each_document(data, layout):
         *sorted(data.draw(st.lists(st.integers(0, layout.tokens), max_size=6))),
         layout.tokens,
     ]
-    in_document = [i for a, b in zip(ends, ends[1:], strict=False) for i in range(b - a)]
+    in_document = [i for a, b in pairwise(ends) for i in range(b - a)]
     for rank in range(layout.ranks):
         expected = [in_document[token] for token in layout.positions(rank)]
         assert layout.document_positions(rank, ends).tolist() == expected

@@ -2,6 +2,8 @@
 before the division.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from band_strategies import KINDS
@@ -15,7 +17,7 @@ def in_documents(cu_seqlens):
     """Return the position of each token in its document, and whether the next token is in the same
     one.
     """
-    spans = [range(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    spans = [range(b - a) for a, b in pairwise(cu_seqlens)]
     return [i for span in spans for i in span], [i + 1 < len(span) for span in spans for i in span]
 
 
@@ -115,9 +117,9 @@ def test_documents_of_a_mask_are_those_of_cu_seqlens(data, n, ranks):
     """Images inside the documents change nothing, nor does a window."""
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, n - 1)), max_size=4)))
     ends = [0, *(cut for cut in cuts if cut < n), *[n] * (n > 0)]
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(ends)]
     mask = Mask.documents(ends, window=(data.draw(st.integers(1, 5)), 0))
-    images = [(a, b) for a, b in zip(ends, ends[1:], strict=False) if data.draw(st.booleans())]
+    images = [(a, b) for a, b in pairwise(ends) if data.draw(st.booleans())]
     mask = mask.with_blocks([a for a, _ in images], [b for _, b in images])
     layout, batch = Layout.zigzag(n, ranks), {"labels": torch.arange(n)[None]}
     expected = torch.tensor([i for length in lengths for i in range(length)], dtype=torch.int64)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ def masks(draw):
     )
     fields = [
         Band(a, b, c, d, draw(bounds), draw(bounds))
-        for a, b in zip(rows, rows[1:], strict=False)
-        for c, d in zip(columns, columns[1:], strict=False)
+        for a, b in pairwise(rows)
+        for c, d in pairwise(columns)
     ]
     return Mask(fields, rows[-1] + draw(st.integers(0, 2)), columns[-1] + draw(st.integers(0, 2)))
 
@@ -77,11 +78,7 @@ def test_documents(cu_seqlens, causal, window):
         window = tuple(None if bound is None else abs(bound) for bound in window)
     n = cu_seqlens[-1]
     document = torch.tensor(
-        [
-            d
-            for d, (a, b) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False))
-            for _ in range(a, b)
-        ]
+        [d for d, (a, b) in enumerate(pairwise(cu_seqlens)) for _ in range(a, b)]
     )
     offset = offsets(n, n)
     expected = document.view(n, 1) == document.view(1, n)
@@ -93,9 +90,7 @@ def test_documents(cu_seqlens, causal, window):
     assert same(mask, expected)
     assert mask == Mask.documents(torch.tensor(cu_seqlens, dtype=torch.int32), causal, window)
     if window is None and causal:
-        assert mask == Mask.concat(
-            [Mask.causal(b - a) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
-        )
+        assert mask == Mask.concat([Mask.causal(b - a) for a, b in pairwise(cu_seqlens)])
 
 
 @given(small, small)
@@ -216,7 +211,7 @@ def test_needed_keys_are_the_columns_that_some_row_sees(data, mask, step):
         0
     ).nonzero().flatten().tolist()
     assert all(len(piece) and piece.step == 1 for piece in needed)
-    assert all(before.stop < after.start for before, after in zip(needed, needed[1:], strict=False))
+    assert all(before.stop < after.start for before, after in pairwise(needed))
     for piece in rows:
         near = mask.bands_near(piece)
         assert {

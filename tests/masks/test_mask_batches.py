@@ -3,6 +3,7 @@ and the masks of pi0.
 """
 
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def packs(draw):
     n = draw(st.integers(0, 9))
     cuts = draw(st.lists(st.sets(st.integers(1, max(1, n - 1))), max_size=3))
     ends = [sorted({0, *(cut for cut in some if cut < n), n}) for some in cuts]
-    return n, [[b - a for a, b in zip(e, e[1:], strict=False)] for e in ends]
+    return n, [[b - a for a, b in pairwise(e)] for e in ends]
 
 
 @given(packs())

@@ -52,7 +52,10 @@ def agree(half, rows, heads, cases, first=0):
             torch.testing.assert_close(*both, rtol=0, atol=atol, msg=at.__add__)
 
 
-@pytest.mark.parametrize("half", HALVES)
+both_halves = pytest.mark.parametrize("half", HALVES)
+
+
+@both_halves
 @pytest.mark.parametrize(("rows", "heads"), MESHES)
 def test_every_schedule_returns_the_results_of_one_rank(half, rows, heads):
     place = MESHES.index((rows, heads))
@@ -84,7 +87,7 @@ def other_inputs(half):
     close([decoded], [reference.attention(q[:, :3], k, v, Mask.full(3, 37))])
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_batches_of_masks_checkpoints_packed_tensors_and_decoding(half):
     process_groups.threads(functools.partial(other_inputs, half), 4)
 
@@ -97,7 +100,7 @@ def one_call(part, rank, half="reference", mask=MASKS["causal"]):
     close([layout.unshard(out, part)], [reference.attention(*tensors, mask)])
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_a_slice_of_a_larger_mesh_is_a_mesh(half):
     """Both slices make calls, then one alone."""
 
@@ -158,7 +161,7 @@ DIFFERENT = {  # which ranks pass another mask or another mesh
 }
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 @pytest.mark.parametrize("part", DIFFERENT)
 def test_another_argument_raises_on_all_ranks_of_the_mesh(half, part):
     differs, mask, shape, message = DIFFERENT[part]
@@ -199,7 +202,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
 # --- bytes, bits, FLOPs
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_bytes_are_those_of_the_formulas(half, exchanged, monkeypatch):
     rows, heads, t, (h, g, both) = 2, 4, 8, (16, 4, 14)
     hops, send = [], ThreadGroup.send
@@ -241,7 +244,7 @@ def bits(half, schedule, rows, heads):
     return process_groups.threads(program, rows * heads)[0]
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 @pytest.mark.parametrize("schedule", ["strided", "magi, one step"])
 def test_rank_invariant_bits_are_those_of_one_rank(half, schedule):
     one = bits(half, schedule, 1, 1)
@@ -249,7 +252,7 @@ def test_rank_invariant_bits_are_those_of_one_rank(half, schedule):
         assert all(map(torch.equal, bits(half, schedule, *shape), one)), shape
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_operators_return_the_same_and_count_the_flops_of_one_rank(half):
     mask, layout = MASKS["documents"], Layout.zigzag(37, 4)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from invariant_worlds import attended, different
-from sharded import CALLS, assert_agrees, attending, layout_of, on_this_rank
+from sharded import CALLS, all_equal, assert_agrees, attending, layout_of, on_this_rank
 
 from canon import Layout, Mask, fast
 from canon.route import attend, packing
@@ -63,7 +63,7 @@ def test_equal_masks_have_the_bits_of_one_mask(half):
         )
         for mask in (MASKS[1], [Mask.documents([0, 5, N]) for _ in range(3)])
     )
-    assert all(torch.equal(x, y) for x, y in zip(one, several, strict=True))
+    assert all_equal(one, several)
 
 
 def test_sequences_are_packed_without_a_copy():

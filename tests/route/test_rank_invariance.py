@@ -105,7 +105,10 @@ def test_gluon_returns_the_bits_of_one_rank(ranks, mask, layout):
     assert_agrees(got, mask, *tensors)
 
 
-@pytest.mark.parametrize("half", HALVES)
+both_halves = pytest.mark.parametrize("half", HALVES)
+
+
+@both_halves
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_results_are_exact(half, heads):
     mask = MASKS["both"]
@@ -114,7 +117,7 @@ def test_the_results_are_exact(half, heads):
     )
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_head_strides_and_batches_change_no_bit(half):
     mask, layout, case = MASKS["documents"], Layout.zigzag(N, 2, 128), ("multi-head", torch.float32)
     one = on_one_rank(half, mask, *case, batch=2)
@@ -129,8 +132,11 @@ def test_head_strides_and_batches_change_no_bit(half):
         assert not different(one, got)
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+both_functions = pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+
+
+@both_halves
+@both_functions
 @pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (1, 1), (130, 0)])
 def test_sequences_and_batches_may_be_empty(half, function, tokens, batch):
     mask = Mask.causal(tokens)
@@ -141,33 +147,8 @@ def test_sequences_and_batches_may_be_empty(half, function, tokens, batch):
     )
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_without_the_option_the_bits_depend_on_the_ranks(half):
-    """The claim is not empty: inputs of the same size have other bits on two ranks without the
-    option.
-    """
-    mask, case = MASKS["window"], ("multi-head", torch.float32)
-    one = attended(
-        HALVES[half],
-        "attention",
-        mask,
-        Layout.contiguous(N, 1),
-        inputs(mask, *case),
-        rank_invariant=False,
-    )
-    got = attended(
-        HALVES[half],
-        "strided_attention",
-        mask,
-        Layout.zigzag(N, 2, 128),
-        inputs(mask, *case),
-        rank_invariant=False,
-    )
-    assert {"out", "dk"} <= set(different(one, got))
-
-
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+@both_halves
+@both_functions
 @pytest.mark.parametrize(
     "needed", [(True, False, False), (False, True, True), (False, False, True)]
 )
@@ -194,7 +175,7 @@ def test_gradients_that_are_needed_do_not_depend_on_the_others(half, function, n
         assert grad is None or torch.equal(grad, expected)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_hidden_tokens_may_be_nan(half):
     mask = Mask.ranges(
         [(0, 100), (200, 330)], [(0, 100), (200, 330)], ["causal", "full"], queries=N, keys=N
@@ -211,7 +192,7 @@ def test_hidden_tokens_may_be_nan(half):
         assert not different(one, attended(HALVES[half], function, mask, layout, dirty))
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_packed_tensors_under_autocast_and_recomputation(half):
     """A checkpoint runs the forward pass twice, the second time inside the backward pass."""
     mask, layout = MASKS["documents"], Layout.zigzag(N, 2, 128)
@@ -236,8 +217,8 @@ def test_packed_tensors_under_autocast_and_recomputation(half):
 # --- default layouts, and errors ---
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("function", ["strided_attention", "magi_attention"])
+@both_halves
+@both_functions
 def test_the_default_layout_has_whole_tiles(half, function):
     mask, layout = MASKS["causal"], Layout.contiguous(N, 2, 128)
     assert layout != Layout.contiguous(N, 2)
@@ -254,7 +235,7 @@ def test_a_short_tile_comes_last_on_its_rank():
         reference.strided_attention(q, q, q, None, layout, rank_invariant=True)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_dispatch_cuts_whole_tiles(half):
     mask = Mask.documents([0, 1000, 3000])
     plan = functools.partial(HALVES[half].dispatch, mask, 4, rank_invariant=True)
@@ -262,7 +243,7 @@ def test_dispatch_cuts_whole_tiles(half):
     assert plan(chunk=256) == HALVES[half].dispatch(mask, 4, chunk=256)
 
 
-@pytest.mark.parametrize("half", HALVES)
+@both_halves
 def test_ranks_that_disagree_about_the_option_raise(half):
     def program():
         q = torch.zeros(1, 128, 1, 16)

@@ -3,14 +3,12 @@ is interpreted.
 """
 
 import textwrap
-import warnings
 
 import pytest
 import torch
 from programs import ended as ended_process
 
 from canon.fast.kernels import interpreter
-from canon.testing import process_groups
 
 if not interpreter.repair():
     pytest.skip("kernels run on the GPU here, not in the interpreter", allow_module_level=True)
@@ -19,16 +17,6 @@ import triton
 import triton.language as tl
 
 pytestmark = pytest.mark.interpreted
-
-
-@triton.jit
-def dot_kernel(a, b, c, M: tl.constexpr, K: tl.constexpr):
-    i, j = tl.arange(0, M), tl.arange(0, K)
-    x = tl.load(a + i[:, None] * K + j[None, :])
-    y = tl.load(b + j[:, None] * M + i[None, :])
-    tl.store(
-        c + i[:, None] * M + i[None, :], tl.dot(x, y, input_precision="ieee").to(c.dtype.element_ty)
-    )
 
 
 @triton.jit
@@ -66,25 +54,6 @@ def loop_kernel(bounds, out):
     tl.store(out, tl.cdiv(total, 2))
 
 
-@triton.jit
-def infinities_kernel(out):
-    x = tl.full([16], float("-inf"), tl.float32)
-    tl.store(out + tl.arange(0, 16), tl.exp2(x - x) + tl.exp2(tl.full([16], 1000.0, tl.float32)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
-def test_products_of_tiles(dtype, kept):
-    a = torch.randn(32, 64).to(dtype)
-    b = torch.randn(64, 32).to(dtype)
-    c = torch.empty(32, 32, dtype=kept)
-    dot_kernel[(1,)](a, b, c, M=32, K=64)
-    exact = a.double() @ b.double()
-    assert (c.double() - exact).norm() <= (
-        1e-6 + 2 * (exact.to(kept).double() - exact).norm() / exact.norm()
-    ) * exact.norm()
-
-
 def test_bfloat16_arithmetic_is_that_of_float32_rounded():
     x, y = torch.randn(64).bfloat16(), torch.randn(64).bfloat16()
     out = torch.empty(7, 64, dtype=torch.bfloat16)
@@ -113,25 +82,6 @@ def test_loop_bounds_may_be_loaded():
     out = torch.zeros(1, dtype=torch.int32)
     loop_kernel[(1,)](torch.tensor([3, 10], dtype=torch.int32), out)
     assert out.item() == 4
-
-
-def test_numpy_does_not_warn_of_what_gpus_do_silently():
-    out = torch.zeros(16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        infinities_kernel[(1,)](out)
-    assert out.isnan().all()
-
-
-def test_ranks_as_threads_launch_one_at_a_time():
-    def program():
-        out = torch.zeros(1, dtype=torch.int32)
-        for count in range(20):
-            loop_kernel[(1,)](torch.tensor([0, 2 * count], dtype=torch.int32), out)
-            assert out.item() == count
-        return out.item()
-
-    assert process_groups.threads(program, 4) == [19] * 4
 
 
 def test_tensors_of_one_shape_share_their_types():

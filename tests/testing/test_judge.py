@@ -16,6 +16,7 @@ from canon.check.cases import all_cases
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
 from canon.reference import Band, Mask
+from canon.route.checks import CappedScale
 from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
 from canon.testing.roundings import roundings
 
@@ -110,12 +111,13 @@ def tensors(dtype=torch.float64, tokens=40, batch=()):
     )
 
 
-def by_autograd(q, k, v, dout, dlse, visible, scale):
+def by_autograd(q, k, v, dout, dlse, visible, scale, softcap):
     """Return the same from torch's softmax and autograd in float64. Tensors are packed."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1)).masked_fill(
-        ~visible, -1e300
-    )
+    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -1e300)
     out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1))
     lse = scores.logsumexp(-1)
     return Attended(
@@ -125,13 +127,17 @@ def by_autograd(q, k, v, dout, dlse, visible, scale):
 
 def test_the_oracle_equals_autograd():
     q, k, v, dout, dlse = tensors()
-    for mask in (Mask.causal(40), Mask.window(40, 5, 3), Mask.documents([0, 1, 17, 40])):
-        exact = oracle(q, k, v, dout, mask, 0.3, dlse)
-        for mine, theirs in zip(
-            exact, by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3), strict=True
-        ):
+    for mask, softcap in (
+        (Mask.causal(40), None),
+        (Mask.window(40, 5, 3), 0.5),
+        (Mask.documents([0, 1, 17, 40]), 2.0),
+    ):
+        scale = 0.3 if softcap is None else CappedScale(0.3, softcap)
+        exact = oracle(q, k, v, dout, mask, scale, dlse)
+        expected = by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3, softcap)
+        for mine, theirs in zip(exact, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-        assert agreement(exact, exact, dense(q, k, v, dout, mask, 0.3, dlse)).agrees
+        assert agreement(exact, exact, dense(q, k, v, dout, mask, scale, dlse)).agrees
 
 
 def under_sink(q, k, v, sink, dout, dlse, mask, scale):

@@ -53,31 +53,6 @@ def collectives():
     return found
 
 
-def uneven_all_to_all():
-    rank, ranks = place()
-    sent = [rank + to for to in range(ranks)]  # rank r sends r + to copies of its number to each
-    received = [source + rank for source in range(ranks)]
-    out = torch.empty(sum(received), 2)
-    dist.all_to_all_single(out, torch.full((sum(sent), 2), float(rank)), received, sent)
-    return out[:, 0].tolist()
-
-
-def ring():
-    """Send one tensor and one empty tensor to the right, in one batch."""
-    rank, ranks = place()
-    right, left = (rank + 1) % ranks, (rank - 1) % ranks
-    received, nothing = torch.empty(4), torch.empty(0, 5)
-    operations = [
-        dist.P2POp(dist.isend, torch.arange(4.0) + rank, right),
-        dist.P2POp(dist.irecv, received, left),
-        dist.P2POp(dist.isend, torch.empty(0, 5), right),
-        dist.P2POp(dist.irecv, nothing, left),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return received.tolist()
-
-
 @pytest.mark.parametrize("start", LAUNCHERS)
 def test_collectives(start):
     results = start(collectives, 3)
@@ -89,14 +64,6 @@ def test_collectives(start):
         assert found["reduce_scatter"] == [30.0 + 3 * rank]
         assert found["reduce_scatter_single"] == [3.0 + 3 * rank]
         assert found["broadcast"] == [[1.0] * 3] * 2
-
-
-@pytest.mark.parametrize("start", LAUNCHERS)
-def test_exchanges(start):
-    assert start(uneven_all_to_all, 3) == [
-        [source for source in range(3) for _ in range(source + rank)] for rank in range(3)
-    ]
-    assert start(ring, 3) == [[left + i for i in range(4)] for left in (2, 0, 1)]
 
 
 def test_backward_stays_in_the_thread_of_its_rank():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from cuda_backend import cuda, inputs
 from hopper import assert_exact, both_passes
-from sharded import DEVICE
+from sharded import DEVICE, all_equal
 
 from canon import Layout, Mask, fast
 from canon.testing import process_groups
@@ -36,7 +36,7 @@ def test_all_bits_repeat_over_8_runs_and_on_two_streams():
                 runs.append(attend(*tensors, mask, method="head_parallel"))
             torch.cuda.synchronize()
     for other in runs[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(runs[0], other, strict=True))
+        assert all_equal(runs[0], other)
 
 
 def test_a_repeated_call_is_replayed(replays):
@@ -70,7 +70,7 @@ def test_distributed_functions_agree_and_rank_invariant_calls_repeat_the_bits_of
         verdict = agreement(Attended(results[0], None, *results[1:]), exact, honest)
         assert verdict.agrees, str(verdict)
     if invariant:
-        assert all(torch.equal(x, y) for x, y in zip(alone, together, strict=True))
+        assert all_equal(alone, together)
 
 
 @pytest.mark.gpus(1)

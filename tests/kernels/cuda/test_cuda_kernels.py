@@ -85,8 +85,13 @@ def assert_exact(configs, mask, scale=None, arguments=None, options=None, **size
     assert found.agrees, str(found)
 
 
+every_config = pytest.mark.parametrize(
+    "configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"]
+)
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
+@every_config
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_every_mask_equals_the_oracle(mask, configs):
     assert_exact(configs, mask)
@@ -118,7 +123,7 @@ def test_main_configurations_with_several_tiles(width):
     assert_exact(227 << 10, Mask.window(290, 200, 0), h=1, d=width, dv=width)
 
 
-@pytest.mark.parametrize("configs", [SMALL, TALL, SHARED], ids=["small", "tall", "shared"])
+@every_config
 def test_the_order_of_warps_does_not_matter(configs):
     assert_exact(configs, Mask.causal(150), h=1, options={"backwards": True})
 

@@ -2,8 +2,6 @@
 and errors with a remedy.
 """
 
-import struct
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ from canon import Mask, fast
 from canon.fast import backward, local
 from canon.fast.device import kernels_for
 from canon.fast.kernels.cuda import launch
-from canon.fast.kernels.cuda.kernel import Kernel
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
 from canon.fast.tables.cells import Cells
 
@@ -21,31 +18,13 @@ MASK = Mask.prefix(40, 7)
 CELLS = Cells(MASK)
 
 
-class Launched:
-    """A launch: the kernel, its CTAs, the tensors that its pointers stand for, the other fields and
-    the macros.
-    """
-
-    def __init__(self, kernel: Kernel, ctas: int, arguments: tuple, variant):
-        self.kernel, self.ctas, self.variant = kernel.name, ctas, variant
-        self.tensors = arguments[: kernel.pointers]
-        fields = struct.unpack_from(
-            f"<{kernel.pointers}Q{kernel.strides}q{kernel.numbers}", kernel.image(arguments)
-        )
-        strides = fields[kernel.pointers : kernel.pointers + kernel.strides]
-        self.strides = [strides[i : i + 3] for i in range(0, kernel.strides - 2, 3)]
-        self.statistic_strides = strides[-2:]
-        self.numbers = fields[kernel.pointers + kernel.strides :]
-        self.macros = dict(variant.macros)
-
-
 @pytest.fixture
 def launched(monkeypatch):
-    """An sm_80 for CPU tensors, on which nothing runs: the launches of the CUDA kernels."""
-    found: list[Launched] = []
+    """An sm_80 for CPU tensors, on which nothing runs: the arguments of the launches."""
+    found = []
 
     def keep(kernel, ctas, device, arguments, *, variant):
-        found.append(Launched(kernel, ctas, arguments, variant))
+        found.append(arguments)
 
     monkeypatch.setattr(launch, "launch", keep)
     monkeypatch.setattr(launch, "is_cpu", lambda device: False)
@@ -57,15 +36,6 @@ def launched(monkeypatch):
 def inputs(t=40, s=40, h=4, g=2, d=64, dv=32, dtype=BF16, b=2, device=None):
     sizes = [(t, h, d), (s, g, d), (s, g, dv), (t, h, dv)]
     return [torch.zeros(b, *size, dtype=dtype, device=device) for size in sizes]
-
-
-def gradients(q, k, v, dout, dtype=BF16, owners=2, **options):
-    statistics = torch.zeros(2, 4, 40), torch.zeros(2, 4, 40)
-    dq = torch.empty(q.shape, dtype=dtype)
-    dk, dv = (torch.empty(*x.shape[:2], owners, x.shape[3], dtype=dtype) for x in (k, v))
-    launch.dkdv(q, k, v, dout, statistics, CELLS, 0.5, dk, dv, **options)
-    launch.dq(q, k, v, dout, statistics, CELLS, 0.5, dq)
-    return dq, dk, dv
 
 
 # ------------------------------------------------------------------ parameters
@@ -87,9 +57,9 @@ def test_views_that_cannot_be_read_by_16_bytes_are_copied(launched):
     )
     launch.forward(shifted, odd, turned, CELLS, 0.5, out, torch.empty(2, 4, 40))
     in_place, copied = launched
-    assert in_place.tensors[0] is aligned[0]
-    assert in_place.tensors[1] is aligned[1]
-    for x, copy, shape in zip((shifted, odd, turned), copied.tensors, (q, k, v), strict=False):
+    assert in_place[0] is aligned[0]
+    assert in_place[1] is aligned[1]
+    for x, copy, shape in zip((shifted, odd, turned), copied, (q, k, v), strict=False):
         assert copy is not x
         assert copy.stride() == shape.stride()
         assert copy.data_ptr() % 16 == 0
@@ -141,10 +111,11 @@ def test_unsupported_inputs_name_the_remedy(launched, change, message):
 
 def test_the_fused_method_names_the_others(launched):
     q, k, v, dout = inputs()
+    rows = (torch.zeros(2, 4, 40),) * 2
     with pytest.raises(
         ValueError, match='no fused kernel: use backward="split", "head_parallel" or "auto"'
     ):
-        gradients(q, k, v, dout, dq=torch.zeros(q.shape))
+        launch.dkdv(q, k, v, dout, rows, CELLS, 0.5, k, v, dq=torch.zeros(q.shape))
 
 
 def test_other_devices_name_the_remedy():

@@ -5,6 +5,7 @@ schedules.
 import pytest
 import torch
 from hopper import (
+    EMPTY,
     HOPPER_ONLY,
     METHODS,
     assert_exact,
@@ -36,7 +37,6 @@ MASKS = {
     "one token": Mask.causal(1),
     "no bands": Mask([], 5, 7),
 }
-EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 
 @pytest.mark.sweep

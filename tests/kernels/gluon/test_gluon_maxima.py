@@ -26,8 +26,11 @@ TILES = {
 }
 
 
+every_tile = pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@every_tile
 @pytest.mark.parametrize(
     "steps",
     [0.5, 3.0, 20.0, 200.0, -20.0],
@@ -46,7 +49,7 @@ def test_maxima_may_grow(steps, d, tiles):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@every_tile
 @pytest.mark.parametrize("score", [-400, 400])
 def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(score, d, tiles):
     """Rows 0 to 9 see no key of the first visited tile. Relative to a maximum of 0 their
@@ -58,7 +61,7 @@ def test_rows_may_be_masked_in_their_first_tile_and_have_large_scores_later(scor
     assert_exact(forward(q, k, v, mask, tiles), q, k, v, dout, dlse, mask)
 
 
-@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@every_tile
 def test_the_bits_of_a_row_do_not_depend_on_the_maxima_of_its_neighbours(d, tiles):
     mask = Mask.full(450)
     q, k, v, *_ = inputs(mask, h=1, d=d, dv=d)
@@ -146,7 +149,7 @@ def test_a_tile_is_repeated_if_its_p_exceeds_the_range_of_the_dtype(dtype, bits,
         assert any(again) == (more > 0), more
 
 
-@pytest.mark.parametrize(("d", "tiles"), TILES.values(), ids=TILES)
+@every_tile
 def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles):
     """Two keys are in different tiles. P of the lighter key is rounded to 8 bits. With a stale
     maximum P of the heavier key may be rounded too. The error of its weight is then at most that of

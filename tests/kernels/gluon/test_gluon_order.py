@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hopper import HOPPER_ONLY, METHODS, assert_exact, attend, inputs, new_schedule
-from sharded import ON_HOPPER
+from sharded import ON_HOPPER, all_equal
 
 from canon import Mask, simulator
 from canon.fast.kernels.gluon import dq_order, launch
@@ -29,7 +29,7 @@ def assert_equal_bits(arguments, mask, monkeypatch, *runs):
     for sms, order, seed in runs:
         monkeypatch.setattr(launch, "SIMULATED_SMS", sms)
         again = attend(*arguments, mask, method="fused", order=order, seed=seed)
-        assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True)), (sms, order)
+        assert all_equal(first, again), (sms, order)
 
 
 @pytest.mark.sweep
@@ -94,4 +94,4 @@ def test_nobody_waits_for_a_program_that_has_not_begun(deterministic, monkeypatc
     monkeypatch.setattr(launch, "SIMULATED_SMS", 5)
     monkeypatch.setattr(simulator, "take_turns", some_first)
     again = attend(*arguments, mask, method="fused", order="random", seed=1)
-    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))
+    assert all_equal(first, again)

@@ -89,58 +89,6 @@ def test_fully_masked_rows_are_exact_ranges_while_they_are_few(ranges, exact):
     assert (fully_masked(schedule, rows) == expected).all()
 
 
-@pytest.mark.parametrize(
-    ("mask", "masked"),
-    [
-        (Mask([Band(0, 128, 0, 64)], 256, 128), (False, False)),
-        (Mask([Band(0, 100, 0, 64)], 128, 64), (True, False)),
-        (Mask([Band(0, 128, 0, 60)], 128, 64), (False, True)),
-    ],
-    ids=["none", "queries", "keys"],
-)
-@pytest.mark.parametrize("transposed", [False, True])
-def test_masked_tokens_that_a_tile_loads_are_found(mask, masked, transposed):
-    rows, columns = (64, 128) if transposed else (128, 64)
-    schedule = tile_schedule(
-        Cells(mask), Traversal(rows, columns, transposed, ONE_HEAD, 1, 1, 1), CPU
-    )
-    assert schedule.loads_masked_tokens == masked
-
-
-# ------------------------------------------------------------------ tickets
-@pytest.mark.parametrize("heads", [Heads(1, 3, 1), Heads(2, 2, 1)], ids=repr)
-@pytest.mark.parametrize(
-    "mask",
-    [
-        Mask.causal(900),
-        Mask.window(900, 300, 50),
-        Mask.documents([0, 1, 300, 333, 900]),
-        Mask.prefix(500, 77),
-    ],
-    ids=repr,
-)
-def test_each_ticket_waits_for_the_previous_one_of_its_tile_of_dq(mask, heads):
-    work = tile_schedule(
-        Cells(mask), Traversal(128, 64, True, heads, 1, 3, 1 << 20, ordered=True), CPU
-    ).work.tolist()
-    begin, semaphores = work[7], {}
-    assert len(work) - begin == (begin - work[0]) // 4, "two numbers for each span of eight"
-    for at in range(8, work[0], 8):
-        work_tile = work[at : at + 8]
-        each = (work_tile[5] - work_tile[4]) // 3
-        for span in range(work_tile[4], work_tile[5], 8):
-            head, (column, tiles) = (span - work_tile[4]) // each, work[span : span + 2]
-            predecessor, own = work[begin + (span - work[0]) // 4 :][:2]
-            assert column % 64 == 0
-            assert own > 0
-            for tile in range(column // 64, column // 64 + tiles):
-                assert semaphores.get((work_tile[6], head, tile), 0) == predecessor
-                semaphores[work_tile[6], head, tile] = own
-    assert len(semaphores) == 3 * heads.batches * heads.number * -(-mask.queries // 64), (
-        "every tile of dq is added to"
-    )
-
-
 # ------------------------------------------------------- heads in flight, and the order of tiles
 def rectangle(queries, keys):
     return Mask([Band(0, queries, 0, keys)], queries, keys)
