@@ -24,6 +24,8 @@ from canon.testing import record
 
 TOKENS, HEADS, WIDTH = 4096, 4, 64  # bfloat16, as many key heads as query heads
 RECORD = Path(__file__).parents[1] / "paper" / "data" / "hosts_cpu.json"
+MESHES = {4: [(4, 1), (2, 2)], 8: [(8, 1), (4, 2), (2, 4)]}  # of the record, by ranks
+Shape = tuple[int, int]  # rows and columns of a mesh
 NAMES = "left", "right"
 # Two hosts and a cable between them, then a command. /run has the names of namespaces.
 CONNECTED = """
@@ -45,34 +47,42 @@ def refusal() -> str:
     return done.stderr.strip() or "unshare failed" if done.returncode else ""
 
 
-def counted(ranks: int, columns: Sequence[int]) -> list[list[int]]:
-    """Return the bytes that each host receives, for each number of columns of the mesh.
+def counted(meshes: Sequence[Shape]) -> dict[Shape, list[int]]:
+    """Return the bytes that each host receives, by the rows and columns of the mesh. All meshes
+    have equally many ranks.
 
     Raises RuntimeError with the output if a rank fails.
     """
-    done = _between_hosts(sys.executable, __file__, str(ranks), *map(str, columns))
+    (ranks,) = {rows * columns for rows, columns in meshes}
+    shapes = (f"{rows}x{columns}" for rows, columns in meshes)
+    done = _between_hosts(sys.executable, __file__, str(ranks), *shapes)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return json.loads(done.stdout)
+    return dict(zip(meshes, json.loads(done.stdout), strict=True))
 
 
-def predicted(ranks: int, columns: int) -> int:
+def predicted(rows: int, columns: int) -> int:
     """Return the bytes that each host receives, by the model of `canon plan`. In each column one
     rank of a host receives from the other host.
     """
-    given = {"mask": Mask.causal(TOKENS), "layout": Layout.zigzag(TOKENS, ranks)}
+    given = {"mask": Mask.causal(TOKENS), "layout": Layout.zigzag(TOKENS, rows * columns)}
     plan = plan_of("ring_attention", (HEADS, HEADS), WIDTH, 2, columns, **given)
     return columns * int(plan.nic_bytes)
 
 
-def found(ranks: int, columns: Sequence[int]) -> list[list[int]]:
+def recorded() -> dict[Shape, list[int]]:
+    """Return the bytes of the record, as `counted`."""
+    found = json.loads(RECORD.read_text())["results"]
+    return {(rows, columns): x["received"] for x in found for rows, columns in [x["mesh"]]}
+
+
+def found(meshes: Sequence[Shape]) -> dict[Shape, list[int]]:
     """Return the result of `counted`, or that of the record without namespaces. Print which."""
     if not (reason := refusal()):
         print("Counted between two network namespaces of this machine.")
-        return counted(ranks, columns)
+        return counted(meshes)
     print(f"These are recorded bytes, because this machine has no network namespaces: {reason}")
-    rows = {(x["ranks"], x["columns"]): x for x in json.loads(RECORD.read_text())["results"]}
-    return [rows[ranks, some]["received"] for some in columns]
+    return {mesh: recorded()[mesh] for mesh in meshes}
 
 
 def _between_hosts(*command: str) -> subprocess.CompletedProcess:
@@ -84,7 +94,7 @@ def _between_hosts(*command: str) -> subprocess.CompletedProcess:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def launch(ranks: int, columns: Sequence[str]) -> list[list[int]]:
+def launch(ranks: int, shapes: Sequence[str]) -> list[list[int]]:
     """Start the ranks of both hosts, from inside `CONNECTED`. Return the bytes as `counted`."""
     environment = os.environ | {
         "GLOO_SOCKET_IFNAME": "cable",
@@ -95,7 +105,7 @@ def launch(ranks: int, columns: Sequence[str]) -> list[list[int]]:
     }
     started = [
         subprocess.Popen(
-            ["ip", "netns", "exec", NAMES[2 * rank // ranks], sys.executable, __file__, *columns],
+            ["ip", "netns", "exec", NAMES[2 * rank // ranks], sys.executable, __file__, *shapes],
             env=environment | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
@@ -113,10 +123,11 @@ def launch(ranks: int, columns: Sequence[str]) -> list[list[int]]:
     return [list(hosts) for hosts in zip(*first, strict=True)]
 
 
-def received(columns: int) -> int:
+def received(shape: str) -> int:
     """Return the bytes that the host of this rank receives in both passes of a call."""
-    ranks, names = dist.get_world_size(), ("tokens", "heads")
-    mesh = dist.init_device_mesh("cpu", (ranks // columns, columns), mesh_dim_names=names)
+    rows, columns = map(int, shape.split("x"))
+    mesh = dist.init_device_mesh("cpu", (rows, columns), mesh_dim_names=("tokens", "heads"))
+    ranks = rows * columns
     mask, layout = Mask.causal(TOKENS), Layout.zigzag(TOKENS, ranks)
     counter, before = Path("/sys/class/net/cable/statistics/rx_bytes"), 0
     size = 1, TOKENS // ranks, HEADS, WIDTH
@@ -138,9 +149,9 @@ def write(path: Path) -> None:
     if reason := refusal():
         raise OSError(f"this machine has no network namespaces: {reason}")
     rows = [
-        {"ranks": ranks, "columns": some, "received": bytes_, "predicted": predicted(ranks, some)}
-        for ranks, columns in ((4, (1, 2)), (8, (1, 2, 4)))
-        for some, bytes_ in zip(columns, counted(ranks, columns), strict=True)
+        {"mesh": mesh, "received": of_hosts, "predicted": predicted(*mesh)}
+        for meshes in MESHES.values()
+        for mesh, of_hosts in counted(meshes).items()
     ]
     record.write(path, record.command("python", "notebooks/hosts.py", str(path)), rows)
 
@@ -148,7 +159,7 @@ def write(path: Path) -> None:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
-        print(json.dumps([received(int(columns)) for columns in sys.argv[1:]]))
+        print(json.dumps(list(map(received, sys.argv[1:]))))
         dist.barrier()
     elif sys.argv[1].isdigit():
         print(json.dumps(launch(int(sys.argv[1]), sys.argv[2:])))

@@ -51,6 +51,7 @@ from canon.reference import (
     group_collectives,
     local,
     magi,
+    mesh,
     owner_computes,
     ring,
     strided,
@@ -85,6 +86,7 @@ ROWS = {
     "forward_kernel": Row(
         "09_grouped_heads", "--only attention/causal --features forward,causal,one-mask,finite"
     ),
+    "to_column": Row("12_two_dimensions", "--only '*/columns'"),
 }
 
 
@@ -112,7 +114,7 @@ def _bring(modules: Iterable[ModuleType]) -> None:
                 globals()[name] = _here(plain)
 
 
-_bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi))
+_bring((tiles, backward, local, owner_computes, ring, strided, group_collectives, magi, mesh))
 
 
 # ----------------------------------------- functions to write that the reference names otherwise
@@ -224,7 +226,8 @@ def _algorithm(declaration: Declaration, schedule: str, **more: Any) -> Algorith
     )
 
 
-_MINE = Side("my_attention", local.under_sink)
+_OVER_MESH = _later("mesh_forward"), _later("mesh_backward")
+_MINE = Side("my_attention", local.under_sink, over_mesh=_OVER_MESH)
 _ZIGZAG = replace(public_ring.ZIGZAG, layout=lambda n, ranks: Layout(zigzag(n, ranks), n))
 attention = public_attention.attention(_algorithm(public_attention.ATTENTION, "local"))
 attention_forward = public_parts.attention_forward(_later("tiled_forward"))

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "notebooks"
-TAUGHT = tuple(f"{number:02}_" for number in range(12))  # a takeaway, exercises and their time
+TAUGHT = tuple(f"{number:02}_" for number in range(13))  # a takeaway, exercises and their time
 SHOWN = [
     *(ROOT / "reference").glob("*.py"),
     *(ROOT / "fast").rglob("*.*"),
