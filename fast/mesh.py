@@ -20,6 +20,7 @@ and one that is received; the views of q, k and v keep theirs until the backward
 Sources: as `canon.reference.mesh`.
 """
 
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 import numpy as np
@@ -77,11 +78,8 @@ def to_column(call: Call, *tensors: Tensor) -> list[Tensor]:
     """
     given = [as_tokens(x) for x in tensors]
     rows = rows_of(call, *((x.shape[2] // call.columns, x.shape[3], x.dtype) for x in given))
-    everyone = [rows.tokens] * call.columns
-    sent = rows.empty(sum(everyone), given[0].device)
-    replayed(_divide_heads, (*given, sent), rows)
-    received = rows.exchange(sent, everyone, rows.sizes)
-    tokens, ordered = sum(rows.sizes), rows.orders(sent.device)
+    received = rows.exchange(_divide_heads, given, [rows.tokens] * call.columns, rows.sizes)
+    tokens, ordered = sum(rows.sizes), rows.orders(received.device)
     views = rows.views(received, tokens)
     results = [
         view if x.ndim == 4 and not ordered else _room(x, tokens, view.shape[2])
@@ -104,9 +102,7 @@ def to_tokens(call: Call, *tensors: Tensor) -> list[Tensor]:
         return []
     given = [as_tokens(x) for x in tensors]
     rows = rows_of(call, *((*x.shape[2:], x.dtype) for x in given))
-    sent = rows.empty(sum(rows.sizes), given[0].device)
-    replayed(_reorder_tokens, (*given, sent), rows)
-    received = rows.exchange(sent, rows.sizes, [rows.tokens] * call.columns)
+    received = rows.exchange(_reorder_tokens, given, rows.sizes, [rows.tokens] * call.columns)
     results = [
         _room(x, rows.tokens, call.columns * heads)
         for x, (heads, *_) in zip(tensors, rows.kinds, strict=True)
@@ -143,10 +139,6 @@ class TokenRows:
         sizes = (self.batch * heads * width * dtype.itemsize for heads, width, dtype in kinds)
         *self.starts, self.nbytes = accumulate((_aligned(size) for size in sizes), initial=0)
 
-    def empty(self, rows: int, device: torch.device) -> Tensor:
-        """Allocate a message of as many rows."""
-        return torch.empty(rows * self.nbytes, dtype=torch.uint8, device=device)
-
     def views(self, message: Tensor, rows: int) -> list[Tensor]:
         """Return the tensors (b, rows, heads, width) of a message."""
         views = []
@@ -162,12 +154,19 @@ class TokenRows:
         """
         return _orders(self.call.layout, self.call.columns, self.row, device)
 
-    def exchange(self, sent: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """Send as many rows to each rank of the row of the mesh, and return those of all."""
-        received = self.empty(sum(receives), sent.device)
-        sizes = ([rows * self.nbytes for rows in x] for x in (receives, sends))
+    def exchange(
+        self, pack: Callable[..., None], tensors: list[Tensor], *sizes: list[int]
+    ) -> Tensor:
+        """Send rows to the ranks of the row of the mesh, and return those of all.
+
+        ``pack`` copies the tensors into the message. ``sizes``: the rows that each rank gets, and
+        those that it sends.
+        """
+        nbytes = [[rows * self.nbytes for rows in some] for some in sizes]
+        sent, received = (tensors[0].new_empty(sum(x), dtype=torch.uint8) for x in nbytes)
+        replayed(pack, (*tensors, sent), self)
         transport = transport_for(self.call.mesh.row, sent.device)
-        transport.all_to_all(received, sent, *sizes).wait()
+        transport.all_to_all(received, sent, *reversed(nbytes)).wait()
         return received
 
 
@@ -193,10 +192,25 @@ def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
 def _divide_heads(*given) -> None:
     """Copy tensors (b, t, n, width) into a message for all columns."""
     *tensors, message, rows = given
+    for own, part in _by_column(tensors, message, rows):
+        rows_for(own).copy_tokens(own, part)
+
+
+def _join_heads(message: Tensor, *given) -> None:
+    """Copy the rows of a message from all columns into tensors (b, t, n, width)."""
+    *tensors, rows = given
+    for own, part in _by_column(tensors, message, rows):
+        rows_for(own).copy_tokens(part, own)
+
+
+def _by_column(
+    tensors: list[Tensor], message: Tensor, rows: TokenRows
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the views (H, t, n / H, width) of each sequence in a tensor and in a message."""
     n = rows.call.columns
-    for x, target in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
-        for own, part in zip(x, target, strict=True):
-            rows_for(x).copy_tokens(_by_column(own, n), part.unflatten(0, (n, -1)))
+    for x, packed in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
+        for own, part in zip(x, packed, strict=True):
+            yield own.unflatten(1, (n, -1)).permute(1, 0, 2, 3), part.unflatten(0, (n, -1))
 
 
 def _order_tokens(*given) -> None:
@@ -212,20 +226,6 @@ def _reorder_tokens(*given) -> None:
     *tensors, message, rows = given
     for x, target in zip(tensors, rows.views(message, sum(rows.sizes)), strict=True):
         _copy(x, target, rows.orders(message.device)[1:])
-
-
-def _join_heads(*given) -> None:
-    """Copy the rows of a message from all columns into tensors (b, t, n, width)."""
-    message, *tensors, rows = given
-    n = rows.call.columns
-    for x, arrived in zip(tensors, rows.views(message, n * rows.tokens), strict=True):
-        for own, part in zip(x, arrived, strict=True):
-            rows_for(x).copy_tokens(part.unflatten(0, (n, -1)), _by_column(own, n))
-
-
-def _by_column(x: Tensor, columns: int) -> Tensor:
-    """Return the view (H, t, n / H, width) of x (t, n, width)."""
-    return x.unflatten(1, (columns, -1)).permute(1, 0, 2, 3)
 
 
 def _copy(x: Tensor, copy: Tensor, rows: tuple[Tensor, ...]) -> None:
