@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
-from canon.masks.rows import united
 from canon.reference import mesh as reference_mesh
 from canon.testing import process_groups
 from canon.testing.thread_group import ThreadGroup
@@ -197,7 +196,7 @@ def test_a_planted_fault_is_found(fault, monkeypatch):
         process_groups.threads(program, 4)
 
 
-# --- bytes, bands, bits, FLOPs
+# --- bytes, bits, FLOPs
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -221,17 +220,6 @@ def test_bytes_are_those_of_the_formulas(half, exchanged, monkeypatch):
     padding = {"reference": 0, "fast": 2 * heads * t * 8}[half]  # k and v of 32 and 24 bytes
     assert sum(inside) == 2 * t * 4 * ((h + g) * both + h) + padding
     assert sum(hops) == 3 * (rows - 1) * t * g * both * 4  # K, V twice; dk, dv once
-
-
-def test_zigzag_over_8_x_8_ranks_has_one_band_a_hop():
-    tokens = 131_072
-    rows, mask = united(Layout.zigzag(tokens, 64), 8), Mask.causal(tokens)
-    whole = Layout.zigzag(tokens, 8)
-    assert all(rows.positions(row).equal(whole.positions(row)) for row in range(8))
-    hops = [
-        rows.local_mask(mask, row, owner) for row in (0, 7) for owner in range(8) if row != owner
-    ]
-    assert [len(hop.bands) for hop in hops] == [1] * 14
 
 
 def bits(half, schedule, rows, heads):
