@@ -129,9 +129,9 @@ def received(shape: str) -> int:
     mesh = dist.init_device_mesh("cpu", (rows, columns), mesh_dim_names=("tokens", "heads"))
     ranks = rows * columns
     mask, layout = Mask.causal(TOKENS), Layout.zigzag(TOKENS, ranks)
-    counter, before = Path("/sys/class/net/cable/statistics/rx_bytes"), 0
+    counter, found = Path("/sys/class/net/cable/statistics/rx_bytes"), []
     size = 1, TOKENS // ranks, HEADS, WIDTH
-    for _ in range(2):  # the first call connects the ranks, and compares arguments
+    for _ in range(3):  # the first call also connects the ranks, and compares arguments
         qkv = [torch.randn(size, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
         dist.barrier()
         time.sleep(0.3)
@@ -141,7 +141,8 @@ def received(shape: str) -> int:
             fast.ring_attention(*qkv, mask, layout, group=mesh).sum().backward()
         dist.barrier()
         time.sleep(0.3)
-    return int(counter.read_text()) - before
+        found.append(int(counter.read_text()) - before)
+    return min(found)  # a packet that is sent again adds its bytes
 
 
 def write(path: Path) -> None:
