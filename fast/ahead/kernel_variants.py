@@ -60,6 +60,25 @@ class Model:
         )
 
     @property
+    def fewest_heads(self) -> tuple[int, int]:
+        """The fewest heads with the same variants."""
+        group, most = self.heads[0] // self.heads[1], self.packs[-1]
+        if self.depends_on_strides:
+            return self.heads
+        return min(group, 3) if most == 1 else most, 1
+
+    @property
+    def depends_on_strides(self) -> bool:
+        """Whether the number of heads decides what divides the strides of a token."""
+        return self.d % 16 + self.dv % 16 > 0
+
+    @property
+    def packs(self) -> list[int]:
+        """How many query heads of a group may share a tile of a Gluon kernel."""
+        group = self.heads[0] // self.heads[1]
+        return [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
+
+    @property
     def scale(self) -> Scale:
         """Any scale, with the soft-cap."""
         return 1.0 if self.softcap is None else CappedScale(1.0, self.softcap)
@@ -121,21 +140,25 @@ def _is_ring(function: str) -> bool:
 
 
 def identities(model: Model) -> list[tuple]:
-    """Return all that decides the variants of each step, for stamps."""
+    """Return all that decides the variants of each step, for stamps. A step has several, so that
+    ratios of heads share their kernels.
+    """
+    h, g = model.heads
     reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
     shared = {"functions": (), "ranks": (), "has_sink": True, "over_mesh": False}
-    key = replace(model, reduce_dtype=reduced, **shared)
-    places = {rank_sums: model.ranks}
-    return [
-        (key, step.__name__, ranks) for step in steps(model) for ranks in places.get(step, (0,))
-    ]
+    heads = model.heads if model.depends_on_strides else (0, 0)
+    key = replace(model, heads=heads, reduce_dtype=reduced, **shared)
+    usual = [*model.packs, *(["groups"] if h > g else [])]
+    of_steps = {rank_sums: model.ranks, cast_rows: [model.heads]}
+    of_steps |= dict.fromkeys((few_queries_in_order, few_queries_on_ranks), model.packs[-1:])
+    return [(key, step.__name__, x) for step in steps(model) for x in of_steps.get(step, usual)]
 
 
 class Inputs:
     """The tensors and the mask of a small call. ``out`` also serves as dout."""
 
     def __init__(self, model: Model, device: str, queries: int = TOKENS, keys: int = TOKENS):
-        (h, g), d, dv = model.heads, model.d, model.dv
+        (h, g), d, dv = model.fewest_heads, model.d, model.dv
         shapes = (queries, h, d), (keys, g, d), (keys, g, dv), (queries, h, dv)
         self.q, self.k, self.v, self.out = (
             torch.zeros(1, *x, dtype=model.dtype, device=device) for x in shapes
@@ -207,8 +230,8 @@ def few_queries_in_order(x: Inputs) -> None:
         return
     few = kernels.few_queries_launch
     config, pack = kernels.forward_config(x.q, x.v, x.cells)[0], few.heads_of_tile(x.q, x.k)
-    for width, queries in product(few.SLICES, (1, few.ROWS)):  # few and many rows of a tile
-        y = Inputs(x.model, x.q.device, queries, TOKENS)
+    for width, rows in product(few.SLICES, few.P_ROWS):
+        y = Inputs(x.model, x.q.device, max(1, rows // pack), TOKENS)
         planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
         with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
             for _ in tiles_forced(y, "forward"):
@@ -222,8 +245,9 @@ def few_queries_on_ranks(x: Inputs) -> None:
     if not packs_heads(kernels) or x.model.max_logits:
         return
     few = kernels.few_queries_launch
-    for width, queries in product(few.SLICES, (1, few.MOST_ROWS * x.k.shape[2] // x.q.shape[2])):
-        y = Inputs(x.model, x.q.device, min(queries, few.MOST_QUERIES), TOKENS)
+    pack = few.heads_of_tile(x.q, x.k)
+    for width, rows in product(few.SLICES, few.P_ROWS):
+        y = Inputs(x.model, x.q.device, max(1, rows // pack), TOKENS)
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
         lse = y.statistic()
@@ -333,7 +357,7 @@ def sinks(x: Inputs) -> None:
     """Launch the kernels of a sink, in both dtypes."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
-        sink = torch.zeros(x.model.heads[0], dtype=dtype, device=lse.device)
+        sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
         operations.apply_sink(x.out, lse, sink, torch.empty_like(x.out))
         for dout_keys in (None, torch.empty_like(x.out)):
             operations.differentiate_sink(x.out, x.out, lse, sink, dout_keys, torch.empty_like(lse))
@@ -388,8 +412,7 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
         chosen, *pads = gluon_config.choose(kernel, x.q.shape[3], x.v.shape[3])
         long_table = gluon_config.LONG_TABLE.get((kernel, tuple(pads)), {})
         configs = [{kernel: config} for config in (chosen, *long_table.values())]
-    packs = [pack for pack in (1, 2, 4, 8, 16) if x.q.shape[2] // x.k.shape[2] % pack == 0]
-    for config, pack in product(configs, packs):
+    for config, pack in product(configs, x.model.packs):
         with _replaced(kernels, "packing", pack), gluon_config.forced(**config):
             yield
 

@@ -80,8 +80,6 @@ class Constants:
     DV_PAD: gl.constexpr
     STAGES: gl.constexpr
     BUFFERS: gl.constexpr
-    HEADS: gl.constexpr
-    GROUP: gl.constexpr
     FUSED: gl.constexpr
     ORDERED: gl.constexpr
     KEY_ORDER: gl.constexpr
@@ -126,7 +124,7 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
 
 # ------------------------------------------------------------------ the loader
 @gluon.jit
-def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
+def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, group, c):
     """Load Q, lse, dO and delta of every visited tile (the loader).
 
     K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a
@@ -138,8 +136,9 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
     while work_tile > 0:
         first, _, batch, owner = position_of(work, work_tile)
         span_first, span_end, column, left = first_tile(work, work_tile)
-        span, each_head = span_first, (span_end - span_first) // c.HEADS
-        head, b = owner * c.HEADS, done % c.BUFFERS
+        span, each_head = span_first, (span_end - span_first) // heads
+        head, b = owner * heads, done % c.BUFFERS
+        key_head = head // group
         fresh = True
         while span < span_end:
             slot = t % c.STAGES
@@ -155,7 +154,7 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
             if fresh:  # publish the work tile, and load K
                 mbarrier.wait(k.free.index(b), (done // c.BUFFERS & 1) ^ 1)
                 publish(buffers.published.index(b), work_tile)
-                load_box(k_desc, batch, first, head // c.GROUP, k.full.index(b), k.tiles.index(b))
+                load_box(k_desc, batch, first, key_head, k.full.index(b), k.tiles.index(b))
             # dO and delta
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
             mbarrier.expect(
@@ -166,14 +165,14 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, c):
             )
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
-                load_box(v_desc, batch, first, head // c.GROUP, v.full.index(b), v.tiles.index(b))
+                load_box(v_desc, batch, first, key_head, v.full.index(b), v.tiles.index(b))
             # the next tile, perhaps of the next head
             fresh = False
             t += 1
             before = span
             span, column, left = next_tile(work, span, column, left, span_end, c.COLUMNS)
             if span != before:
-                head = owner * c.HEADS + (span - span_first) // each_head
+                head = owner * heads + (span - span_first) // each_head
         work_tile = claim_any_work_tile(work, counter, False, c.ORDERED)
         done += 1
     b = done % c.BUFFERS
@@ -298,7 +297,7 @@ def store_gradient(acc, grad, strides, work, work_tile, ROW: gl.constexpr, WIDTH
 
 
 # ------------------------------------------------------------------ the kernel
-@gluon.jit(do_not_specialize=["padded", "query_heads", "dq_tiles"])
+@gluon.jit(do_not_specialize=["padded", "query_heads", "heads", "group", "dq_tiles"])
 def dkdv_kernel(
     q_desc,
     dout_desc,
@@ -315,11 +314,11 @@ def dkdv_kernel(
     v_strides,
     padded,
     query_heads,
+    heads,
+    group,
     dq_tiles,
     FUSED: gl.constexpr,
     ORDERED: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
     D_PAD: gl.constexpr,
@@ -332,13 +331,14 @@ def dkdv_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of HEADS query heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of ``heads`` query
+    heads, of ``group`` that share a key head.
 
     ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d).
     ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``."""
     c = Constants(
-        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, HEADS, GROUP, FUSED, ORDERED,
-        KEY_ORDER, SOFTCAP,
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, FUSED, ORDERED, KEY_ORDER,
+        SOFTCAP,
     )  # fmt: skip
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     result = (dk, dv, k_strides, v_strides)
@@ -347,7 +347,7 @@ def dkdv_kernel(
     else:
         READERS: gl.constexpr = gl.constexpr(2)
     buffers = make_buffers(descriptors, c, READERS)
-    loaded = (descriptors, work, counter, buffers, padded, query_heads, c)
+    loaded = (descriptors, work, counter, buffers, padded, query_heads, heads, group, c)
     if FUSED:
         exchange = make_exchange(q_desc.dtype, dq_desc, c)
         semaphores = counter + 1
@@ -359,8 +359,8 @@ def dkdv_kernel(
                     (differentiate, (buffers, exchange, result, work, scale, 0, c)),
                     (differentiate, (buffers, exchange, result, work, scale, 1, c)),
                     (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 0)),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 1)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 1)),
                 ],
                 [4, 1, 1, 1],
                 [MATH_REGISTERS, 24, 24, 24],
@@ -371,7 +371,7 @@ def dkdv_kernel(
                     (differentiate, (buffers, exchange, result, work, scale, 0, c)),
                     (differentiate, (buffers, exchange, result, work, scale, 1, c)),
                     (load_tiles, loaded),
-                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, 0)),
+                    (add_dq, (dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, 0)),
                 ],
                 [4, 1, 1],
                 [MATH_REGISTERS, 24, 24],

@@ -136,7 +136,7 @@ def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
         work_tile = receive_after(buffers.published, buffers.k.full, done)
 
 
-@gluon.jit(do_not_specialize=["padded", "query_heads"])
+@gluon.jit(do_not_specialize=["padded", "query_heads", "heads", "group"])
 def dkdv_hdim256_kernel(
     q_desc,
     dout_desc,
@@ -152,8 +152,8 @@ def dkdv_hdim256_kernel(
     v_strides,
     padded,
     query_heads,
-    HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
+    heads,
+    group,
     D: gl.constexpr,
     DV: gl.constexpr,
     D_PAD: gl.constexpr,
@@ -168,8 +168,8 @@ def dkdv_hdim256_kernel(
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
     c = Constants(
-        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, HEADS, GROUP, False, False,
-        KEY_ORDER, SOFTCAP,
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, False, False, KEY_ORDER,
+        SOFTCAP,
     )  # fmt: skip
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, c, 2)
@@ -180,7 +180,10 @@ def dkdv_hdim256_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, counter, buffers, padded, query_heads, c)),
+            (
+                load_tiles,
+                (descriptors, work, counter, buffers, padded, query_heads, heads, group, c),
+            ),
             (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, c)),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, c)),
         ],

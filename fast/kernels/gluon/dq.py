@@ -67,7 +67,7 @@ class Buffers:
 
 
 @gluon.jit
-def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
+def load_tiles(descriptors, work, counter, buffers, group):
     """Load K and V of every visited tile, Q after the first K and dO after the first V (the
     loader).
     """
@@ -81,13 +81,14 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
     work_tile = first_work_tile()
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)
+        key_head = head // group
         span, span_end, column, left = first_tile(work, work_tile)
         fresh = True
         while span < span_end:
             slot, v_slot = t % STAGES, t % V_STAGES
             # K, and Q of a new work tile
             mbarrier.wait(k.free.index(slot), (t // STAGES & 1) ^ 1)
-            load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
+            load_box(k_desc, batch, column, key_head, k.full.index(slot), k.tiles.index(slot))
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(q.free.index(w), (done & 1) ^ 1)
@@ -97,9 +98,7 @@ def load_tiles(descriptors, work, counter, buffers, GROUP: gl.constexpr):
                     )
             # V, and dO of a new work tile
             mbarrier.wait(v.free.index(v_slot), (t // V_STAGES & 1) ^ 1)
-            load_box(
-                v_desc, batch, column, head // GROUP, v.full.index(v_slot), v.tiles.index(v_slot)
-            )
+            load_box(v_desc, batch, column, key_head, v.full.index(v_slot), v.tiles.index(v_slot))
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(dout.free.index(w), (done & 1) ^ 1)
@@ -230,7 +229,7 @@ def differentiate(
         work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), done & 1)
 
 
-@gluon.jit(do_not_specialize=["tokens", "padded"])
+@gluon.jit(do_not_specialize=["tokens", "padded", "group"])
 def dq_kernel(
     q_desc,
     dout_desc,
@@ -245,7 +244,7 @@ def dq_kernel(
     tokens,
     stride_t,
     stride_h,
-    GROUP: gl.constexpr,
+    group,
     D: gl.constexpr,
     D_PAD: gl.constexpr,
     DV_PAD: gl.constexpr,
@@ -279,7 +278,7 @@ def dq_kernel(
     result = (dq, tokens, stride_t, stride_h)
     gl.warp_specialize(
         [
-            (load_tiles, (descriptors, work, counter, buffers, GROUP)),
+            (load_tiles, (descriptors, work, counter, buffers, group)),
             (
                 differentiate,
                 (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER, SOFTCAP),

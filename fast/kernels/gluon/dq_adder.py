@@ -129,7 +129,7 @@ def adders(ordered):
 
 
 @gluon.jit
-def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, ADDER: gl.constexpr):
+def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, heads, c, ADDER: gl.constexpr):
     """Add the tiles of dQ ADDER + n ADDERS that the CTA visits to global memory (an adder warp)."""
     ADDERS: gl.constexpr = adders(c.ORDERED)
     PARTS: gl.constexpr = exchange.dq.shape[0] // 2
@@ -140,23 +140,23 @@ def add_dq(dq_desc, buffers, exchange, work, semaphores, dq_tiles, c, ADDER: gl.
         _, _, batch, owner = position_of(work, work_tile)
         batch_owner = batch_head_of(work, work_tile)
         span_first, span_end = spans_of(work, work_tile)
+        each_head = (span_end - span_first) // heads
         for span in range(span_first, span_end, SPAN):
             column, stop = columns_of(work, span, c.COLUMNS)
-            head = (span - span_first) // ((span_end - span_first) // c.HEADS)
+            head = (span - span_first) // each_head
             # behind ``stop`` if the other adder has the only tile
             first = column + (t - before) * c.COLUMNS
             if c.ORDERED:
                 predecessor, ticket = ticket_of(work, span)
-                semaphore = (
-                    semaphores + (batch_owner * c.HEADS + head) * dq_tiles + first // c.COLUMNS
-                )
+                semaphore = semaphores + (batch_owner * heads + head) * dq_tiles
+                semaphore += first // c.COLUMNS
             for i in range(first, stop, ADDERS * c.COLUMNS):
                 if c.ORDERED:
                     wait_for_ticket(semaphore, predecessor)  # while the warpgroups compute dQ
                 mbarrier.wait(exchange.dq_full.index(t % 2), t // 2 & 1)
                 for part in gl.static_range(PARTS):
                     source = exchange.dq.index(t % 2 * PARTS + part)
-                    tma_reduce_add(dq_desc, [batch, i, owner * c.HEADS + head, 64 * part], source)
+                    tma_reduce_add(dq_desc, [batch, i, owner * heads + head, 64 * part], source)
                 tma.store_wait(0)  # shared memory has been read
                 mbarrier.arrive(exchange.dq_free.index(t % 2), count=1)
                 if c.ORDERED:

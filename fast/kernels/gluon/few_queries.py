@@ -95,7 +95,7 @@ def first_maximum(maxima, ranks, stride, place, valid):
 
 
 @gluon.jit(
-    do_not_specialize=["sets", "visits", "stored", "tokens", "ranks", "stride"],
+    do_not_specialize=["sets", "visits", "stored", "heads", "tokens", "ranks", "stride", "group"],
     do_not_specialize_on_alignment=["maxima"],
 )
 def weights_kernel(
@@ -118,7 +118,7 @@ def weights_kernel(
     tokens,
     ranks,
     stride,
-    GROUP: gl.constexpr,
+    group,
     D: gl.constexpr,
     D_PAD: gl.constexpr,
     PACK: gl.constexpr,
@@ -147,11 +147,12 @@ def weights_kernel(
     first, stop, batch, head = rows_of_tile(work, gl.load(at + TILE), set_, heads, PACK)
     own, end = gl.load(at + FIRST_OWN), gl.load(at + VISITS_END)
     begin = own if STEP == OF_A_RANK else gl.load(at + FIRST_VISIT)
+    key_head = head // group
     load_box(q_desc, batch, first, head, q_full.index(0), q.index(0))
     for i in gl.static_range(STAGES):
         if begin + i < end:
             column = gl.load(columns + 2 * gl.load(order + begin + i))
-            load_box(k_desc, batch, column, head // GROUP, k.full.index(i), k.tiles.index(i))
+            load_box(k_desc, batch, column, key_head, k.full.index(i), k.tiles.index(i))
 
     # places of rows, of lanes' sums, and maxima so far
     ROWS: gl.constexpr = per_row_layout(COLUMNS)
@@ -188,7 +189,7 @@ def weights_kernel(
                 k_desc,
                 batch,
                 ahead,
-                head // GROUP,
+                key_head,
                 k.full.index(ring.slot),
                 k.tiles.index(ring.slot),
             )

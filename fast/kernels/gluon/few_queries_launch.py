@@ -131,9 +131,8 @@ def launch_weights(
     sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
     tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
     tables = plan.work, chunks, plan.order, plan.columns, plan.first_visits
-    sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride
+    sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride, h // k.shape[2]
     options = {
-        "GROUP": h // k.shape[2],
         "D": d,
         "D_PAD": pads[0],
         "STAGES": WEIGHTS_STAGES[pads[0]],
@@ -171,9 +170,8 @@ def launch_sums(
     boxed = next(number for number in P_ROWS if rows <= number)
     tiles = box(weights[0], boxed, 1, 64), box(v, plan.keys, 1, width)
     tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
-    sizes = sets, len(plan.columns), rows, h, t, out.stride(1), out.stride(2), second
+    sizes = sets, len(plan.columns), rows, h, t, *out.stride()[1:3], second, h // v.shape[2]
     options = {
-        "GROUP": h // v.shape[2],
         "DV": dv,
         "DV_PAD": pads[1],
         "SLICE": width,

@@ -78,7 +78,7 @@ def load_visits(
     sets,
     visits,
     heads,
-    GROUP: gl.constexpr,
+    group,
     PACK: gl.constexpr,
     DV_PAD: gl.constexpr,
     SLICE: gl.constexpr,
@@ -87,6 +87,7 @@ def load_visits(
     p = buffers.p
     first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
     batch, head = place_of_set(set_, heads, PACK)
+    key_head = head // group
     P_ROWS: gl.constexpr = p_desc.block_type.shape[1]
     STAGES: gl.constexpr = buffers.v.shape[0]
     HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
@@ -102,9 +103,7 @@ def load_visits(
         for half in gl.static_range(HALVES):
             p_tile = p.tiles.index(ring.slot * HALVES + half).slice(0, P_ROWS, dim=1)
             tma_load(p_desc, [at, 0, 0, 64 * half], full, p_tile)
-        tma_load(
-            v_desc, [batch, column, head // GROUP, first_column], full, buffers.v.index(ring.slot)
-        )
+        tma_load(v_desc, [batch, column, key_head, first_column], full, buffers.v.index(ring.slot))
         ring = ring.next(STAGES)
 
 
@@ -281,7 +280,7 @@ def add_sums(
 
 
 @gluon.jit(
-    do_not_specialize=["tokens", "sets", "visits", "stored", "second"],
+    do_not_specialize=["sets", "visits", "stored", "heads", "tokens", "second", "group"],
     do_not_specialize_on_alignment=["lse"],
 )
 def sums_kernel(
@@ -302,7 +301,7 @@ def sums_kernel(
     stride_t,
     stride_h,
     second,
-    GROUP: gl.constexpr,
+    group,
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
     PACK: gl.constexpr,
@@ -383,7 +382,7 @@ def sums_kernel(
                     sets,
                     visits,
                     heads,
-                    GROUP,
+                    group,
                     PACK,
                     DV_PAD,
                     SLICE,
@@ -396,7 +395,7 @@ def sums_kernel(
 
 
 # ------------------------------------------------------------------ several ranks
-@gluon.jit(do_not_specialize=["ranks", "stride", "rows", "tokens"])
+@gluon.jit(do_not_specialize=["ranks", "stride", "rows", "heads", "tokens"])
 def results_kernel(
     o,
     sums,

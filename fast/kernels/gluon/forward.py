@@ -93,7 +93,7 @@ def load_tiles(
     work,
     counter,
     buffers,
-    GROUP: gl.constexpr,
+    group,
     WARPGROUPS: gl.constexpr,
     REPEAT: gl.constexpr,
 ):
@@ -109,6 +109,7 @@ def load_tiles(
         work_tile = gl.where(gl.load(counter + 1) != 0, work_tile, 0)
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)
+        key_head = head // group
         span, span_end, column, left = first_tile(work, work_tile)
         fresh = True
         while span < span_end:
@@ -116,7 +117,7 @@ def load_tiles(
             parity = t // STAGES & 1
             # K of this tile
             mbarrier.wait(k.free.index(slot), parity ^ 1)
-            load_box(k_desc, batch, column, head // GROUP, k.full.index(slot), k.tiles.index(slot))
+            load_box(k_desc, batch, column, key_head, k.full.index(slot), k.tiles.index(slot))
             if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
                 for w in gl.static_range(WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
@@ -128,7 +129,7 @@ def load_tiles(
             fresh = False
             # V of this tile
             mbarrier.wait(v.free.index(slot), parity ^ 1)
-            load_box(v_desc, batch, column, head // GROUP, v.full.index(slot), v.tiles.index(slot))
+            load_box(v_desc, batch, column, key_head, v.full.index(slot), v.tiles.index(slot))
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
         work_tile = claim_work_tile(work, counter)
@@ -285,7 +286,7 @@ def write_result(o, state, wg, work_tile):
 
 
 # ------------------------------------------------------------------ the kernel
-@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
+@gluon.jit(do_not_specialize=["tokens", "group"], do_not_specialize_on_alignment=["lse"])
 def forward_kernel(
     q_desc,
     k_desc,
@@ -298,7 +299,7 @@ def forward_kernel(
     tokens,
     stride_t,
     stride_h,
-    GROUP: gl.constexpr,
+    group,
     D: gl.constexpr,
     DV: gl.constexpr,
     ROWS: gl.constexpr,
@@ -319,7 +320,8 @@ def forward_kernel(
     ``work``.
 
     Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. The batch
-    stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read."""
+    stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read. ``group`` query
+    heads share a key head."""
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(
@@ -370,7 +372,7 @@ def forward_kernel(
             [
                 (
                     load_tiles,
-                    (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT),
+                    (q_desc, k_desc, v_desc, work, counter, buffers, group, WARPGROUPS, REPEAT),
                 ),
                 (attend, (wg0,)),
                 (attend, (wg1,)),
@@ -397,7 +399,7 @@ def forward_kernel(
             [
                 (
                     load_tiles,
-                    (q_desc, k_desc, v_desc, work, counter, buffers, GROUP, WARPGROUPS, REPEAT),
+                    (q_desc, k_desc, v_desc, work, counter, buffers, group, WARPGROUPS, REPEAT),
                 ),
                 (attend, (wg0,)),
                 (attend, (wg1,)),

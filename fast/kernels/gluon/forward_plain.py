@@ -48,23 +48,20 @@ from canon.fast.kernels.triton.blocks import LN2
 
 
 @gluon.jit
-def load_tiles(q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP: gl.constexpr):
+def load_tiles(q_desc, k_desc, v_desc, q, q_full, k, v, work, group):
     """Load Q of both warpgroups, then K and V of every visited tile (the loader)."""
     ROWS: gl.constexpr = q.shape[2]
     first, _, batch, head = position_of(work, first_work_tile())
+    key_head = head // group
     for w in gl.static_range(2):
         load_box(q_desc, batch, first + w * ROWS, head, q_full.index(w), q.index(w))
     ring = first_position()
     span, span_end, column, left = first_tile(work, first_work_tile())
     while span < span_end:
         mbarrier.wait(k.free.index(ring.slot), ring.parity ^ 1)
-        load_box(
-            k_desc, batch, column, head // GROUP, k.full.index(ring.slot), k.tiles.index(ring.slot)
-        )
+        load_box(k_desc, batch, column, key_head, k.full.index(ring.slot), k.tiles.index(ring.slot))
         mbarrier.wait(v.free.index(ring.slot), ring.parity ^ 1)
-        load_box(
-            v_desc, batch, column, head // GROUP, v.full.index(ring.slot), v.tiles.index(ring.slot)
-        )
+        load_box(v_desc, batch, column, key_head, v.full.index(ring.slot), v.tiles.index(ring.slot))
         ring = ring.next(k.tiles.shape[0])
         span, column, left = next_tile(work, span, column, left, span_end, k.tiles.shape[2])
 
@@ -182,7 +179,7 @@ def write_result(o, m, l, result, work, COLUMNS: gl.constexpr, W: gl.constexpr, 
     store_tile(start, o, batch_head, stop - first, stride_t, stride_h, DV, 1)
 
 
-@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["lse"])
+@gluon.jit(do_not_specialize=["tokens", "group"], do_not_specialize_on_alignment=["lse"])
 def forward_plain_kernel(
     q_desc,
     k_desc,
@@ -194,7 +191,7 @@ def forward_plain_kernel(
     tokens,
     stride_t,
     stride_h,
-    GROUP: gl.constexpr,
+    group,
     DV: gl.constexpr,
     COLUMNS: gl.constexpr,
     D_PAD: gl.constexpr,
@@ -205,7 +202,7 @@ def forward_plain_kernel(
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
     ``work``, one for each CTA.
 
-    The batch stride of ``out`` is tokens * stride_t. GROUP query heads share a key head."""
+    The batch stride of ``out`` is tokens * stride_t. ``group`` query heads share a key head."""
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
@@ -218,7 +215,7 @@ def forward_plain_kernel(
     result = (out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
     gl.warp_specialize(
         [
-            (load_tiles, (q_desc, k_desc, v_desc, q, q_full, k, v, work, GROUP)),
+            (load_tiles, (q_desc, k_desc, v_desc, q, q_full, k, v, work, group)),
             (attend, (q, q_full, k, v, result, work, scale_log2, 0, DV)),
             (attend, (q, q_full, k, v, result, work, scale_log2, 1, DV)),
         ],

@@ -97,12 +97,12 @@ def forward(
             box(k, config.columns, 1, d),
             box(v, config.columns, 1, dv),
         )
-        strides = even_out.stride(1), even_out.stride(2)
+        sizes = q.shape[1], even_out.stride(1), even_out.stride(2), group
         work, counter = queue(plan, q)
         if few:
             given = q, k, v, (d, dv), few, scale, softcap, resident_ctas(q), even_out, even_lse
             counter = few_queries_launch.forward_of_few(*given)
-        options = {"GROUP": group, "DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
+        options = {"DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
         if config.plain and plan.key_order:
             raise ValueError(
                 "the plain forward has no chained spans: rank_invariant=True needs "
@@ -113,10 +113,10 @@ def forward(
                 raise ValueError(
                     "the plain forward kernel has no soft-cap: use another configuration"
                 )
-            arguments = (*tiles, even_out, even_lse, work, scale, q.shape[1], *strides)
+            arguments = (*tiles, even_out, even_lse, work, scale, *sizes)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
-            arguments = (*tiles, even_out, even_lse, work, counter, scale, q.shape[1], *strides)
+            arguments = (*tiles, even_out, even_lse, work, counter, scale, *sizes)
             options |= {
                 "KEY_ORDER": plan.key_order,
                 "SOFTCAP": softcap,
@@ -245,18 +245,9 @@ def dq(
         queries, keys = (config.rows // 2 // pack, pack), (config.columns, 1)
         k = zero_masked(k, cells, plan, keys=True)  # dS is 0 there, but 0 times NaN is NaN
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
-        strides, (scale, softcap) = (even.stride(1), even.stride(2)), split_scale(scale)
-        arguments = (
-            *tiles,
-            stats,
-            stats.shape[3],
-            even,
-            *queue(plan, q),
-            scale,
-            q.shape[1],
-            *strides,
-        )
-        options = {"GROUP": group, "D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
+        sizes, (scale, softcap) = (q.shape[1], *even.stride()[1:3], group), split_scale(scale)
+        arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, *sizes)
+        options = {"D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
         options |= {"KEY_ORDER": plan.key_order, "SOFTCAP": softcap}
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(dq, even)
@@ -316,9 +307,11 @@ def dkdv(
             *strides,
             stats.shape[3],
             q.shape[2],
+            each,
+            q.shape[2] // k.shape[2],
         )
-        options = {"HEADS": each, "GROUP": q.shape[2] // k.shape[2], "SOFTCAP": softcap}
-        options |= {
+        options = {
+            "SOFTCAP": softcap,
             "D": d,
             "DV": dv_width,
             "D_PAD": d_pad,

@@ -26,7 +26,7 @@ def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str,
     )
 
 
-TILE_NUMBERS = "tile_count", "heads", "l2_heads"  # of a kernel with MMAs
+TILE_NUMBERS = "tile_count", "heads", "group", "l2_heads"  # of a kernel with MMAs
 ROW_NUMBERS = "tokens", "heads", "batch_heads"
 
 

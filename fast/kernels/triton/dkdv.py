@@ -8,7 +8,7 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of querie
 
 A CTA owns a tile of keys. It visits the query heads of its group one after another for each tile of
 queries, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
-atomics. If GROUP > HEADS, `sum_heads_kernel` sums the parts.
+atomics. If these are not a whole group, `sum_heads_kernel` sums the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA
 for each query head: TensorAuto/OpenTau, pull request 376."""
@@ -85,6 +85,16 @@ def dkdv_step(
 
 
 @triton.jit
+def next_head(i, head, each, COLUMNS: tl.constexpr):
+    """Return the first query and the head of the next tile: all heads of an owner come before the
+    next queries.
+    """
+    head += 1
+    i += tl.where(head == each, COLUMNS, 0)
+    return i, tl.where(head == each, 0, head)
+
+
+@triton.jit
 def add_dq(
     pointer,
     offset,
@@ -111,7 +121,9 @@ def add_dq(
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
 
 
-@kernel(*TILE_NUMBERS, "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta"))
+@kernel(
+    *TILE_NUMBERS, "each", "statistic_stride_b", "statistic_stride_h", pointers=("lse", "delta")
+)
 def dkdv_kernel(
     q,
     k,
@@ -129,6 +141,8 @@ def dkdv_kernel(
     scale: "fp64",
     tile_count,
     heads,
+    group,
+    each,
     l2_heads,
     q_strides,
     k_strides,
@@ -142,8 +156,6 @@ def dkdv_kernel(
     FUSED: tl.constexpr,
     MAKE_DK: tl.constexpr,
     MAKE_DV: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -159,8 +171,8 @@ def dkdv_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of ``heads`` = o owners with HEADS query heads
-    each.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of ``heads`` = o owners with ``each`` query
+    heads.
 
     A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0."""
     tile, batch, owner = cta_work_tile(tiles, tile_count, heads, l2_heads)
@@ -168,11 +180,11 @@ def dkdv_kernel(
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
-    head_first = owner * HEADS
+    head_first = owner * each
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    k_rows = rows_of(k, batch, head_first // GROUP, k_strides, BM, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head_first // GROUP, v_strides, BM, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head_first // group, k_strides, BM, D_PAD, ALIGN)
+    v_rows = rows_of(v, batch, head_first // group, v_strides, BM, DV_PAD, ALIGN)
     k_tile = load_rows(k_rows, first, valid, D, D_PAD, ALIGN)
     v_tile = load_rows(v_rows, first, valid, DV, DV_PAD, ALIGN)
     if FUSED:  # dq sums over all keys of the tile, and unseen ones may be NaN
@@ -203,9 +215,9 @@ def dkdv_kernel(
         span = spans + index * 8
         left, right = visible_columns(span, rows)
         begin, query_start, query_stop = tl.load(span), tl.load(span + 4), tl.load(span + 5)
-        steps = tl.load(span + 1) * HEADS
+        steps = tl.load(span + 1) * each
         if KEY_ORDER:  # a tile with several bands; never FUSED
-            chained_steps = (chained_stop(span, PARTIAL_BN) - begin) // PARTIAL_BN * HEADS
+            chained_steps = (chained_stop(span, PARTIAL_BN) - begin) // PARTIAL_BN * each
             steps -= chained_steps
             for head in range(chained_steps):
                 visible, touched = visible_in_chain(spans, span, rows, begin, PARTIAL_BN)
@@ -236,8 +248,8 @@ def dkdv_kernel(
                     SOFTCAP,
                 )
         # tiles with one band; queries outside of it may be NaN: load 0
-        for step in tl.range(steps, num_stages=PARTIAL_STAGES):
-            i, head = begin + step // HEADS * PARTIAL_BN, step % HEADS
+        i, head = begin, 0
+        for _ in tl.range(steps, num_stages=PARTIAL_STAGES):
             queries = i + tl.arange(0, PARTIAL_BN)
             in_band = (queries >= query_start) & (queries < query_stop)
             q_at = q_head + row_start(head, q_strides[2], ALIGN)
@@ -281,12 +293,13 @@ def dkdv_kernel(
                     D_PAD,
                     PRECISION,
                 )
+            i, head = next_head(i, head, each, PARTIAL_BN)
 
     # full tiles
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
-        for step in range(tl.load(spans + index * 8 + 1) * HEADS):
-            i, head = begin + step // HEADS * BN, step % HEADS
+        i, head = begin, 0
+        for _ in range(tl.load(spans + index * 8 + 1) * each):
             queries = i + tl.arange(0, BN)
             q_tile = load_full_tile(q_source, batch, i, head, BN, D, D_PAD, ALIGN, TMA)
             dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, DV_PAD, ALIGN, TMA)
@@ -322,6 +335,7 @@ def dkdv_kernel(
                     D_PAD,
                     PRECISION,
                 )
+            i, head = next_head(i, head, each, BN)
 
     if MAKE_DK:
         dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D_PAD, ALIGN)
@@ -330,12 +344,13 @@ def dkdv_kernel(
         store_tile(dv, batch, owner, dv_strides, first, valid, dv_acc, DV, DV_PAD, ALIGN)
 
 
-@kernel(*ROW_NUMBERS)
+@kernel(*ROW_NUMBERS, "group")
 def sum_heads_kernel(
     dk_parts,
     dv_parts,
     dk,
     dv,
+    group,
     tokens,
     heads,
     batch_heads,
@@ -343,7 +358,6 @@ def sum_heads_kernel(
     dv_parts_strides,
     dk_strides,
     dv_strides,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -352,14 +366,13 @@ def sum_heads_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and, unless DV is 0, dv: sums of each GROUP heads of the parts, in
+    """Write dk (b, s, g, d) and, unless DV is 0, dv: sums of each ``group`` heads of the parts, in
     order.
     """
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     dk_acc = tl.zeros([BM, D_PAD], ACC)
     dv_acc = tl.zeros([BM, DV_PAD], ACC)
-    for member in tl.static_range(GROUP):
-        part = head * GROUP + member
+    for part in range(head * group, (head + 1) * group):
         strides = dk_parts_strides
         dk_acc += load_tile(dk_parts, batch, part, strides, first, valid, D, D_PAD, ALIGN)
         if DV > 0:

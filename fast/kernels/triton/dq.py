@@ -71,6 +71,7 @@ def dq_kernel(
     scale: "fp64",
     tile_count,
     heads,
+    group,
     l2_heads,
     q_strides,
     k_strides,
@@ -79,7 +80,6 @@ def dq_kernel(
     statistic_stride_b,
     statistic_stride_h,
     dq_strides,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -102,7 +102,7 @@ def dq_kernel(
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
     sources = key_sources(
-        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // GROUP, D_PAD, DV_PAD, ALIGN,
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D_PAD, DV_PAD, ALIGN,
         TMA, BN, PARTIAL_BN,
     )  # fmt: skip
     rows = first + tl.arange(0, BM)

@@ -80,6 +80,7 @@ def forward_kernel(
     scale_log2: "fp64",  # > 0
     tile_count,
     heads,
+    group,
     l2_heads,
     q_strides,
     k_strides,
@@ -87,7 +88,6 @@ def forward_kernel(
     out_strides,
     lse_stride_b,
     lse_stride_h,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -113,7 +113,7 @@ def forward_kernel(
     bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
     sources = key_sources(
-        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // GROUP, D_PAD, DV_PAD, ALIGN,
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D_PAD, DV_PAD, ALIGN,
         TMA, BN, PARTIAL_BN,
     )  # fmt: skip
     rows = first + tl.arange(0, BM)

@@ -97,8 +97,8 @@ def forward(
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), out, lse)
     tensors += (lse if max_logits is None else max_logits,)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
+    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
     options |= {"KEY_ORDER": table.key_order, **mma_options(config, q, v, k, out)}
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(
@@ -179,8 +179,8 @@ def dq(
     config, table = plan("dq", q, v, cells, k, v)
     group = q.shape[2] // k.shape[2]
     tensors = (q, k, v, tile_source(k, config), tile_source(v, config), dout, lse, delta, dq)
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2])
-    options = {"GROUP": group, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
+    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), q.shape[2], group)
+    options = {"SOFTCAP": softcap, "KEY_ORDER": table.key_order}
     options |= mma_options(config, q, v, k, dout, dq)
     l2_heads = heads_in_l2(batch_heads(q), group, head_bytes(k, v))
     run(
@@ -232,17 +232,10 @@ def dkdv(
         dk,
         dv,
     )
-    arguments = (*tensors, table.tiles, table.spans, scale, len(table.tiles), dk.shape[2])
-    options: dict = {
-        "FUSED": dq is not None,
-        "GROUP": q.shape[2] // k.shape[2],
-        "HEADS": heads,
-        "SOFTCAP": softcap,
-    }
-    options |= {
-        "KEY_ORDER": table.key_order,
-        **mma_options(config, q, v, k, dout, dq_or_any, dk, dv),
-    }
+    sizes = len(table.tiles), dk.shape[2], q.shape[2] // k.shape[2], heads
+    arguments = (*tensors, table.tiles, table.spans, scale, *sizes)
+    options = {"FUSED": dq is not None, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
+    options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
     for make_dk, make_dv in [(True, False), (False, True)] if config.apart else [(True, True)]:
@@ -275,13 +268,10 @@ def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor 
     """
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
-    options = {
-        "GROUP": dk_parts.shape[2] // dk.shape[2],
-        "DV": width,
-        "DV_PAD": padded(max(1, width)),
-    }
+    options = {"DV": width, "DV_PAD": padded(max(1, width))}
     options |= row_options(*tensors, accumulate=dk_parts.dtype)
-    run_rows(sum_heads_kernel, dk.shape, tensors, tensors, options)
+    arguments = (*tensors, dk_parts.shape[2] // dk.shape[2])
+    run_rows(sum_heads_kernel, dk.shape, arguments, tensors, options)
 
 
 def merge(

@@ -39,7 +39,14 @@ AT_ONCE = 8  # parts that a CTA of the merge loads at a time
 
 
 @kernel(
-    "scale_log2", "work_count", "columns", "rows", "batch_heads", "heads", pointers=("max_logits",)
+    "scale_log2",
+    "work_count",
+    "columns",
+    "rows",
+    "group",
+    "batch_heads",
+    "heads",
+    pointers=("max_logits",),
 )
 def parts_kernel(
     q,
@@ -56,12 +63,12 @@ def parts_kernel(
     work_count,
     columns,  # of words
     rows,
+    group,
     batch_heads,
     heads,
     q_strides,
     k_strides,
     v_strides,
-    GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -76,7 +83,8 @@ def parts_kernel(
     BN: tl.constexpr,
 ):
     """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2; 0 and
-    -inf in rows that see no key of the part. ``heads`` are key heads, ``rows`` queries times GROUP.
+    -inf in rows that see no key of the part. ``heads`` are key heads, ``group`` query heads share
+    one, ``rows`` are queries times ``group``.
     """
     pid = tl.program_id(0)
     # key heads of a token are neighbours in memory
@@ -90,10 +98,10 @@ def parts_kernel(
     )
     scale = tl.full((), scale_log2, ACC)
     row = first + tl.arange(0, BM)
-    valid, query = row < rows, row // GROUP
+    valid, query = row < rows, row // group
     start = (
         tl.cast(query, tl.int64) * q_strides[1]
-        + tl.cast(head * GROUP + row % GROUP, tl.int64) * q_strides[2]
+        + tl.cast(head * group + row % group, tl.int64) * q_strides[2]
     )
     width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
     q_tile = (
@@ -132,7 +140,7 @@ def parts_kernel(
         m, l, acc = softmax_step(given, k_tile, v_tile, state, visible, PRECISION, SOFTCAP, TMA)
 
     if MAX_LOGITS:
-        raise_maximum(max_logits + head * GROUP + row % GROUP, m, valid)
+        raise_maximum(max_logits + head * group + row % group, m, valid)
     fully_masked = (l == 0.0) & (m == float("-inf"))
     # Below the range, a part has no weight beside one in the range. `merge_parts_kernel` decides.
     low = (m < -largest_maximum(ACC)) & (m > float("-inf"))
@@ -147,7 +155,7 @@ def parts_kernel(
     tl.store(lses + target, lse, mask=valid)
 
 
-@kernel("parts", "rows", "all_rows", "heads", statistics=("lse",))
+@kernel("parts", "rows", "all_rows", "group", "heads", statistics=("lse",))
 def merge_parts_kernel(
     outs,
     lses,
@@ -156,11 +164,11 @@ def merge_parts_kernel(
     parts,
     rows,
     all_rows,
+    group,
     heads,
     out_strides,
     lse_stride_b,
     lse_stride_h,
-    GROUP: tl.constexpr,
     DV: tl.constexpr,
     DV_PAD: tl.constexpr,
     ACC: tl.constexpr,
@@ -198,7 +206,7 @@ def merge_parts_kernel(
     in_range = tl.abs(top) <= largest_maximum(ACC)
     total = tl.where(fully_masked, 1.0, tl.where(in_range, total, float("nan")))
     row, batch_head = place % rows, place // rows
-    query, batch, head = row // GROUP, batch_head // heads, batch_head % heads * GROUP + row % GROUP
+    query, batch, head = row // group, batch_head // heads, batch_head % heads * group + row % group
     target = (
         out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
     )
@@ -241,7 +249,7 @@ def sum_parts(
     lses = torch.empty(table.parts, b * t * h, dtype=outs.dtype, device=q.device)
     scale, softcap = split_scale(scale)
     q, scale = launch.signed(q, scale)
-    options = {"GROUP": h // g, "SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
+    options = {"SOFTCAP": softcap, "MAX_LOGITS": max_logits is not None}
     options |= launch.mma_options(config, q, v, k)
     options = {name: value for name, value in options.items() if not name.startswith("PARTIAL")}
     tensors = (q, k, v, launch.tile_source(k, config), launch.tile_source(v, config), outs, lses)
@@ -253,6 +261,7 @@ def sum_parts(
         len(table.work),
         table.words.shape[1],
         t * (h // g),
+        h // g,
         b * g,
     )
     launch.run(parts_kernel, len(table.work) * b * g, config, arguments, g, (q, k, v), options)
@@ -264,13 +273,12 @@ def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads:
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {
-        "GROUP": share,
         "DV": dv,
         "DV_PAD": launch.padded(dv),
         "ACC": launch.triton_dtype(lses.dtype),
     }
     options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}
-    arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h)
+    arguments = (outs, lses, out, lse, len(lses), t * share, b * t * h, share)
     launch.run(
         merge_parts_kernel,
         -(-b * t * h // config.rows),
