@@ -17,7 +17,7 @@ from canon.fast.ahead import compilation
 # Kernels get CPU tensors and a driver with a target but no device, so compilations are recorded and
 # none is run. On a CPU "auto" is always "split": here each call draws one of the methods that
 # "auto" may choose.
-RANDOM_CALLS = """
+SETUP = """
 import json, sys
 from dataclasses import replace
 from pathlib import Path
@@ -52,8 +52,10 @@ def plan_for(arch):
     )
     cuda.capability, kernel.architecture = lambda device: divmod(arch, 10), lambda device: arch
     cuda.gpu_of = lambda device: Gpu(divmod(arch, 10), 1, SHARED_LIMIT[arch])
-
-
+"""
+RANDOM_CALLS = (
+    SETUP
+    + """
 def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invariant):
     draw, index = Random(0), 0
     while True:
@@ -107,6 +109,37 @@ def run(
 
 print(json.dumps([run(*model) for model in json.loads(sys.argv[1])[0]]))
 """
+)
+RATIOS = (
+    SETUP
+    + """
+def variants(heads, backend, invariant):
+    PLANS.clear()
+    with _target(90), fast.backend(backend), recorded_jobs() as jobs:
+        model = warm._checked_model(
+            torch.bfloat16, 64, 64, heads, ("attention", "strided_attention"), None, "auto", 1,
+            None, rank_invariant=invariant,
+        )
+        kernel_variants.collect(model, "cpu")
+    return set(jobs)
+
+
+def compared(backend, invariant, heads, fewest):
+    kernel_variants.Model.fewest_heads = property(lambda model: model.heads)
+    known, new = set(), []
+    for each in heads:
+        found = variants(each, backend, invariant)
+        new.append(sorted(name for _, name, _ in found - known))
+        known |= found
+    kernel_variants.Model.fewest_heads = fewest
+    return new, len(known ^ set().union(*(variants(each, backend, invariant) for each in heads)))
+
+
+plan_for(90)
+fewest = kernel_variants.Model.fewest_heads
+print(json.dumps([compared(*given, fewest) for given in json.loads(sys.argv[1])]))
+"""
+)
 # On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
 COUNT = """
 import json, sys
@@ -175,9 +208,9 @@ MODELS = [
     (90, "triton", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
     (80, "triton", "float32", (3, 1), (48, 32), "auto", "bfloat16", 1, ALL, 5.0),
     (80, "cuda", "bfloat16", (4, 2), (64, 64), "auto", None, 1, ALL, None),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 1, INVARIANT, 5.0),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
-    (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
+    (90, "gluon", "bfloat16", (12, 3), (64, 64), "auto", None, 1, INVARIANT, 5.0),
+    (90, "gluon", "bfloat16", (10, 2), (64, 64), "auto", None, 2, DISTRIBUTED[:3], 5.0),
+    (90, "gluon", "bfloat16", (12, 2), (64, 64), "auto", None, 2, DISTRIBUTED[3:4], None),
     (90, "gluon", "bfloat16", (8, 2), (64, 64), "auto", None, 2, DISTRIBUTED[4:], None),
     (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
     (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
@@ -192,6 +225,28 @@ def test_random_calls_need_no_other_variant(part):
     for model, found in zip(models, ran(RANDOM_CALLS, given), strict=True):
         assert found["kinds"] == sorted(model[8]), "the draws reach all functions"
         assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
+
+
+def test_a_second_ratio_of_heads_needs_no_other_variant():
+    """Only the heads of a tile are a constant of Gluon kernels: a power of two."""
+    ratios = (32, 8), (24, 6), (16, 8), (40, 8), (20, 4), (16, 16)
+    (gluon, missed), (triton, others) = ran(
+        RATIOS, ("gluon", False, (*ratios, (64, 8))), ("triton", False, (*ratios, (64, 8), (71, 1)))
+    )
+    assert len(gluon[0]) > 20
+    assert gluon[1:-1] == [[]] * 5
+    assert set(gluon[-1]) == {"forward_kernel", "dq_kernel"}, "eight heads may share a tile"
+    assert triton[1:] == [[]] * 7
+    assert not missed + others, "the fewest heads have all variants"
+
+
+def test_rank_invariant_kernels_depend_on_a_power_of_two():
+    ratios = (32, 8), (24, 6), (24, 8), (40, 8), (20, 4), (142, 2)
+    ((new, missed),) = ran(RATIOS, ("gluon", True, ratios))
+    assert "sums_kernel" in new[0]
+    assert new[1] == new[3] == new[4] == new[5] == []
+    assert set(new[2]) == {"weights_kernel", "sums_kernel"}
+    assert not missed, "the fewest heads have all variants"
 
 
 @pytest.mark.gpus(1)
