@@ -20,6 +20,7 @@ from canon.fast import local
 from canon.fast.kernels.torch import rows as plain
 from canon.fast.kernels.triton import launch, parts, row_operations, rows, sink, sum_ranks
 from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.mesh import as_tokens
 from canon.fast.tables import key_parts
 from canon.masks.plan_cache import PLANS
 from canon.testing.judge import Attended
@@ -106,9 +107,10 @@ def take_rows(operations, x):
 
 def copy_rows(operations, x):
     at = x.some()
-    part = empty(x.rows(H, D, len(at)))
+    part, of_lse = empty(x.rows(H, D, len(at))), empty(x.statistic(len(at)))
     operations.copy_rows(x.rows(H, D), part, at)
-    return (part,)
+    operations.copy_rows(as_tokens(x.statistic()), as_tokens(of_lse), at)
+    return part, of_lse
 
 
 def copy_statistics(operations, x):
@@ -136,7 +138,9 @@ def add_rows(operations, x):
 def copy_tokens(operations, x):
     copy = empty(x.rows(H, D, dtype=torch.float32))
     operations.copy_tokens(x.rows(H, D), copy)
-    return (copy,)
+    message = empty(x.normal(B, T, H + 1, 1, dtype=x.accumulate))[:, :, 1:]
+    operations.copy_tokens(as_tokens(x.statistic()), message)
+    return copy, message
 
 
 def sum_of_ranks(operations, x):
@@ -238,7 +242,7 @@ FAULTS = {  # by kernel: where its name is read, the text and its fault, and the
     "sign_kernel": (launch, "* sign", "* (0 - sign)", flips),
     "dq_kernel": (launch, "acc * scale_acc", "acc", attends),
     "dkdv_kernel": (launch, "dk_acc * scale_acc", "dk_acc", attends),
-    "sum_heads_kernel": (launch, "static_range(GROUP)", "static_range(GROUP - 1)", sum_heads),
+    "sum_heads_kernel": (launch, "(head + 1) * group", "head * group + 1", sum_heads),
     "merge_kernel": (launch, "(b_weight / total)", "b_weight", merge),
     "delta_kernel": (launch, "total -= ", "total += ", delta),
     "take_rows_kernel": (rows, "ALIGN) + D, values", "ALIGN), values", take_rows),
@@ -252,7 +256,7 @@ FAULTS = {  # by kernel: where its name is read, the text and its fault, and the
     ),
     "copy_kernel": (rows, "read, D, D_PAD", "read & (rows > 0), D, D_PAD", copy_tokens),
     "zero_rows_kernel": (rows, "tl.zeros([BM", "1 + tl.zeros([BM", fills),
-    "statistic_kernel": (rows, 'float("-inf")', "0.0", fills),
+    "statistic_kernel": (rows, "token * result_stride_t", "token", copy_tokens),
     "sink_kernel": (sink, "x * a[:, None]", "x", apply_sink),
     "sink_backward_kernel": (sink, "slope * tl.sum", "a * tl.sum", differentiate_sink),
     "sum_ranks_kernel": (sum_ranks, "range(1, RANKS)", "range(2, RANKS)", sum_of_ranks),

@@ -323,7 +323,7 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
             )
     arguments = (*arguments, l2_heads, *stride_arguments(strided))
     options = {**options, "num_warps": config.warps, "num_stages": config.stages}
-    launch(kernel, ctas, strided[0].device, arguments, **options)
+    launch(kernel, ctas, arguments[0].device, arguments, **options)
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:

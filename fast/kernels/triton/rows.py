@@ -210,28 +210,44 @@ def zero_rows_kernel(
     store_rows(target, first, first + tl.arange(0, BM) < tokens, zeros, D, D_PAD, ALIGN)
 
 
-@kernel(*ROW_NUMBERS, statistics=("x", "result"))
+@kernel(
+    *ROW_NUMBERS,
+    "x_stride_t",
+    "result_stride_t",
+    statistics=("x", "result"),
+    pointers=("rows",),
+)
 def statistic_kernel(
     x,
     result,
+    rows,
+    x_stride_b,
+    x_stride_h,
+    x_stride_t,
+    result_stride_b,
+    result_stride_h,
+    result_stride_t,
     tokens,
     heads,
     batch_heads,
-    x_stride_b,
-    x_stride_h,
-    result_stride_b,
-    result_stride_h,
     BM: tl.constexpr,
     MASKED: tl.constexpr,
+    INDEXED: tl.constexpr,
 ):
-    """Write result (b, h, t) = x. With MASKED, write -inf, and do not read x."""
-    _, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    target = statistic_head_pointer(result, batch, head, result_stride_b, result_stride_h) + rows
+    """Write result (b, h, n) = x, INDEXED: x[:, :, rows]. With MASKED, write -inf, and do not read
+    x.
+    """
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    token = tl.cast(index, tl.int64)
+    target = statistic_head_pointer(result, batch, head, result_stride_b, result_stride_h)
+    target += token * result_stride_t
     if MASKED:
         tl.store(target, float("-inf"), mask=valid)
     else:
-        source = statistic_head_pointer(x, batch, head, x_stride_b, x_stride_h) + rows
-        tl.store(target, tl.load(source, mask=valid), mask=valid)
+        if INDEXED:
+            token = tl.load(rows + index, mask=valid, other=0)
+        source = statistic_head_pointer(x, batch, head, x_stride_b, x_stride_h)
+        tl.store(target, tl.load(source + token * x_stride_t, mask=valid), mask=valid)
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
@@ -243,7 +259,10 @@ def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
     """Write part (b, n, h, d) = x[:, rows]. ``rows`` is int64."""
-    _run_row_kernel(x, part, rows, add=False)
+    if x.shape[3] == 1:
+        copy_statistic(_of_heads(x), _of_heads(part), rows)
+    else:
+        _run_row_kernel(x, part, rows, add=False)
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
@@ -279,6 +298,9 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
     """Write copy (b, t, h, d) = x, in the dtype of the copy.
 
     ``states`` (int8, for each token): copy where it is 1, write 0 where it is 0, else leave."""
+    if x.shape[3] == 1 and states is None:
+        copy_statistic(_of_heads(x), _of_heads(copy))
+        return
     options = launch.row_options(x, copy) | {"HAS_STATES": states is not None}
     launch.run_rows(
         copy_kernel, x.shape, (x, copy, x if states is None else states), (x, copy), options
@@ -290,20 +312,23 @@ def zero_rows(x: Tensor) -> None:
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 
-def copy_statistic(x: Tensor, result: Tensor) -> None:
-    """Write result (b, h, t) = x. A last stride of the result other than 1 excludes replay."""
-    if launch.contiguous_rows(result) is not result:
-        result.copy_(x)
-    else:
-        _run_statistic_kernel(x, result, masked=False)
+def copy_statistic(x: Tensor, result: Tensor, rows: Tensor | None = None) -> None:
+    """Write result (b, h, n) = x, or x[:, :, rows] (int64). Strides may be any."""
+    _run_statistic_kernel(x, result, rows, masked=False)
 
 
 def mask_statistic(x: Tensor) -> None:
-    """Write x (b, h, t) = -inf; its last stride is 1."""
-    _run_statistic_kernel(x, x, masked=True)
+    """Write x (b, h, t) = -inf. Strides may be any."""
+    _run_statistic_kernel(x, x, None, masked=True)
 
 
-def _run_statistic_kernel(x: Tensor, result: Tensor, masked: bool) -> None:
-    b, h, t = x.shape
-    options = {"BM": launch.ROWS.rows, "MASKED": masked}
-    launch.run_rows(statistic_kernel, (b, t, h), (x, result), (x, result), options)
+def _run_statistic_kernel(x: Tensor, result: Tensor, rows: Tensor | None, masked: bool) -> None:
+    b, h, n = result.shape
+    options = {"BM": launch.ROWS.rows, "MASKED": masked, "INDEXED": rows is not None}
+    arguments = (x, result, x if rows is None else rows, *x.stride(), *result.stride())
+    launch.run_rows(statistic_kernel, (b, n, h), arguments, (), options)
+
+
+def _of_heads(x: Tensor) -> Tensor:
+    """Return x (b, t, h, 1) as a statistic (b, h, t), whose strides compile no variants."""
+    return x[..., 0].transpose(1, 2)
