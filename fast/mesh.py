@@ -14,8 +14,9 @@ Backward, dout and dlse travel to the columns, and dq, dk and dv to the tokens. 
 copies, one for each tensor and sequence; their launches are recorded and replayed. The exchange
 inside a row has a communicator of its own on NCCL (`transport/messages.py`).
 
-Cost: as the reference. A row is padded to 16 bytes for each tensor. Memory: a message that is sent
-and one that is received; the views of q, k and v keep theirs until the backward pass.
+Cost: as the reference. A row is padded to 16 bytes for each tensor, and to 16 elements. Memory: a
+message that is sent and one that is received; the views of q, k and v keep theirs until the
+backward pass.
 
 Sources: as `canon.reference.mesh`.
 """
@@ -141,7 +142,9 @@ class TokenRows:
         self.sizes = [call.layout.size(rank) for rank in range(first, first + call.columns)]
         self.tokens = self.sizes[column]
         sizes = (self.batch * heads * width * dtype.itemsize for heads, width, dtype in kinds)
-        *self.starts, self.nbytes = accumulate((_aligned(size) for size in sizes), initial=0)
+        *self.starts, end = accumulate((_aligned(size) for size in sizes), initial=0)
+        # 16 elements: kernels on views of the rows are those of contiguous tensors
+        self.nbytes = _aligned(end, 16 * kinds[0][2].itemsize)
 
     def empty(self, rows: int, device: torch.device) -> Tensor:
         """Allocate a message of as many rows."""
@@ -181,8 +184,8 @@ def rows_of(call: Call, *kinds: Kind) -> TokenRows:
     return PLANS.find((TokenRows, call, kinds), lambda: TokenRows(call, kinds))
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def _aligned(nbytes: int, unit: int = ALIGNMENT) -> int:
+    return -(-nbytes // unit) * unit
 
 
 @device_plan

@@ -64,8 +64,8 @@ def cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invarian
         given = dict(case.options)
         usual = given.get("reduce_dtype", dtype) in (dtype, "float32", reduce_dtype)
         usual = usual and given.get("rank_invariant", False) == invariant
-        usual = usual and "columns" not in given  # a mesh has copies of its own
-        usual = usual and case.used not in ("sum", "lse") and (case.ranks > 1 or least_ranks == 1)
+        several = case.ranks > 1 and "columns" not in given  # a column may have one rank
+        usual = usual and case.used not in ("sum", "lse") and (several or least_ranks == 1)
         if usual and (case.variant != "plain" or method == "auto" and softcap is None):
             scale = draw.choice([case.shape.scale, -0.5, 0.0])
             options = tuple(option for option in case.options if option[0] != "softcap")
@@ -92,7 +92,13 @@ def run(
         model = warm._checked_model(*shape, None, method, None, softcap, rank_invariant=invariant)
         reduced = None if reduce_dtype is None else getattr(torch, reduce_dtype)
         kernel_variants.collect(
-            replace(model, ranks=tuple(range(least_ranks, 5)), reduce_dtype=reduced), "cpu"
+            replace(
+                model,
+                ranks=tuple(range(least_ranks, 5)),
+                reduce_dtype=reduced,
+                over_mesh=not invariant,
+            ),
+            "cpu",
         )
         warmed, seen, kinds = set(jobs), set(), set()
         backward.automatic = lambda *_: draw.choice(methods)
