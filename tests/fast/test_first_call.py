@@ -41,11 +41,11 @@ def teams(monkeypatch):
     return found, outcome
 
 
-def call(algorithm=LOCAL, mask=None, dtype=torch.bfloat16, **options):
+def call(algorithm=LOCAL, mask=None, dtype=torch.bfloat16, heads=(4, 2), width=32, **options):
     """Return a call whose tensors would be on a GPU."""
-    q, k, v = (torch.zeros(1, 16, heads, 32, dtype=dtype) for heads in (4, 2, 2))
+    q, k = (torch.zeros(1, 16, n, width, dtype=dtype) for n in heads)
     return replace(
-        checked_call(algorithm, q, k, v, mask=mask, **options), device=torch.device("cuda")
+        checked_call(algorithm, q, k, k, mask=mask, **options), device=torch.device("cuda")
     )
 
 
@@ -68,6 +68,20 @@ def test_a_model_starts_one_team_whatever_its_masks_and_scales(teams, capsys):
     assert len(found) == 4
     first_call.compile_for(call(rank_invariant=True))
     assert len(found) == 5, "kernels that visit keys in order are others"
+
+
+def test_a_ratio_of_heads_whose_kernels_exist_starts_no_team(teams, monkeypatch):
+    """Stamps name what the kernels depend on, not the heads."""
+    stamps = set()
+    monkeypatch.setattr(first_call, "are_stamped", lambda needed: stamps.issuperset(needed))
+    found, counts = teams[0], []
+    for heads in ((32, 8), (24, 6), (40, 8), (16, 8), (16, 16), (64, 8), (20, 4), (16, 1)):
+        first_call.compile_for(call(heads=heads))
+        stamps.update(*found)
+        counts.append(len(found))
+    assert counts == [1, 1, 1, 1, 1, 2, 2, 3], "8, then 16 heads may share a tile"
+    odd = [identities(first_call.model_of(call(heads=x, width=40))) for x in ((32, 8), (24, 6))]
+    assert not {*odd[0]} & {*odd[1]}, "heads of 40 columns have other strides"
 
 
 def test_no_team_starts_on_a_cpu_or_after_the_variable_or_the_stamps_forbid_it(teams, monkeypatch):

@@ -220,7 +220,8 @@ def test_bytes_are_those_of_the_formulas(half, exchanged, monkeypatch):
     inside = [x[2].nbytes for x in exchanged if x[0] == 0]
     assert len(inside) == (10 if half == "reference" else 4)
     # both passes: out, lse, q, k, v and their gradients; all but the part of the own column leaves
-    padding = {"reference": 0, "fast": 2 * heads * t * 8}[half]  # k and v of 32 and 24 bytes
+    # v of 24 bytes to 16 bytes; out and lse of 112 bytes to 16 elements
+    padding = {"reference": 0, "fast": 2 * heads * t * (8 + 16)}[half]
     assert sum(inside) == 2 * t * 4 * ((h + g) * both + h) + padding
     assert sum(hops) == 3 * (rows - 1) * t * g * both * 4  # K, V twice; dk, dv once
 

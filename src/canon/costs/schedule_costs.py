@@ -123,7 +123,8 @@ def _pass(calls, hosts, backward) -> Pass:
     costs = [[_costs(step, h // g, backward) for step in some] for some in steps]
     work, rows = np.pad(costs, [(0, 0), (1, 1), (0, 0)]).transpose(2, 0, 1)
     rows[:, 1] += t * (ROUNDED * rows.any() + COPIED * backward)
-    ends = 2 * d * (h + 2 * g), 2 * d * h + 4 * h  # q, k, v; out and lse
+    # q, k, v; out and lse, padded to 16 elements
+    ends = 2 * d * (h + 2 * g), -(-h * (2 * d + 4) // 32) * 32
     tokens = (whole.columns - 1) * sizes_of(whole.layout)[:: whole.columns]
     messages = np.pad(messages, [(0, 0), (1, 1), (0, 0), (0, 0)])
     messages[0, 0, 0], messages[1, -1, 0] = np.outer(ends[::-1] if backward else ends, tokens)
