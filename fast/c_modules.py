@@ -5,11 +5,14 @@ from types import ModuleType
 from typing import Any
 
 
-def c_module(source: Path, **options: Any) -> ModuleType:
-    """Compile and load a C file as the module ``canon_NAME``; Triton caches the result.
+def c_module(*sources: Path, **options: Any) -> ModuleType:
+    """Compile and load C files, one after another, as the module ``canon_NAME`` of the last one.
+    Triton caches the result.
 
     Raises whatever the compiler raises, and ModuleNotFoundError without Triton.
     """
     from triton.runtime.build import compile_module_from_src
 
-    return compile_module_from_src(source.read_text(), f"canon_{source.stem}", **options)
+    return compile_module_from_src(
+        "\n".join(source.read_text() for source in sources), f"canon_{sources[-1].stem}", **options
+    )

@@ -27,12 +27,12 @@ class Chunks:
         self.cells_per_us = cells_per_us
         total = self.ranks * self.slots
         edges = np.minimum(np.arange(total + 1) * chunk, n)
-        self.start, self.size = edges[:-1], np.diff(edges)
+        self.size = np.diff(edges)
         self.small = self.size < chunk
         self.small_ones = int(self.small.sum())
         self.area = np.zeros(total, np.int64)
         # the chunks of all sequences
-        first = (np.arange(sequences)[:, None] * n + self.start[: self.count]).ravel()
+        first = (np.arange(sequences)[:, None] * n + edges[: self.count]).ravel()
         own = (
             np.tile(np.arange(self.count), sequences),
             first,
@@ -102,14 +102,3 @@ class Chunks:
             for first, last in self.intervals[numbers[place]]:
                 found[place][first:last] = True
         return found
-
-    def tokens(self, numbers):
-        ranges: list[range] = []
-        for start, size in zip(
-            self.start[numbers].tolist(), self.size[numbers].tolist(), strict=True
-        ):
-            if ranges and ranges[-1].stop == start:
-                ranges[-1] = range(ranges[-1].start, start + size)
-            else:
-                ranges.append(range(start, start + size))
-        return ranges

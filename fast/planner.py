@@ -11,12 +11,17 @@ chunks a rank. Source: as `canon.reference.planner`.
 """
 
 from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 
 from canon.faces import public_plans
 from canon.fast.assignment import Assignment
+from canon.fast.c_modules import c_module
 from canon.fast.chunks import Chunks
+from canon.fast.tables.work_tables import band_array
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import cached_plan
 
@@ -26,6 +31,7 @@ FAR = np.iinfo(np.int64).max
 # Area of a free slot: s + (m - s) / RESERVE, with s the smallest area and m the mean to come.
 RESERVE = 8
 BATCH = 2  # swaps of a batch, for each rank
+MOST = 1 << 61  # of a number for C
 
 
 @cached_plan
@@ -34,8 +40,14 @@ def _dispatch(
 ) -> Layout:
     if not mask.queries:
         return Layout([[]] * ranks, 0)
-    chunks = Chunks(mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us)
-    slacks = (Fraction(1), (1 + imbalance) / 2, imbalance)
+    n, slacks = mask.queries // sequences, (Fraction(1), (1 + imbalance) / 2, imbalance)
+    rates = cells_per_us, tokens_per_us
+    if (native := native_planner()) is not None and max(imbalance.as_integer_ratio()) < MOST:
+        bounds = np.array([x.as_integer_ratio() for x in slacks])
+        given = n, sequences, ranks, chunk, bounds, *rates, min(swaps_per_chunk, MOST)
+        held = np.frombuffer(native.assign(band_array(mask).T, *given), np.int64)
+        return Layout([_tokens(x, chunk, n) for x in held.reshape(ranks, -1)], n)
+    chunks = Chunks(mask, sequences, ranks, chunk, imbalance, *rates)
     starts = [*_greedy(chunks, slacks), _zigzag(chunks), _contiguous(chunks)]
     assignment = min((Assignment(chunks, slots) for slots in starts), key=Assignment.score)
     best, slots, swaps = assignment.score(), assignment.slots.copy(), swaps_per_chunk * chunks.count
@@ -48,9 +60,25 @@ def _dispatch(
     for _ in range(swaps_per_chunk * ranks):
         if not assignment.relieve():
             break
-    return Layout(
-        [chunks.tokens(numbers) for numbers in assignment.slots], mask.queries // sequences
-    )
+    return Layout([_tokens(numbers, chunk, n) for numbers in assignment.slots], n)
+
+
+@lru_cache(maxsize=1)
+def native_planner() -> ModuleType | None:
+    """Return `planner.c`, or None where it cannot be compiled: NumPy then makes the same plans."""
+    parts = "chunks.c", "assignment.c", "planner.c"
+    try:
+        return c_module(*map(Path(__file__).with_name, parts))
+    except Exception:
+        return None
+
+
+def _tokens(numbers: np.ndarray, chunk: int, n: int) -> list[range]:
+    """Return the tokens of ascending chunks, in as few ranges as possible."""
+    ends = np.flatnonzero(np.diff(numbers, append=-1) != 1) + 1
+    firsts, lasts = numbers[np.append(0, ends[:-1])], numbers[ends - 1]
+    ends = zip((firsts * chunk).tolist(), (lasts * chunk + chunk).tolist(), strict=True)
+    return [range(min(start, n), min(stop, n)) for start, stop in ends]
 
 
 # Starts: (ranks, slots) indices of chunks.

@@ -126,6 +126,7 @@ def test_both_halves_make_the_same_plan_where_chunks_need_many_intervals(ranks, 
         starts.append(right(chunks, slacks).tolist())
         return np.array(starts[-1])
 
+    monkeypatch.setattr(fast_planner, "native_planner", lambda: None)
     monkeypatch.setattr(fast_planner, "_greedy", greedy)
     expected = reference.dispatch(mask, ranks, chunk=chunk)
     for largest in (fast_chunks.LARGEST_TABLE, 0):
