@@ -38,6 +38,22 @@ def test_the_least_recently_used_plans_go_first():
     assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
 
 
+def test_a_device_drops_its_own_least_recently_used_plans():
+    """Meta stands for a GPU."""
+    on_gpu = lambda: torch.empty(1000, dtype=torch.uint8, device="meta")
+    cache = PlanCache(device_limit=3000)
+    for key in "abc":
+        cache.find(key, on_gpu)
+        cache.find(f"host {key}", lambda: block(10))
+    cache.find("a", lambda: pytest.fail("a is in the cache"))
+    cache.find("d", on_gpu)
+    assert list(cache.plans) == ["host a", "host b", "c", "host c", "a", "d"]
+    cache.drop("c")
+    cache.find("e", on_gpu)
+    assert list(cache.plans) == ["host a", "host b", "host c", "a", "d", "e"]
+    assert cache.held == {"meta": 3000, "cpu": 30 + 6 * plan_cache.ENTRY}
+
+
 def test_a_plan_larger_than_the_limit_is_kept_until_the_next_one():
     cache = PlanCache(host_limit=100)
     first = cache.find("a", lambda: block(1000))
