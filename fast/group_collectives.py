@@ -35,7 +35,7 @@ from canon.fast.transport.messages import transport_for
 from canon.masks.cast_plan import CastPlan, Piece, PlanReport, RankCasts, planned_casts
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_plan
+from canon.masks.plan_cache import cached_part, cached_plan
 from canon.route.plan_arguments import Sizes
 
 __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
@@ -48,7 +48,7 @@ def granular_plan(
     """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its
     multiples in the sequence.
     """
-    rank, source, first, stop, step, _ = transfers(mask, layout, granularity)
+    rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
     return planned_casts(
@@ -59,8 +59,9 @@ def granular_plan(
 @cached_plan
 def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
     received, sent = ([[] for _ in range(plan.layout.ranks)] for _ in range(2))
-    moves = (x.tolist() for x in transfers(plan.mask, plan.layout, plan.granularity, rank))
-    for receiver, source, *place, row in zip(*moves, strict=True):
+    moves = _transfers(plan.mask, plan.layout, plan.granularity)
+    own = (moves[0] == rank) | (moves[1] == rank)
+    for receiver, source, *place, row in zip(*(x[own].tolist() for x in moves), strict=True):
         (received[source] if receiver == rank else sent[receiver]).append(
             Piece(source, range(*place), row)
         )
@@ -111,13 +112,9 @@ class _Holdings:
         self.runs = tuple(x[order] for x in runs)
 
 
-def transfers(
-    mask: Mask, layout: Layout, granularity: int = 1, of: int | None = None
-) -> tuple[np.ndarray, ...]:
+def transfers(mask: Mask, layout: Layout, granularity: int = 1) -> tuple[np.ndarray, ...]:
     """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by
     rank, source and row.
-
-    With ``of``: only those that this rank takes part in.
     """
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
@@ -134,8 +131,6 @@ def transfers(
     else:
         need, piece = (x.ravel() for x in np.indices((len(rank), len(held.start))))
     moves = rank[need] != held.rank[piece]
-    if of is not None:
-        moves &= (rank[need] == of) | (held.rank[piece] == of)
     need, piece = need[moves], piece[moves]
     start, size = held.start[piece], held.size[piece]
     low, high = (np.clip(-((start - end[need]) // held.step), 0, size) for end in (first, stop))
@@ -151,6 +146,9 @@ def transfers(
     )
     order = np.lexsort((table[5], table[1], table[0]))
     return tuple(x[order] for x in table)
+
+
+_transfers = cached_part(transfers)  # a plan and the pieces of a rank share them
 
 
 # ---------------------------------------------------------------------- transfers

@@ -46,7 +46,7 @@ def _dispatch(
         bounds = np.array([x.as_integer_ratio() for x in slacks])
         given = n, sequences, ranks, chunk, bounds, *rates, min(swaps_per_chunk, MOST)
         held = np.frombuffer(native.assign(band_array(mask).T, *given), np.int64)
-        return Layout([_tokens(x, chunk, n) for x in held.reshape(ranks, -1)], n)
+        return Layout([_tokens(x, chunk, n) for x in held.reshape(ranks, -1).tolist()], n)
     chunks = Chunks(mask, sequences, ranks, chunk, imbalance, *rates)
     starts = [*_greedy(chunks, slacks), _zigzag(chunks), _contiguous(chunks)]
     assignment = min((Assignment(chunks, slots) for slots in starts), key=Assignment.score)
@@ -60,7 +60,7 @@ def _dispatch(
     for _ in range(swaps_per_chunk * ranks):
         if not assignment.relieve():
             break
-    return Layout([_tokens(numbers, chunk, n) for numbers in assignment.slots], n)
+    return Layout([_tokens(numbers, chunk, n) for numbers in assignment.slots.tolist()], n)
 
 
 @lru_cache(maxsize=1)
@@ -73,12 +73,16 @@ def native_planner() -> ModuleType | None:
         return None
 
 
-def _tokens(numbers: np.ndarray, chunk: int, n: int) -> list[range]:
+def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:
     """Return the tokens of ascending chunks, in as few ranges as possible."""
-    ends = np.flatnonzero(np.diff(numbers, append=-1) != 1) + 1
-    firsts, lasts = numbers[np.append(0, ends[:-1])], numbers[ends - 1]
-    ends = zip((firsts * chunk).tolist(), (lasts * chunk + chunk).tolist(), strict=True)
-    return [range(min(start, n), min(stop, n)) for start, stop in ends]
+    ranges: list[range] = []
+    for number in numbers:
+        start, stop = min(number * chunk, n), min(number * chunk + chunk, n)
+        if ranges and ranges[-1].stop == start:
+            ranges[-1] = range(ranges[-1].start, stop)
+        else:
+            ranges.append(range(start, stop))
+    return ranges
 
 
 # Starts: (ranks, slots) indices of chunks.

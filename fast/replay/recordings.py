@@ -1,17 +1,19 @@
-"""Prepared passes: the launches of a pass are recorded in its first call, and replayed by one call
-into C afterwards.
+"""Prepared passes: the launches of a pass are recorded once, and replayed by one call into C
+afterwards.
 
 A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the
-tensors (shapes, strides, dtypes, alignment, device) and on the other arguments. The first call of a
-kind runs as written while a `Recorder` notes
+tensors (shapes, strides, dtypes, alignment, device) and on the other arguments. A call of a kind
+runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
     plans          tensors of `device_plan`: the prepared pass keeps them alive
 
-The recording of one mask serves others whose launches are the same but for the plans' addresses
-(`sharing`): their first call is a replay, too.
+If a pass takes `Cells`, this is the first call of its kind. The recording serves other masks whose
+launches are the same but for the plans' addresses (`sharing`): their first call is a replay, too.
+Other passes, such as the steps of a schedule, serve one mask and layout alone. So these are
+recorded in the second call: a mask of a single step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
@@ -19,6 +21,7 @@ of unknown origin, launches no kernel, or takes a backend that is not ``replayab
 
 import copy
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -39,6 +42,7 @@ from canon.masks.mask import Mask
 ALIGNMENT = 256  # bytes, of each temporary
 MOST_RECORDINGS = 8  # of passes that differ only in their masks
 UNSEEN = "the pass launches no kernel that was seen"
+ONCE = "called once"
 
 
 class PreparedPass:
@@ -68,6 +72,12 @@ class PreparedPass:
         made = copy.copy(self)
         made._hold(*(([], []) if self.reason else found))
         return made
+
+    @staticmethod
+    def load() -> None:
+        """Compile what a recording needs: no call after the first one waits for a compiler."""
+        with suppress(NotReplayable):
+            native_module()
 
     def without_plans(self) -> "PreparedPass":
         """Return the launches without a mask, for `of`."""
@@ -171,6 +181,11 @@ def replayed(
     found = plan_cache.PLANS.get(key)
     if found is None:
         cells = next((x for x in options if isinstance(x, Cells)), None)
+        mark = object()
+        if cells is None and plan_cache.PLANS.put((key, ONCE), mark) is mark:
+            prepared.load()
+            body(*tensors, *options)
+            return
         recordings = None if cells is None else _recordings(body, tensors, options, addresses)
         alike = (x.of(cells.mask) for x in recordings or ())
         if (found := next((x for x in alike if x is not None), None)) is not None:

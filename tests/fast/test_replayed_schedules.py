@@ -72,12 +72,13 @@ def train(attend, mask, layout, wanted, tensors):
 
 
 def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
-    """Train twice, the second time from recordings, and again without them. ``several``: the
-    tensors of both times.
+    """Train three times, the last time from recordings, and again without them. ``several``: the
+    tensors of the last two times.
     """
 
     def program():
-        replayed = [train(*call, tensors) for tensors in several][1]  # the first call is recorded
+        times = (several[0], *several)  # the second call is recorded
+        replayed = [train(*call, tensors) for tensors in times][-1]
         passes = [x for x, _ in list(PLANS.plans.values()) if isinstance(x, prepared.PreparedPass)]
         dist.barrier()
         prepared.REPLAYED = {}
@@ -146,7 +147,7 @@ def test_decoding_in_order_replays_too(several, ends):
         held = slice(*[0, *ends][dist.get_rank() :][:2])
         own = [mask.crop(keys=range(held.start, held.stop)) for mask in masks]
         results = []
-        for seed in (1, 2, 2):
+        for seed in (1, 1, 2, 2):
             q, k, v = (
                 torch.randn(
                     2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)
@@ -157,7 +158,7 @@ def test_decoding_in_order_replays_too(several, ends):
                 x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held]
                 for x in (k, v)
             )
-            if len(results) == 2:
+            if len(results) == 3:
                 dist.barrier()
                 prepared.REPLAYED = {}
                 dist.barrier()
@@ -168,7 +169,7 @@ def test_decoding_in_order_replays_too(several, ends):
         ]
 
     with backend("gluon"), simulated_kernels.simulated():
-        for (_, replayed, written), reasons in process_groups.threads(program, len(ends)):
+        for (*_, replayed, written), reasons in process_groups.threads(program, len(ends)):
             assert reasons
             assert set(reasons) - {prepared.UNSEEN} == {""}
             assert all(map(torch.equal, replayed, written))

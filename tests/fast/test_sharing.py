@@ -64,6 +64,24 @@ def test_a_recording_serves_masks_of_one_structure_with_their_own_plans(monkeypa
     assert len({id(x.held[0]) for x in recorded()}) == len(MASKS), "each has its own table"
 
 
+@pytest.mark.gpu
+@pytest.mark.interpreted
+@pytest.mark.usefixtures("replays")
+def test_a_pass_of_one_mask_is_recorded_in_its_second_call(monkeypatch):
+    """A step of a schedule whose mask is new in every call costs no recording."""
+    made = []
+    right = recordings.Recorder
+    monkeypatch.setattr(recordings, "Recorder", lambda given: made.append(1) or right(given))
+    cells = Cells(MASKS["alike"])
+    step = lambda *tensors: forward(*tensors, cells)
+    for call, number in enumerate([0, 1, 1, 1]):
+        replayed, expected = (tensors_of(call) for _ in range(2))
+        recordings.replayed(step, replayed, kind="a step")
+        forward(*expected, cells)
+        assert all(map(torch.equal, replayed, expected))
+        assert len(made) == number
+
+
 # ------------------------------------------------------------------ launches
 def launches_of(monkeypatch, body, tensors, options):
     """Return what a pass launches on an H200 besides addresses, and the structures of its plans."""

@@ -229,7 +229,7 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
         causal, 16,384 and more         1.00 to 1.02           2^29 to 2^33      0.75 to 5.25
 
     Records: paper/data, compared in `tests/masks/test_defaults.py`."""
-    return mask.area >= MANY_CELLS * layout.ranks and 2 * received >= layout.tokens
+    return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 
 
 @dataclass(frozen=True)
