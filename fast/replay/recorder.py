@@ -79,6 +79,11 @@ class Recorder(TorchDispatchMode):
         for slot, given in enumerate(self.tensors):
             self._begins(given, Place(slot, 0))
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: else PyTorch imports its compiler in the first call, which takes seconds."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         name, device = func._schema.name, self.tensors[0].device
