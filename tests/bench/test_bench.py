@@ -1,16 +1,20 @@
 """`canon bench` reads its shapes and measures nothing that disagrees."""
 
+from functools import partial
+
 import pytest
 import torch
 from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, decoding, kernels, shapes, timing
+from canon.bench import bench_command, decoding, kernels, mask_time, shapes, timing
 from canon.bench.forced_tiles import tiles_of
 from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
 from canon.fast.kernels.gluon import config as hopper_config
+from canon.fast.kernels.launcher import Gpu
 from canon.fast.kernels.triton.config import Config
+from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups, simulated_kernels
 
 pytestmark = pytest.mark.interpreted
@@ -122,6 +126,32 @@ def test_decoding_is_judged_on_ranks_and_its_bits_compared(monkeypatch):
     assert [row["schedule"] for row in rows] == ["parts", "sums travel", "keys travel", "one GPU"]
     assert all(row["agrees"] and len(row["wall_ms"]) == 2 and "failed" not in row for row in rows)
     assert decoding.tables(rows)[0].row_count == len(rows)
+
+
+def test_new_masks_are_timed_on_ranks_too():
+    """The plans and the passes of a new mask; a known one is no part of them."""
+    shape = shapes.shape_of("1,96,4,2,16", "documents:30")
+    lists = [[0, 20, 96], [0, 50, 70, 96]]
+    program = partial(mask_time.magi_on_ranks, shape, torch.float32, lists, "cpu")
+    times, others = process_groups.threads(program, 2)
+    assert times == others, "those of the slowest rank"
+    for row in times:
+        parts = row["made_ms"] + row["dispatch_ms"] + row["first_ms"] - row["repeated_ms"]
+        assert row["new_mask_ms"] == pytest.approx(parts)
+
+
+def test_plans_made_ahead_are_those_of_another_process(empty_cache):
+    """Only the plans of the mask are dropped: a trainer keeps its recordings."""
+    shape = shapes.shape_of("1,512,4,2,64", "documents:100")
+    rows = mask_time.measure(shape, on_cpu())
+    assert [row["case"] for row in rows] == ["one GPU", "magi, 8 ranks"]
+    assert all(len(row["plan_ms"]) == 2 for row in rows)
+    mask = Mask.documents([0, 100, 512])
+    given = {"heads": (4, 2), "widths": (64, 64), "device": Gpu(*mask_time.H200)}
+    PLANS.clear()
+    PLANS.put("a recording", 1)
+    _, copy = mask_time._planned("attention", mask, None, None, given)
+    assert set(PLANS.plans) == {"a recording", *(key for key, _ in copy.plans)}
 
 
 def test_other_tiles_are_contenders_that_must_agree(monkeypatch):

@@ -1,26 +1,31 @@
 """`canon bench masks`: measure the cost of a new mask of packed documents.
 
-    first, repeated   both passes with a new mask, and again
+    first, repeated   both passes with a new mask, and again; each call alone
+    new mask          made, dispatch and first without repeated
     ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
     dispatch, plan    the layout for 8 ranks; `prepare` for one of them
     pickle, load      move the plans between processes
 
-Without a GPU only planning is timed, with the tables of an H200.
+With several GPUs, all of them also run `magi_attention` on new masks. Times are those of the
+slowest rank. Without a GPU only planning is timed, with the tables of an H200.
 """
 
 import pickle
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from canon.bench.measuring import Settings
 from canon.bench.shapes import Shape, documents
-from canon.bench.timing import eager, median_of, peak_mb, table
+from canon.bench.timing import eager, median_of, peak_mb, slowest, table
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS
+from canon.testing import process_groups
 
 SHAPES = [
     "1,65536,64,8,128,documents:4096",
@@ -30,6 +35,8 @@ SHAPES = [
 ]
 RANKS = 8
 WARMING = 2  # rounds that may compile and import
+REPEATED = 3  # calls with a known mask
+LIMIT = 300.0  # seconds of all GPUs
 H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memory of a CTA
 
 
@@ -66,9 +73,50 @@ def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
             for place in range(rounds + WARMING)
         ]
         counts = [len(ends) - 1 for ends in lists[2 * WARMING :: 2]]
-        rows.append({"shape": str(shape), "case": case, "documents": counts})
-        rows[-1] |= {name: [each[name] for each in times[WARMING:]] for name in times[0]}
+        rows.append(_row(shape, case, counts, times))
+    if device and (ranks := torch.cuda.device_count()) > 1:
+        program = partial(magi_on_ranks, shape, dtype, lists[::2])
+        times = process_groups.gpus(program, ranks, timeout=LIMIT)[0]
+        rows.append(_row(shape, f"magi, {ranks} GPUs", counts, times))
     return rows
+
+
+def _row(shape: Shape, case: str, counts: list[int], times: list[dict[str, float]]) -> dict:
+    row = {"shape": str(shape), "case": case, "documents": counts}
+    return row | {name: [each[name] for each in times[WARMING:]] for name in times[0]}
+
+
+def magi_on_ranks(
+    shape: Shape, dtype: torch.dtype, lists: Sequence, device: str = "cuda"
+) -> list[dict[str, float]]:
+    """Return the times of `magi_attention` on all ranks, for masks of these documents."""
+    from canon import fast
+
+    rank, ranks, times = dist.get_rank(), dist.get_world_size(), []
+    where = torch.device(device)
+    tensors = shape.inputs(dtype, where)
+    for ends in lists:
+        made, mask = _timed(partial(Mask.documents, ends))
+        planned, layout = _timed(partial(fast.dispatch, mask, ranks))
+        *leaves, dout = (layout.shard(x, rank) for x in tensors)
+        leaves = [x.requires_grad_() for x in leaves]
+
+        def call(leaves=leaves, dout=dout, mask=mask, layout=layout):
+            torch.autograd.grad(fast.magi_attention(*leaves, mask, layout), leaves, dout)
+
+        row = {"made_ms": slowest(made, where), "dispatch_ms": slowest(planned, where)}
+        times.append(row | _first_and_repeated(call, where))
+        times[-1]["new_mask_ms"] += row["made_ms"] + row["dispatch_ms"]
+    return times
+
+
+def _first_and_repeated(call: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Return the times of a first call and of later ones, and their difference, the new mask."""
+    first, _ = eager(call, 1, device)
+    for _ in range(2):  # recorded; then replayed
+        call()
+    repeated = statistics.median(eager(call, 1, device)[0] for _ in range(REPEATED))
+    return {"first_ms": first, "repeated_ms": repeated, "new_mask_ms": first - repeated}
 
 
 def _both_passes(shape: Shape, dtype: torch.dtype, device: torch.device) -> Callable[[Mask], None]:
@@ -89,18 +137,15 @@ def _one_gpu(
     times = {}
     times["made_ms"], mask = _timed(partial(Mask.documents, lists[0]))
     if call and device:
-        times["first_ms"], _ = eager(partial(call, mask), 1, device)
+        times |= _first_and_repeated(partial(call, mask), device)
+        times["new_mask_ms"] += times["made_ms"]
         times["peak_mb"] = peak_mb(partial(call, mask), device)
-        call(mask)
-        times["repeated_ms"], _ = eager(partial(call, mask), 2, device)
-        times["new_mask_ms"] = times["made_ms"] + times["first_ms"] - times["repeated_ms"]
     some, plans = _planned("attention", Mask.documents(lists[1]), None, None, given)
     times |= some
     if call and device:
-        times["ahead_ms"], _ = eager(partial(call, plans.mask), 1, device)
-        call(plans.mask)
-        repeated, _ = eager(partial(call, plans.mask), 2, device)
-        times["ahead_mask_ms"] = times["load_ms"] + times["ahead_ms"] - repeated
+        found = _first_and_repeated(partial(call, plans.mask), device)
+        times["ahead_ms"] = found["first_ms"]
+        times["ahead_mask_ms"] = times["load_ms"] + found["new_mask_ms"]
     return times
 
 
@@ -121,14 +166,15 @@ def _planned(
 ) -> tuple[dict[str, float], Any]:
     from canon import fast
 
-    times = {}
+    times, known = {}, set(PLANS.plans)
     times["plan_ms"], plans = _timed(
         partial(fast.prepare, function, mask, layout, rank=rank, **given)
     )
     times["pickle_ms"], copy = _timed(
         lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL))
     )
-    PLANS.clear()  # the plans of this process: those of the copy are loaded instead
+    for key in set(PLANS.plans) - known:  # those of the copy are loaded instead
+        PLANS.drop(key)
     times["load_ms"], _ = _timed(copy.load)
     return times | {"pickle_kb": len(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)) / 1000}, copy
 
