@@ -96,20 +96,26 @@ def host_table(
         table = ordered_table(cut, rows, columns, chained)
         return WorkTable(*places.moved(*table, columns, transposed), cut.visits, True)
     if (native := native_tables()) is not None:
-        given = *_bands_and_size(mask, rows, columns, transposed), rows, columns, small, boxes
+        given = *bands_and_size(mask, rows, columns, transposed), rows, columns, small, boxes
         visited, _, tiles, spans = native.table(*given, False)
-        tiles = np.frombuffer(tiles, np.int64).reshape(-1, TILE_FIELDS)
-        spans = np.frombuffer(spans, np.int32).reshape(-1, SPAN_FIELDS)
-        return WorkTable(tiles, spans, visited, False)
+        return WorkTable(*arrays(tiles, spans), visited, False)
     cut = _best_cut(mask, rows, columns, small, transposed, boxes)
     return WorkTable(*_table(cut, rows, columns, small, boxes), cut.visits, False)
 
 
+def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the arrays of a table in C."""
+    return (
+        np.frombuffer(tiles, np.int64).reshape(-1, TILE_FIELDS),
+        np.frombuffer(spans, np.int32).reshape(-1, SPAN_FIELDS),
+    )
+
+
 @lru_cache(maxsize=1)
 def native_tables() -> ModuleType | None:
-    """Return `tables.c`, or None where it cannot be compiled: NumPy then makes the same tables."""
+    """Return `schedule.c`, or None where it cannot be compiled: NumPy makes the same tables."""
     try:
-        return c_module(Path(__file__).with_name("tables.c"))
+        return c_module(*map(Path(__file__).with_name, ("tables.c", "schedule.c")))
     except Exception:
         return None
 
@@ -124,7 +130,7 @@ def visits(
     if cells.places is not None:
         cut = _even_cut(cells.mask, rows, columns, transposed)
     elif (native := native_tables()) is not None:
-        given = *_bands_and_size(cells.mask, rows, columns, transposed), rows, columns, columns
+        given = *bands_and_size(cells.mask, rows, columns, transposed), rows, columns, columns
         return native.table(*given, boxes, True)
     else:
         cut = _best_cut(cells.mask, rows, columns, columns, transposed, boxes)
@@ -163,7 +169,7 @@ def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool,
     """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs
     about a visit.
     """
-    bands, size = _bands_and_size(mask, rows, columns, transposed)
+    bands, size = bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
     candidates = [even] if np.array_equal(even, at_ends) else [even, at_ends]
     cuts = [_cut(bands, size, starts, columns // small, small, boxes) for starts in candidates]
@@ -178,7 +184,7 @@ def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool) -> Cut:
         raise ValueError(
             f"rank_invariant=True needs tiles with sides that divide {TILE}, got {rows} x {columns}"
         )
-    bands, size = _bands_and_size(mask, rows, columns, transposed)
+    bands, size = bands_and_size(mask, rows, columns, transposed)
     return _cut(bands, size, np.arange(0, size, rows), 1, columns, boxes=columns)
 
 
@@ -190,9 +196,11 @@ def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
     return cut._replace(**kept)
 
 
-def _bands_and_size(
-    mask: Mask, rows: int, columns: int, transposed: bool
-) -> tuple[np.ndarray, int]:
+def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
+    """Return the bands (6, n) of a table, transposed or not, and the rows of its mask.
+
+    Raises ValueError if the mask is too large for 32-bit coordinates.
+    """
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(
             f"the kernels count tokens in 32 bits: {mask.queries} queries x "

@@ -10,6 +10,7 @@ Cost: O(work tiles + spans), in C or NumPy; on the device 32 bytes for each work
 8 for each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest
 processing time first."""
 
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,8 +43,8 @@ from canon.fast.kernels.gluon.tile_queue import WORK_TILE as _WORK_TILE
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan, host_array
 from canon.fast.tables.index_ranges import expanded
-from canon.fast.tables.tile_costs import BOX, L2_BYTES, TileCosts, tile_costs
-from canon.fast.tables.work_tables import band_array, native_tables
+from canon.fast.tables.tile_costs import BOX, FIXED, L2_BYTES, PARTIAL, TileCosts, tile_costs
+from canon.fast.tables.work_tables import arrays, band_array, bands_and_size, native_tables
 from canon.masks.plan_cache import cached_plan
 
 SHORT = 0.1  # share of the work that evens the ends of the SMs
@@ -132,34 +133,54 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
     """Return the tile schedule of the cells."""
     if key_order := cells.places is not None:
         t = t._replace(full_first=False)
-    costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
-    tiles, spans, _ = costs
-    spans, chains = np.split(spans, [tiles[:, 4].max(initial=0)])
-    active = costs.active
-    groups, order = _order(costs, t, cells.sizes[0])
-    heads = Sets.of(t, groups)
-    number = heads.sets * heads.together * len(order)
     native = None if key_order or t.ordered else native_tables()
-    if native is None:
-        work = _work(costs, spans, chains, order, heads, t)
-    else:
-        work = host_array(WORK_TILE * (1 + number + t.repeat * len(spans)))
-        ctas = t.ctas if number >= SEVERAL * t.ctas else 0
-        native.write_schedule(
-            work, tiles, spans, order, costs.cost[order], *heads, t.repeat, t.full_first,
-            ctas, min(LATE_CTAS, ctas), t.even_ends, SMS, SHORT, GAIN,
-        )  # fmt: skip
-    rows, visited = t.rows // t.pack, spans[:, TILES].astype(np.int64)
-    loaded = [
-        (tiles[active, 0], rows),
-        (spans[:, COLUMN].astype(np.int64), t.columns * visited),
-    ]
-    queries, keys = loaded[::-1] if t.transposed else loaded
-    masked = MaskedTokens(_holds_masked(cells, False, *queries), _holds_masked(cells, True, *keys))
-    visits = heads.sets * heads.together * t.repeat * int(visited.sum())
-    if not number:
-        visits = 0
-    return TileSchedule(work, number, _row_ranges(tiles[~active]), masked, visits, key_order)
+    made = _of_numpy(cells, t) if native is None else _of_c(native, cells, t)
+    tiles, spans, sets, active = made.tiles, made.spans, made.sets, made.active
+    rows = () if active == len(tiles) else _row_ranges(tiles[tiles[:, 4] == tiles[:, 2]])
+    masked = MaskedTokens(*(_holds_masked(cells, keys, tiles, spans, t) for keys in (False, True)))
+    number = sets.sets * sets.together * active
+    visits = sets.sets * sets.together * t.repeat * made.visited if number else 0
+    return TileSchedule(made.work, number, rows, masked, visits, key_order)
+
+
+class _Made(NamedTuple):
+    """A schedule and its table, with ``active`` tiles that have spans, which visit ``visited``
+    tiles.
+    """
+
+    work: np.ndarray
+    tiles: np.ndarray
+    spans: np.ndarray
+    sets: "Sets"
+    active: int
+    visited: int
+
+
+def _of_c(native: ModuleType, cells: Cells, t: Traversal) -> _Made:
+    rows, groups = t.rows // t.pack, heads_in_flight(t.heads.groups, t.bytes_per_group)
+    sets, regions = Sets.of(t, groups), _regions(t, groups)
+    given = *bands_and_size(cells.mask, rows, t.columns, t.transposed), rows, t.columns, t.columns
+    *_, tiles, spans = native.table(*given, t.boxes, False)
+    order, cost, visited = native.order(tiles, spans, t.repeat, PARTIAL, FIXED, regions)
+    active = len(order) // 8
+    number = sets.sets * sets.together * active
+    work = host_array(WORK_TILE * (1 + number) + t.repeat * len(spans) // 4)
+    ctas = t.ctas if number >= SEVERAL * t.ctas else 0
+    native.write_schedule(
+        work, tiles, spans, order, cost, *sets, t.repeat, t.full_first,
+        ctas, min(LATE_CTAS, ctas), t.even_ends, SMS, SHORT, GAIN,
+    )  # fmt: skip
+    return _Made(work, *arrays(tiles, spans), sets, active, visited)
+
+
+def _of_numpy(cells: Cells, t: Traversal) -> _Made:
+    costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
+    spans, chains = np.split(costs.spans, [costs.tiles[:, 4].max(initial=0)])
+    groups, order = _order(costs, t, cells.sizes[0])
+    sets = Sets.of(t, groups)
+    work = _work(costs, spans, chains, order, sets, t)
+    visited = int(spans[:, TILES].sum(dtype=np.int64))
+    return _Made(work, costs.tiles, spans, sets, len(order), visited)
 
 
 class Sets(NamedTuple):
@@ -231,11 +252,18 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
     )
     additions = mean_additions(costs.spans, t.columns) if t.ordered else None
     together = found[0] if found else heads_in_flight(groups, t.bytes_per_group, additions)
-    # a set that exceeds the L2 cache is traversed in regions; ordered, a region's last would wait
-    regions = 1 if t.ordered else -(-together * t.bytes_per_group // L2_BYTES)
+    regions = _regions(t, together)
     order = _longest_first(costs.cost, start * regions // max(1, int(stop.max(initial=0))))
     order = order[costs.active[order]]
     return together, alternate(order, together) if found else order
+
+
+def _regions(t: Traversal, groups: int) -> int:
+    """Return in how many regions so many groups of heads traverse the mask: each fits the L2 cache.
+
+    If dq is ordered, a region's last tile would wait.
+    """
+    return 1 if t.ordered else -(-groups * t.bytes_per_group // L2_BYTES)
 
 
 def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
@@ -378,11 +406,18 @@ def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
     return starts[starts < stops], stops[starts < stops]
 
 
-def _holds_masked(cells: Cells, keys: bool, starts: np.ndarray, lengths: np.ndarray | int) -> bool:
-    """Return whether a range of tokens holds an untouched one."""
+def _holds_masked(
+    cells: Cells, keys: bool, tiles: np.ndarray, spans: np.ndarray, t: Traversal
+) -> bool:
+    """Return whether the queries, or the keys, that tiles load hold an untouched one."""
     gaps, stops = untouched(cells, keys)
     if not len(gaps):
         return False
+    if keys == t.transposed:  # the tokens that tiles own
+        starts, lengths = tiles[tiles[:, 4] > tiles[:, 2], 0], t.rows // t.pack
+    else:
+        starts, lengths = (spans[:, x].astype(np.int64) for x in (COLUMN, TILES))
+        lengths *= t.columns
     after = np.searchsorted(stops, starts, side="right")  # the first gap that ends behind the start
     return bool((np.append(gaps, np.iinfo(np.int64).max)[after] < starts + lengths).any())
 
