@@ -5,6 +5,7 @@ plans are equal.
     this file        starts: greedy with three limits, zigzag, contiguous
     assignment.py    improves the best start: swaps of two ranks, then the relief of the rank that
                      moves most
+    *.c              the same plans, compiled: dispatch makes them so where it can
 
 Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c
 chunks a rank. Source: as `canon.reference.planner`.

@@ -1,1 +1,1 @@
-"""Record what a pass launches in its first call, and replay it afterwards."""
+"""Record what a pass launches, and replay it in later calls."""

@@ -181,8 +181,7 @@ def replayed(
     found = plan_cache.PLANS.get(key)
     if found is None:
         cells = next((x for x in options if isinstance(x, Cells)), None)
-        mark = object()
-        if cells is None and plan_cache.PLANS.put((key, ONCE), mark) is mark:
+        if cells is None and _is_first_call(key):
             prepared.load()
             body(*tensors, *options)
             return
@@ -204,6 +203,12 @@ def replayed(
         body(*tensors, *options)
     else:
         found.replay(given, addresses)
+
+
+def _is_first_call(key: Hashable) -> bool:
+    """Return whether this is the first call with a key, and note it."""
+    mark = object()
+    return plan_cache.PLANS.put((key, ONCE), mark) is mark
 
 
 def _recordings(

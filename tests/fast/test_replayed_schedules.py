@@ -79,6 +79,7 @@ def assert_a_replay_has_the_bits_of_steps_as_written(ranks, several, *call):
     def program():
         times = (several[0], *several)  # the second call is recorded
         replayed = [train(*call, tensors) for tensors in times][-1]
+        dist.barrier()  # no other rank looks up a plan
         reasons = {x.reason for x in recorded()}
         dist.barrier()
         prepared.REPLAYED = {}

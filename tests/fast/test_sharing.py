@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from programs import printed
 from sharded import DEVICE
 
 from canon import Band, Mask
@@ -80,6 +81,22 @@ def test_a_pass_of_one_mask_is_recorded_in_its_second_call(monkeypatch):
         forward(*expected, cells)
         assert all(map(torch.equal, replayed, expected))
         assert len(made) == number
+
+
+RECORDED = """
+import sys, torch
+from canon.fast.replay.recorder import Recorder
+
+with Recorder((torch.zeros(4),)) as recorder:
+    torch.zeros(3)
+assert len(recorder.temporaries) == 1
+assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
+"""
+
+
+def test_a_recording_does_not_load_dynamo():
+    """It would take seconds of the first call."""
+    printed(RECORDED)
 
 
 # ------------------------------------------------------------------ launches
