@@ -1,8 +1,8 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults
 and docstrings.
 
-On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of
-`attention` gives the range of scores and the reach of a NaN, for all functions.
+Where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the
+range of scores and the reach of a NaN.
 """
 
 from canon.fast.ahead.warm import warm_up

@@ -3,9 +3,9 @@ these.
 
 In the step of the own keys, all queries are computed, because that step initialises the results. In
 a sequence of several documents, few queries see another rank's keys, and they lie scattered over
-the shard. One range of active queries is a view. Several ranges are gathered into a copy. So
-kernels neither visit nor merge fully masked rows. `visible_keys` crops the keys to one range, from
-the first to the last visible one; masked keys between them remain.
+the shard. One range of active queries is a view. Several ranges are gathered into a copy. So no
+fully masked row is visited or merged. `visible_keys` crops the keys to one rangethat holds all
+visible ones.
 
 Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
@@ -23,8 +23,8 @@ from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank: ``ranges`` of them, ascending, and the ``mask`` between them and the
-    keys of the step.
+    """Some queries of a rank, in ascending ``ranges``, and the ``mask`` between them and the keys
+    of the step.
     """
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
@@ -70,7 +70,7 @@ class ActiveQueries:
         """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse
         of all queries.
 
-        ``result``: instead of the running out, write that of all queries there, in its dtype.
+        ``result``: write the merged out of all queries there, in its dtype.
         """
         if self.in_place:
             out = None if result is None else self.take(result)
@@ -84,7 +84,7 @@ class ActiveQueries:
                 rows_for(result).copy_tokens(running[0][:, rows], result[:, rows])
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
+        """Add dq (b, n, h, d) of these queries to ``total``."""
         rows_for(part).add_to_rows(total, query_indices(self, part.device), part)
 
 
@@ -129,9 +129,7 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
 
 @cached_plan
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:
-    """Return the keys from the first to the last that a query sees,
-    and the mask over these keys.
-    """
+    """Return the keys from the first to the last visible one, and the mask over these keys."""
     first = min((band.k_start for band in mask.bands), default=0)
     keys = range(first, max((band.k_stop for band in mask.bands), default=first))
     return slice(keys.start, keys.stop), mask.crop(keys=keys)

@@ -10,8 +10,7 @@ that moves most.
   intervals have prefix sums of their own, over the keys that only they need.
 - A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
   within their limits.
-- Two ranks are skipped if unchanged since their last comparison. Two within their limits are also
-  skipped, if they share no key or a lower bound of the traffic shows no gain.
+- Two ranks are skipped if unchanged since their last comparison, or if a lower bound shows no gain.
 """
 
 import numpy as np
@@ -69,9 +68,7 @@ class Assignment:
         self.cost[ranks] = np.maximum(self.load[ranks], self.received[ranks])
 
     def moved(self) -> np.ndarray:
-        """Return for each rank the tokens that it receives or those that it sends, whichever are
-        more.
-        """
+        """Return for each rank max(tokens received, tokens sent)."""
         # for each cell: the ranks that need it; for each chunk: the tokens that its rank sends
         self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)
         self.sends = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))
@@ -123,10 +120,11 @@ class Assignment:
         return True
 
     def _relieved(self, rank, others):
-        """Return after each swap the tokens that the busiest rank moves, and the traffic.
+        """Return the tokens that the busiest rank moves, and the traffic, after each swap. Axes:
+        others, mine, theirs.
 
-        Axes: others, mine, theirs. After a swap a rank needs the cells of the chunks that stay, and
-        of the one that comes: sums over them are matrix products.
+        After a swap a rank needs the cells of the chunks that stay, and of the one that comes: sums
+        over them are matrix products.
         """
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
         needs = chunks.rows(mine)[None], chunks.rows(theirs)
@@ -287,8 +285,8 @@ class Assignment:
         return ~too_many & (small | ~theirs | ~self.has_small[rank])
 
     def _shared(self, rank, others, mine, theirs):
-        """Return the keys shared by the chunks of each pair, here and there, where no other chunk
-        needs them.
+        """Return the keys shared by each pair of chunks, here and there, where no other chunk needs
+        them.
         """
         first, last = self.chunks.first, self.chunks.last
         if len(self.sole):
@@ -304,7 +302,7 @@ class Assignment:
         return tuple(keys.sum((1, 2)) for keys in shared)
 
     def _sole_and_needed(self, chunks, others):
-        """Return the keys that only a chunk needs on its rank, and that the other chunk of the pair
+        """Return the keys that only a chunk needs on its rank, and that the other of the pair
         needs, too.
         """
         sole, offset = self.sole.reshape(-1), (chunks * self.sole.shape[1])[:, None]

@@ -1,7 +1,6 @@
 """Latent attention with overlap: cuBLAS projects the latents of a step while the next ones travel.
 
-Read `canon.reference.latent` first, and `ring.py` for the steps. The differences from the
-reference:
+Read `canon.reference.latent` first, and `ring.py` for the steps. The differences:
 
     messages          latent and k_rope travel in one message, their gradients in another
     projected tokens  from step 1 on those from the first to the last visible one. A fully masked
@@ -16,9 +15,7 @@ A step i of the backward pass, between the kernel of dk, dv and the kernel of dq
     project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
     add them to the sums, start the hop       from step 1 on
 
-cuBLAS repeats its bits on one stream. `torch.use_deterministic_algorithms` asks for
-CUBLAS_WORKSPACE_CONFIG, as for each matrix product of PyTorch. A step of t tokens needs this memory
-beyond that of the ring:
+A step of t tokens needs this memory beyond that of the ring:
 
     both passes   K and V                b t h (2 d - rope + dv)     of the inputs' dtype
     backward      dK and dV              b t h (d + dv)              of float32
@@ -100,9 +97,7 @@ def latent_backward(
 
 
 class _Projection:
-    """Both projections of one pass. ``dup_weight``: its sum over the steps so far,
-    if it is needed.
-    """
+    """Both projections of one pass. ``dup_weight``: its sum so far, if it is needed."""
 
     def __init__(self, call: Call, up_weight: Tensor, needs_grad: bool = False):
         q, _, k_rope, weight = call.shapes

@@ -1,8 +1,8 @@
 """Attention over two dimensions of ranks: the passes of `canon.reference.mesh`, with one packed
 message each way.
 
-Read that page first. A message has a row for each token: the values of all tensors and sequences
-for the heads of one column, side by side. So a column reads what it receives in place:
+A message has a row for each token: the values of all tensors and sequences for the heads of one
+column, side by side. So a column reads what it receives in place:
 
                  before the all-to-all                   after it
     to a column  q, k, v are copied to the rows of       views of the rows; copied once if the parts
@@ -11,8 +11,7 @@ for the heads of one column, side by side. So a column reads what it receives in
                  the order in which they arrived         of all columns lie side by side
 
 Backward, dout and dlse travel to the columns, and dq, dk and dv to the tokens. Row kernels make the
-copies, one for each tensor and sequence; their launches are recorded and replayed. The exchange
-inside a row has a communicator of its own on NCCL (`transport/messages.py`).
+copies. The exchange inside a row has a communicator of its own on NCCL (`transport/messages.py`).
 
 Cost: as the reference. A row is padded to 16 bytes for each tensor, and to 16 elements. Memory: a
 message that is sent and one that is received; the views of q, k and v keep theirs until the
@@ -127,8 +126,8 @@ class TokenRows:
     """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
     tensors.
 
-    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh;
-    ``tokens``: of this rank. ``nbytes``: of a row.
+    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh.
+    ``nbytes``: of a row.
     """
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):

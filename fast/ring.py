@@ -1,8 +1,7 @@
 """Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels
 read the current one.
 
-Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same
-here. The differences:
+Read `canon.reference.ring` first. Algorithm and order of sums are the same; the differences:
 
     messages          K and V travel in one message, dk and dv in another; the reference sends each
                       tensor alone
@@ -32,19 +31,13 @@ line runs, or which messages are in flight meanwhile:
     launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i
                                                started to send
 
-With NCCL, hops run on a stream of the process group. Autograd keeps q, k, v, out and lse of the own
-tokens.
-
-`PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each
-step's active queries and visible keys. The launches of a step are recorded as one sequence in the
-forward pass, and as up to three in the backward pass: dk and dv; their addition; dq
-(`replay/recordings.py`).
+The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
+backward pass: dk and dv; their addition; dq (`replay/recordings.py`).
 
 `latent.py` runs the same ring with keys that are projected from latents.
 
-Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N
-elements of the inputs' dtype. Backward: the same again, and W - 1 messages, (W - 1) N elements of
-reduce_dtype.
+Cost: as the reference, in W - 1 messages for K and V, and W - 1 for dk and dv. Scratch, with N = b
+t g (d + dv):
 
     scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice
                 (running, newest part) backward: 2 N elements of the inputs' dtype; 2 N of
@@ -94,7 +87,7 @@ __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class Ring:
-    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each
+    """The shared part of all calls of one kind: the places of the blocks in a buffer, and each
     step's visible cells.
 
     ``k`` and ``v``: the two tensors that travel. ``step``: the class of the steps.
@@ -112,9 +105,8 @@ class Ring:
 
 
 class RingStep(Step):
-    """A step of one kind of call, with the keys of rank ``owner``.
-
-    ``visible``: the keys from the first to the last that a query sees; in step 0 all.
+    """A step of one kind of call, with the keys of rank ``owner``: the ``visible`` ones, from the
+    first to the last that a query sees; in step 0 all.
     """
 
     def __init__(self, ring: Ring, number: int):
@@ -159,9 +151,8 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q.
-
-    dq is None if q needs no gradient; dk and dv are None if neither k nor v needs one.
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; dq is None if q needs no
+    gradient, dk and dv if neither k nor v needs one.
     """
     if call.ranks == 1:
         return gradients(
@@ -176,12 +167,11 @@ def ring_backward(
 
 
 class RingBackward:
-    """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the
-    sums of dk and dv.
+    """The state of one backward pass: running dq, ``own`` dk and dv of this rank's keys from its
+    own queries, and the ring of the ``sums``.
 
-    ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of
-    the other ranks' parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks
-    owner + 1, ..., rank - 1 for the keys of that step. Then this rank's part is added.
+    In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks owner + 1, ..., rank - 1
+    for the keys of that step. Then this rank's part is added.
     """
 
     def __init__(
@@ -217,11 +207,10 @@ class RingBackward:
         return chain([self.own], cycle(reversed(self.sums.buffers)))
 
     def part(self, step: RingStep, inputs: QueryInputs, v: Tensor) -> StepBackward:
-        """Return the backward pass of a step."""
         return _StepBackward(step, inputs, v, self.dq, self.own)
 
     def send(self, number: int, written: Tensor | None, room: Tensor | None) -> Pending | None:
-        """Add this rank's part to the received sums, and start to send them to the next rank."""
+        """Add this rank's part to the received sums, and start to send them."""
         if self.own is None:
             return None
         self.add(number, written, room)
@@ -231,8 +220,8 @@ class RingBackward:
         return self.sums.hop(number % 2, self.parts[number].step.owner, following.step.owner)
 
     def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
-        """Add this rank's part of a step to the received sums, ``written``. Kernels have written
-        that of steps 0 and 1.
+        """Add this rank's part of a step to the received sums, ``written``. In steps 0 and 1
+        kernels have done so.
         """
         part = self.parts[number]
         if number > 1 and part.step.has_work:
@@ -258,12 +247,12 @@ class RingBackward:
 
 
 class _StepBackward(StepBackward):
-    """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into
-    the own block.
+    """The backward pass of a step for one kind of call.
 
-    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer
-    that is sent. In later steps the kernel writes into scratch, and `_add_part` adds that to the
-    received sums."""
+    The kernel writes dk and dv into the own block in step 0, and into the buffer that is sent in
+    step 1, which has no received sum yet. Later it writes into scratch, and `_add_part` adds that
+    to the received sums.
+    """
 
     def __init__(
         self, step: RingStep, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None
@@ -287,7 +276,6 @@ class _StepBackward(StepBackward):
 
 
 def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
-    """Add dk and dv of a step to the received sums."""
     step = part.step
     rows = row_indices(step.visible.start, step.visible.stop, sums.device)
     for total, mine in zip(step.ring.blocks.views(sums, step.owner), part.parts(room), strict=True):
@@ -295,8 +283,8 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
 
 
 class KeyRing:
-    """K and V of all ranks, one block in each step: first the own block, then that of the previous
-    rank, and so on.
+    """K and V of all ranks, one block in each step: the own block, then that of the previous rank,
+    and so on.
     """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
@@ -335,8 +323,8 @@ def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[
 def active_part(
     active: ActiveQueries, key_heads: int, forward: bool, writes: bool, sends: bool
 ) -> Iterator[Part]:
-    """Yield the part of a step, unless no query sees a key and the step does not write the first
-    results (``writes``).
+    """Yield the part of a step, unless no query sees a key and it does not write the first results
+    (``writes``).
     """
     if active.mask.bands or writes:
         if not writes:

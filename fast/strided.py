@@ -1,8 +1,8 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
 step is computed.
 
-Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same
-here. `schedule.py` runs the steps:
+Read `canon.reference.strided` first: algorithm, steps and order of sums are the same. `schedule.py`
+runs the steps:
 
     stream          step i
     all-gather      K, V of step i + 1                                the group's communicator
@@ -17,12 +17,10 @@ here. `schedule.py` runs the steps:
   `gathered_mask` is in the coordinates of these buffers. A rank loads only the keys from the first
   to the last that its queries see.
 - Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to
-  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order: the
-  same inputs give the same bits.
+  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order.
 
-Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n
-messages. Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and
-n messages and (W - 1) N elements of reduce_dtype.
+Messages and bytes: as the reference. Scratch, with T the most tokens of a rank, N = b T g (d + dv)
+and W ranks:
 
     scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather,
                 in the dtype of the inputs; backward also two to send and one to receive, in
@@ -76,16 +74,14 @@ def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
 
 
 class _OwnerSchedule:
-    """The steps and the exchange of one kind of call with ``rank_invariant``."""
+    """The steps and the exchange of a call with ``rank_invariant``."""
 
     def __init__(self, call: Call, steps: Steps):
         self.steps, self.exchange = steps, TileGather(call) if call.ranks > 1 else OwnTokens(call)
 
 
 class _Schedule:
-    """The steps of both passes for one kind of call. ``backward`` is None where the backward pass
-    is that of the ring.
-    """
+    """The steps of both passes; ``backward`` is None where that pass is the ring's."""
 
     def __init__(self, call: Call, steps: Steps):
         self.call = call
@@ -103,9 +99,8 @@ class _Schedule:
 
 
 class _Step(Step):
-    """Some key ``heads`` of all ranks, and the query heads that share them.
-
-    ``visible``: the keys of a gathered buffer from the first to the last that this rank sees.
+    """Some key ``heads`` of all ranks, and the query heads that share them. ``visible``: the keys
+    of a gathered buffer from the first to the last that this rank sees.
     """
 
     def __init__(self, schedule: _Schedule, visible: slice, heads: range):
@@ -140,7 +135,7 @@ def strided_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
+    """Return dq, dk, dv of this rank's tokens, in the dtype of q; unneeded ones are neither
     computed nor sent.
     """
     schedule, steps = call.plan, call.plan.backward
@@ -179,7 +174,7 @@ def invariant_forward(
 def invariant_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `strided_backward` with the bits of one rank."""
+    """Return the gradients of `strided_backward`, likewise."""
     return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 
 

@@ -20,11 +20,9 @@ step stay on the rank, and become
 
 dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A
 rank's gradient of ``up_weight`` is the part of its own queries: add those of all ranks, as for
-every replicated parameter. DistributedDataParallel divides their sum by the number of ranks, as
-`canon.training.sequence_loss` expects. All sums have a fixed order.
+every replicated parameter. All sums have a fixed order.
 
-Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from
-`Projection.keys` on.
+Hidden tokens may hold NaN, which would reach dWk and dWv, so `Projection.keys` sets them to 0.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
 R = h (d - rope + dv) rows:
@@ -36,9 +34,9 @@ R = h (d - rope + dv) rows:
     memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
               dV, and both once more in projection order, in float32
 
-Price: every rank projects all tokens that it receives. A model that projects before
-`ring_attention` computes 1/n of that. Under a causal mask, the forward projections are 2 rank R /
-(t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
+Price: a model that projects before `ring_attention` computes 1/n of these projections. Under a
+causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for
+DeepSeek-V3.
 
 Forward, under a causal mask, it pays where hops of K and V would take longer than attention and the
 projections. At F FLOP/s and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank.
@@ -49,7 +47,8 @@ decode few queries, absorb Wk into q and Wv into the output instead: then keys o
 serve all heads.
 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
-Model (2024), section 2.1."""
+Model (2024), section 2.1.
+"""
 
 from collections.abc import Iterator, Sequence
 

@@ -3,20 +3,17 @@ move few keys.
 
 The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its
 rows, and a *need*, its own tokens and the keys that its queries see. A rank computes the sum of its
-areas, receives the union of its needs without its own tokens, and sends its own tokens to each
-other rank that needs them:
+areas, and receives the union of its needs without its own tokens:
 
     22 causal tokens   aaaaaaaaaaaaaabbccdddd    chunk   area               need
     their chunks       0000111122223333444455    1       5+6+7+8    = 26    tokens 0 to 7 (of a)
                                                  3       13+14+1+2  = 30    tokens 0 to 15 (a and b)
 
-A batch with a mask for each sequence has one layout: areas, needs and moved tokens are sums over
-its sequences.
+With a mask for each sequence, areas, needs and moved tokens are sums over the sequences.
 
-An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). In
-the backward pass dk and dv return on the same paths, so both directions change places, and moved is
-the same. A token has one time for all exchanges of a call, 1 / tokens_per_us: K and V twice, and dk
-and dv in float32.
+An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). dk
+and dv return on the same paths, so moved is the same in both passes. A token has one time for all
+exchanges of a call, 1 / tokens_per_us.
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
@@ -166,7 +163,7 @@ def size_of(held: Held) -> int:
 
 
 def need_of(held: Iterable[Chunk]) -> int:
-    """Return the set of tokens whose keys a rank with these chunks uses, including its own."""
+    """Return the tokens whose keys a rank with these chunks uses, including its own."""
     return reduce(or_, (chunk.need for chunk in held), 0)
 
 
@@ -176,9 +173,7 @@ def received_by(held: Held) -> int:
 
 
 def moved_by(assignment: Assignment) -> list[int]:
-    """Return for each rank the tokens that it receives or those that it sends,
-    whichever are more.
-    """
+    """Return for each rank max(tokens received, tokens sent)."""
     needs = [need_of(held) for held in assignment]
     owns = [reduce(or_, (x.own for x in held), 0) for held in assignment]
     # not to itself
@@ -187,10 +182,11 @@ def moved_by(assignment: Assignment) -> list[int]:
 
 
 class Aim:
-    """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
+    """The objective of a plan, with times in 1 / (cells_per_us * tokens_per_us) microseconds.
 
-    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that
-    is good enough."""
+    ``bound``: the lower bound of the largest area. ``allowed``: the largest cost that is good
+    enough.
+    """
 
     def __init__(
         self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int
@@ -201,7 +197,7 @@ class Aim:
         self.allowed = int(self.bound * imbalance) * tokens_per_us
 
     def cost(self, area: int, tokens: int) -> int:
-        """Return the time of a rank, max(computing, moving tokens)."""
+        """Return max(computing, moving tokens) of a rank."""
         cells_per_us, tokens_per_us = self.rates
         return max(area * tokens_per_us, tokens * cells_per_us)
 
@@ -232,9 +228,8 @@ def contiguous(chunks: Held, ranks: int) -> Assignment:
 
 
 def zigzag(chunks: Held, ranks: int) -> Assignment:
-    """Assign early and late chunks to each rank, half and half.
-
-    The last ranks get the empty chunks, because the first has the short one.
+    """Assign early and late chunks to each rank, half and half. The last ranks get the empty
+    chunks, because the first has the short one.
     """
     if len(chunks) <= ranks:  # one slot: no halves
         return contiguous(chunks, ranks)

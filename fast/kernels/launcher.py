@@ -96,8 +96,8 @@ def copy_back(x: Tensor, written: Tensor) -> None:
 
 
 def tma_loadable(x: Tensor, every_axis: bool = False) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: strides of axes of
-    length 1 matter, too.
+    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: also those of length 1
+    count.
     """
     return x.data_ptr() % 16 == 0 and _tma_strides(
         x.shape, x.stride(), x.element_size(), every_axis

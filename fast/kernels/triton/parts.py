@@ -233,9 +233,9 @@ def forward_in_parts(
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part, in order.
-
-    Rows are batches x key heads x queries x heads of a group."""
+    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part. Rows: batches x
+    key heads x queries x heads of a group.
+    """
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)

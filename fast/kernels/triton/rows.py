@@ -266,7 +266,7 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]."""
+    """Write parts[0] (b, h, n) and parts[1]: these ``rows`` of lse and delta."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
@@ -276,7 +276,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Update total[:, rows] += part, at distinct rows (int64)."""
+    """Update total[:, rows] += part, at distinct rows."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -286,9 +286,9 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows of each token.
-
-    Token i gets received[:, places[first[i] : first[i + 1]]], in this order, int64."""
+    """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows, as
+    `add_rows_kernel`.
+    """
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
@@ -308,7 +308,7 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
 
 def zero_rows(x: Tensor) -> None:
-    """Write x (b, t, h, d) = 0. Strides may be any."""
+    """Write x (b, t, h, d) = 0."""
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 

@@ -102,7 +102,7 @@ def sink_backward_kernel(
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:
-    """Write result (b, t, h, dv): out under the sink (h,), from lse (b, h, t) over all keys."""
+    """Write result (b, t, h, dv): out under the sink (h,)."""
     lse, sink = launch.contiguous_rows(lse), sink.contiguous()
     options = launch.row_options(out, result, accumulate=lse.dtype)
     launch.run_rows(sink_kernel, out.shape, (out, lse, sink, result), (out, lse, result), options)
