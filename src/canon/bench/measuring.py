@@ -30,7 +30,6 @@ class Settings:
     rounds: int = 10
     only: str = ""
     backend: str | None = None
-    configs: tuple[str, ...] = ()
     cold: bool = False
 
     def wants(self, name: str) -> bool:
