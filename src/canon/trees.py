@@ -6,9 +6,9 @@
 A node is a run of tokens. `Tree.mask` lets a token see its ancestors. Token 3 repeats: its next
 token differs, and a position has one label.
 
-tree = canon.trees.pack(sequences)
-logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
-loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
+tree = canon.trees.pack(sequences) logits = model(tree.token_ids[None], tree.position_ids[None])
+with attention under tree.mask loss = canon.training.sequence_loss(logits[0], tree.labels,
+weights=tree.weights)
 
 This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
 the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
@@ -16,13 +16,12 @@ count: ``num_items_in_batch``.
 
 Attention gives each token the output that it has in its sequence alone, up to rounding; with
 ``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
-gradient of a token of one sequence equals that of the sequence alone. The gradient of a shared
-token is the sum over the sequences that share it, in an order that mask and layout fix. So a
+gradient of a shared token is the sum over its sequences, in an order that mask and layout fix. So a
 weighted loss has the gradients of the separate sequences.
 
 Operations that mix tokens in another way see the packed order: convolutions, state-space layers,
-the capacity of experts. Dropout draws one number for a shared token, and one for each copy in
-separate sequences."""
+the capacity of experts. Dropout draws one number for a shared token.
+"""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -69,7 +68,7 @@ class Tree:
         """Return the entries of each sequence, in order, from a tensor with the tree's t positions
         on ``dim``. Differentiable.
 
-        Raises ValueError if ``x`` does not have t entries there.
+        Raises ValueError if ``x`` has no t entries there.
         """
         dim = plain_tensor("unpack", x, dim) % x.ndim
         if x.shape[dim] != len(self.token_ids):
@@ -99,10 +98,10 @@ class Tree:
         For advantages.
 
         ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with
-        a weight for each of its tokens; the last token has no label, so its weight is not used.
-        Sums of advantages may be 0 or below: pass the number of labels to the loss, as
-        ``num_items_in_batch``. Raises TypeError or ValueError for other types or numbers of
-        weights."""
+        a weight for each of its tokens; the last one has no label. Sums of advantages may be 0 or
+        below: pass the number of labels to the loss, as ``num_items_in_batch``. Raises TypeError or
+        ValueError.
+        """
         rows = self.unpack(torch.arange(len(self.token_ids), device="cpu"))
         given = list(per_sequence)
         if len(given) != len(rows):
@@ -149,12 +148,12 @@ def pack(
     beginning of another has a leaf, and its last token has label -100. Equal sequences have one
     path, and weight 2.
 
-    Gaps follow leaves only, so a position equals its depth modulo ``multiple_of``. Branches are
-    sorted by their tokens. Sequences without a label, of 0 or 1 tokens, count in no mean. Cost: O(s
-    log n) for n sequences of s tokens together.
+    Gaps follow leaves only. Branches are sorted by their tokens. Sequences of 0 or 1 tokens have no
+    label, and count in no mean. Cost: O(s log n) for n sequences of s tokens together.
 
     Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is
-    longer than ``max_tokens``."""
+    longer than ``max_tokens``.
+    """
     multiple_of = whole("multiple_of", multiple_of, 1)
     if not isinstance(sequences, Iterable):
         raise TypeError(
@@ -222,9 +221,7 @@ class _Nodes:
 
 
 def _nodes(leaves: list[bytes], multiple_of: int) -> _Nodes:
-    """Return the nodes of different sequences in sorted order. Neighbours share most, so their
-    forks are all forks.
-    """
+    """Return the nodes of different sequences in sorted order: neighbours share most."""
     forks = [0, *(_fork(*both, multiple_of) for both in pairwise(leaves))][: len(leaves)]
     # of each leaf, the last leaf first: its fork, and where the nodes behind it stop
     cuts: list[list[int]] = []
@@ -278,9 +275,7 @@ def _tree(keys: list[bytes], multiple_of: int) -> Tree:
 
 
 def _weights(nodes: _Nodes, leaves: list[bytes], counts: Counter[bytes]) -> np.ndarray:
-    """Return the two weights of the labels of each node:
-    sums over the sequences through the node.
-    """
+    """Return the two weights of the labels of each node: sums over its sequences."""
     weights = np.zeros((len(nodes.parents), 2))
     for leaf, path in zip(leaves, nodes.paths, strict=True):
         weights[path[-1]] = counts[leaf], counts[leaf] / max(1, len(leaf) // 8 - 1)

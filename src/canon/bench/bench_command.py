@@ -185,7 +185,7 @@ def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings)
 
 
 def _device(several: bool) -> torch.device:
-    """Return the current GPU. Where each rank has its own, this process uses none."""
+    """Return the current GPU, without a number where each rank has its own."""
     return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 

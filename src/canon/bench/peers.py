@@ -209,7 +209,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Return the mask as FlexAttention's function of batch, head, query i and key j."""
+    """Return the mask as FlexAttention's function of batch, head, query and key."""
     if shape.kind == "causal":
         return lambda b, h, i, j: i >= j
     if shape.kind == "full":

@@ -27,8 +27,8 @@ def explained(
     x: Inputs,
     parts: Sequence[range] = (),
 ) -> list[str]:
-    """Return the mistakes that explain faults. ``honest``: results with rounding errors.
-    ``parts``: the keys of each part that `merge` had.
+    """Return the mistakes that explain faults. ``honest``: results with rounding errors. ``parts``:
+    the keys of each part that `merge` had.
     """
     wrong, factors = {fault.partition(" ")[0] for fault in faults}, {}
     for name in (name for name in got._fields if name in wrong):

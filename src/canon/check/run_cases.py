@@ -52,8 +52,8 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Return the results of all cases, in order. Raises Interrupted at Ctrl-C.
 
-    ``kind`` names a function of `process_groups`. The progress starts at ``before`` of ``total``.
-    Without a terminal, ``verbose`` prints a line for each case.
+    ``kind`` names a function of `process_groups`. Without a terminal, ``verbose`` prints a line for
+    each case.
     """
     forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
     results: dict[str, Any] = {}

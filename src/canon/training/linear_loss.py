@@ -168,7 +168,7 @@ def linear_sequence_loss(
 @dataclass(frozen=True)
 class _Terms:
     """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first
-    row in the vocabulary.
+    row.
     """
 
     labels: Tensor
@@ -193,8 +193,8 @@ class _Terms:
         )
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two at or below the largest factor: gradients of logits are divided
-        by it, to fit in float16.
+        """Return the power of two at or below the largest factor: gradients of logits, divided by
+        it, fit in float16.
         """
         largest = (
             self.factors(slice(None), dtype).abs().amax()
@@ -232,9 +232,7 @@ class _Terms:
 
 
 class _LinearSum(torch.autograd.Function):
-    """The sum of this rank's losses, with gradients computed in the forward pass and scaled in the
-    backward pass.
-    """
+    """The sum of this rank's losses, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, terms, needs):
@@ -320,8 +318,8 @@ def _project(
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-    """Return the gradient of the uncapped logits of a block of columns. ``labels`` count from its
-    first column.
+    """Return the gradient of the uncapped logits of a block of columns, from which ``labels``
+    count.
     """
     found = (logits - lse[:, None]).exp_().mul_((factor * (1 + 2 * terms.z_loss * lse))[:, None])
     if terms.smoothing:
@@ -344,9 +342,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _place_in_vocabulary(
     weight: Tensor, group: Any, place: int, slices: int
 ) -> tuple[int | Tensor, int | Tensor]:
-    """Return the first row of this rank in the vocabulary, and the size of the vocabulary. Reads
-    nothing from a GPU.
-    """
+    """Return this rank's first row in the vocabulary, and its size. Reads nothing from a GPU."""
     if slices == 1:
         return 0, weight.shape[0]
     size = torch.full((1,), weight.shape[0], dtype=torch.int64, device=weight.device)
