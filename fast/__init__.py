@@ -30,7 +30,6 @@ from canon.route.call import Call
 
 
 def _compile_for(call: Call) -> None:
-    """Compile the kernels of a call on a GPU: imported only there."""
     widths = call.shapes[0][-1], call.value_width
     if call.device.type == "cuda" and compiles(call.device, call.dtype, *widths):
         from canon.fast.ahead.first_call import compile_for

@@ -1,11 +1,10 @@
 """Active queries: the queries of a step that see at least one of its keys. Schedules compute only
 these.
 
-In the step of the own keys, all queries are computed, because that step initialises the results. In
-a sequence of several documents, few queries see another rank's keys, and they lie scattered over
-the shard. One range of active queries is a view. Several ranges are gathered into a copy. So no
-fully masked row is visited or merged. `visible_keys` crops the keys to one rangethat holds all
-visible ones.
+The step of the own keys computes all queries, because it initialises the results. In packed
+documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
+active queries is a view; several are gathered into a copy. So no fully masked row is visited or
+merged. `visible_keys` crops the keys to one range that holds all visible ones.
 
 Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
@@ -33,7 +32,6 @@ class ActiveQueries:
 
     @property
     def nbytes(self) -> int:
-        """The approximate number of bytes on the host."""
         return self.mask.nbytes + 100 * len(self.ranges)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -51,7 +49,6 @@ class ActiveQueries:
         return QueryInputs(self.take(dout), self.take(q), self.take(lse, 2), self.take(delta, 2))
 
     def copy_inputs(self, inputs: QueryInputs, copies: QueryInputs) -> None:
-        """Write the inputs of a backward pass at these queries into ``copies``."""
         rows, operations = query_indices(self, inputs.q.device), rows_for(inputs.q)
         operations.copy_rows(inputs.dout, copies.dout, rows)
         operations.copy_rows(inputs.q, copies.q, rows)

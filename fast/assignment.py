@@ -6,8 +6,7 @@ that moves most.
   differences of two entries.
 - Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are
   scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower
-  bounds exclude most swaps before keys that two chunks share are counted. Chunks with many
-  intervals have prefix sums of their own, over the keys that only they need.
+  bounds exclude most swaps before keys that two chunks share are counted.
 - A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
   within their limits.
 - Two ranks are skipped if unchanged since their last comparison, or if a lower bound shows no gain.
@@ -276,7 +275,6 @@ class Assignment:
         return other
 
     def _keeps_one_small(self, rank, others):
-        """Return which swaps leave at most one small chunk on both ranks."""
         if not self.chunks.small_ones:
             return True
         small = self.chunks.small[self.slots[rank]][:, None]
@@ -313,10 +311,8 @@ class Assignment:
 
 
 def _products(a, b):
-    """Return the scalar products of the vectors of ``a`` (..., mine, cells) and ``b``."""
     return a @ b.swapaxes(-1, -2)
 
 
 def _gains(peak, change, peak_now):
-    """Return where a swap lowers the peak, or keeps it and receives fewer keys."""
     return (peak < peak_now) | ((peak == peak_now) & (change < 0))

@@ -87,7 +87,6 @@ class QueryInputs(NamedTuple):
     delta: Tensor
 
     def heads(self, heads: slice) -> "QueryInputs":
-        """Return views of these query heads."""
         return QueryInputs(
             self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads]
         )
@@ -225,7 +224,6 @@ def _choose(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> tuple[Kernels, str]:
-    """Return the kernel backend, and the name of the method."""
     chosen = automatic(q, k, v, mask, method) if method.option == "auto" else method.option
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # the fused kernel computes both
@@ -235,7 +233,6 @@ def _choose(
 def _launch_dkdv(
     kernels: Kernels, chosen: str, method: Method, arguments: tuple, dq, dk, dv
 ) -> None:
-    """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
         _fused(kernels, arguments, dq, dk, dv, ordered=method.repeats)
     elif dk is None:

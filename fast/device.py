@@ -42,12 +42,11 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon", "cuda" or "torch".
 
     A backward pass uses the backend of its call. A function that `torch.utils.checkpoint`
-    recomputes must contain the block: if the block has ended before a call is recomputed, the call
-    raises RuntimeError. Without `backend`, calls use the fastest one that supports them. What the
-    backend does not support raises ValueError or RuntimeError when a call needs it. A compiled
-    function keeps the backend of its compilation, so `backend` surrounds its calls. A call with
-    another choice raises RuntimeError. Raises ValueError for an unknown name. The first kernel of
-    "cuda" raises ModuleNotFoundError without the extra cuda.
+    recomputes must contain the block, or the recomputation raises RuntimeError. Without `backend`,
+    calls use the fastest one that supports them. What the backend does not support raises
+    ValueError or RuntimeError when a call needs it. A compiled function keeps the backend of its
+    compilation: a call with another choice raises RuntimeError. Raises ValueError for an unknown
+    name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
@@ -89,8 +88,8 @@ def settings_of(key: Hashable) -> str | None:
 def _count(key: int, is_chosen: bool) -> None:
     """Count a first run, or match a recomputation with one.
 
-    A checkpoint recomputes in a backward pass. It runs a call first without gradients
-    (use_reentrant=True), or with hooks that save tensors (use_reentrant=False).
+    A checkpoint runs a call first without gradients (use_reentrant=True), or with hooks that save
+    tensors (use_reentrant=False), and again in a backward pass.
     """
     if torch._C._current_graph_task_id() == -1:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,10 +1,7 @@
 """Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
 move the rows of each.
 
-The plans, the order of rows and the order of sums are the reference's. The differences:
-
-- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. A
-  plan keeps the pieces of its own rank only.
+- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms.
 - Index tables are uploaded once for each (plan, rank, device), and made again without messages.
 - One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the
   communication stream.

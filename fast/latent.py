@@ -5,9 +5,8 @@ Read `canon.reference.latent` first, and `ring.py` for the steps. The difference
     messages          latent and k_rope travel in one message, their gradients in another
     projected tokens  from step 1 on those from the first to the last visible one. A fully masked
                       step projects none
-    operands          dK and dV leave the kernels in float32. Then they are rounded to the inputs'
-                      dtype, as operands of both products. The products are added and stay in
-                      float32 (float64 for float64)
+    operands          dK and dV are float32, and rounded to the inputs' dtype as operands of both
+                      products. The products are added and stay in float32 (float64 for float64)
 
 A step i of the backward pass, between the kernel of dk, dv and the kernel of dq:
 
@@ -157,7 +156,6 @@ class _Projection:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y in the accumulation dtype."""
     wide = accumulate_dtype(x.dtype)
     if x.dtype is wide:
         return x @ y

@@ -1,25 +1,24 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first: algorithm and order of sums are the same. `schedule.py` runs the
-steps:
+Read `canon.reference.magi` first: algorithm, order of sums and cost are the same. `schedule.py`
+runs the steps:
 
     stream           step 0           step 1              step 2               after
     group cast       keys of step 1   keys of step 2      .                    .
     compute          own keys         keys of cast 0      keys of cast 1       .
     group reduce     .                .                   dk, dv of cast 0     dk, dv of cast 1
 
-- At most two casts are held: the one that is computed on and the one that is in flight. With
-  ``keep_kv`` all are held.
+- At most two casts are held; with ``keep_kv`` all are.
 - A step computes only its active queries (`active_queries.py`).
 - With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
   merge, no float32 result.
-- Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the
-  kernel of dq. Received gradients are added on the communication stream, without atomics.
-- With ``keep_kv`` the backward pass fetches nothing. The own keys then come last, so that every
+- Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
+  Received gradients are added on the communication stream, without atomics.
+- With ``keep_kv`` the backward pass fetches nothing, and the own keys come last, so that every
   reduction overlaps with a kernel.
 
-Cost: as `canon.reference.magi`. Memory while the keys of cast i are used, with N = b g (d + dv)
-elements of K and V a token. R_i and S_i are the tokens that this rank receives and sends in cast i:
+Memory while the keys of cast i are used, with N = b g (d + dv) elements of K and V a token. R_i and
+S_i are the tokens that this rank receives and sends in cast i:
 
     K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N, until they
                                                have been used again
@@ -92,15 +91,12 @@ def _casts_of(call: Call) -> CastPlan:
 
 
 class _Schedule:
-    """The steps of one kind of call."""
-
     def __init__(self, call: Call, plan: CastPlan):
         self.call, self.plan = call, plan
         self.steps = [_Step(self, step) for step in range(plan.steps)]
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + self.plan.nbytes + sum(1000 + step.active.nbytes for step in self.steps)
 
 

@@ -192,7 +192,6 @@ def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
 
 
 def _divide_heads(*given) -> None:
-    """Copy tensors (b, t, n, width) into a message for all columns."""
     *tensors, message, rows = given
     for own, part in _by_column(tensors, message, rows):
         rows_for(own).copy_tokens(own, part)

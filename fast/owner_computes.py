@@ -1,8 +1,8 @@
 """Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
 
 Read `canon.reference.owner_computes` first. A work table of the whole mask (`cells.py`) fixes tiles
-and order. So a rank needs no copy of the whole sequence: kernels read received tokens where they
-lie. Alternate steps compute dq, then dk and dv:
+and order, so kernels read received tokens where they lie. Alternate steps compute dq, then dk and
+dv:
 
     stream     step 2 i                     step 2 i + 1
     messages   q, dout, lse, delta of i     K, V of i + 1

@@ -52,7 +52,6 @@ def _run(call: Call, backward: bool) -> None:
 
 
 def _launch(call: Call, part: Part, backward: bool) -> None:
-    """Call the launch functions of a part on tensors without memory."""
     q, k, *_ = call.shapes
     mask, share = part.mask, 1 if part.key_heads == q[2] else q[2] // k[2]
     new = lambda tokens, heads, width: torch.empty(

@@ -1,50 +1,36 @@
-"""Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels
-read the current one.
+"""Ring attention with overlap: the next block, K and V of one rank, travels while kernels read the
+current one.
 
-Read `canon.reference.ring` first. Algorithm and order of sums are the same; the differences:
+Read `canon.reference.ring` first: algorithm, order of sums and cost are the same. The differences:
 
-    messages          K and V travel in one message, dk and dv in another; the reference sends each
-                      tensor alone
-    buffers           K and V travel through two: one is read and sent while the other receives. dk
-                      and dv travel through two more: one is sent while the other receives. Then
-                      this rank's part is added to the other, and it is sent (`messages.BlockRing`)
+    messages          K and V travel in one message, dk and dv in another
+    buffers           each travels through two: one is read and sent while the other receives
+                      (`messages.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key
-                      (`active_queries.py`), over the keys from the first to the last visible one:
-                      in zigzag, half of the queries or half of the keys. A fully masked step
-                      computes nothing and only forwards K, V and the received sums. If it is step
-                      1, it sends zeros as dk and dv
-    in place          a separate kernel merges each part into the running result; step 0 writes it
-                      directly, and the last merge writes out in the dtype of the inputs
+                      (`active_queries.py`), over the keys from the first to the last visible one.
+                      A fully masked step only forwards K, V and the received sums; step 1 then
+                      sends zeros as dk and dv
+    in place          a kernel merges each part into the running result; step 0 writes it, and the
+                      last merge writes out in the dtype of the inputs
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too
                       (`StepBackward`); "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first three lines. The right column says in which steps a
-line runs, or which messages are in flight meanwhile:
+Order of step i of the backward pass; the forward pass has the first three lines:
 
-    wait for K, V of step i                    from step 1 on
-    start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1
-                                               started to send
-    wait for that hop, add dk, dv of step i    from step 2 on, to the sums that it brought; after
-                                               the last step: own keys
-    start the hop of the new sums              from step 1 on
-    launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i
-                                               started to send
+    wait for K, V of step i                      from step 1 on
+    start the hop of K, V for step i + 1         except in the last step
+    launch the kernel (backward: dk, dv)
+    wait for the sums, add dk, dv of step i      from step 2 on; after the last step: own keys
+    start the hop of the new sums                from step 1 on
+    launch the kernel of dq
 
-The launches of a step are recorded as one sequence in the forward pass, and as up to three in the
-backward pass: dk and dv; their addition; dq (`replay/recordings.py`).
+`latent.py` runs the same ring with projected keys. Scratch, with N = b t g (d + dv):
 
-`latent.py` runs the same ring with keys that are projected from latents.
-
-Cost: as the reference, in W - 1 messages for K and V, and W - 1 for dk and dv. Scratch, with N = b
-t g (d + dv):
-
-    scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice
-                (running, newest part) backward: 2 N elements of the inputs' dtype; 2 N of
-                reduce_dtype (dk, dv); N float32 (own dk, dv), and N more if W > 2 (newest part);
-                float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics,
-                Gluon); the scratch memory of the backward method (`backward.py`) both: copies of
-                the active queries' inputs if they form several ranges
+    forward     2 N of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
+    backward    2 N of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and
+                N more if W > 2 (newest part); float32 dq twice; delta; row statistics (Gluon, 2 b h
+                t float32); that of the backward method
+    both        copies of the active queries' inputs, if they form several ranges
 
 Sources: as `canon.reference.ring`.
 """
@@ -100,7 +86,6 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + 500 * self.call.ranks + sum(step.active.nbytes for step in self.steps)
 
 
@@ -271,7 +256,6 @@ class _StepBackward(StepBackward):
         return self.parts(room) if self.has_part else self.step.gradients(grads)
 
     def parts(self, room: Tensor | None) -> list[Tensor]:
-        """Return dk and dv in scratch."""
         return [self.scratch.view(room, name) for name in ("dk", "dv")]
 
 

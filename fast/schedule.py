@@ -1,5 +1,4 @@
-"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function
-uses this order.
+"""Run the steps of a schedule so that messages overlap with kernels, in every distributed function.
 
     time        before    step 0    step 1    step 2    step 3    end
     messages    0         1         2         3                           K and V of the step
@@ -20,13 +19,11 @@ step are sent before its dq is launched, if dq has a kernel of its own.
 `forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
 passes of a backward step share one scratch tensor:
 
-    dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is
-                           read in place
-    statistics             row statistics in the form of the kernel backend, if it has its own form
+    dout, q, lse, delta    copies at the active queries, if these form several ranges
+    statistics             row statistics, if the kernel backend has a form of its own
     dq                     the part of dq, if it is added to a running dq
 
-Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12
-(2025).
+Source: the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -192,13 +189,11 @@ class Scratch:
         self.nbytes = 0
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Reserve room for a contiguous tensor."""
         start = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         self.places[name] = place = _Place(start, torch.Size(shape), dtype)
         self.nbytes = place.stop
 
     def empty(self, device: torch.device) -> Tensor | None:
-        """Allocate the room; None if nothing needs any."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device) if self.nbytes else None
 
     def view(self, room: Tensor | None, name: str) -> Tensor:
@@ -281,7 +276,6 @@ class StepBackward:
             self.active.add(dq, part)
 
     def gradients(self, grads: Tensor, room: Tensor | None) -> Sequence[Tensor]:
-        """Return the tensors to which the kernels write dk and dv."""
         return self.step.gradients(grads)
 
     def _launch(

@@ -1,31 +1,24 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
 step is computed.
 
-Read `canon.reference.strided` first: algorithm, steps and order of sums are the same. `schedule.py`
-runs the steps:
+Read `canon.reference.strided` first: algorithm, order of sums and messages are the same.
+`schedule.py` runs the steps:
 
     stream          step i
-    all-gather      K, V of step i + 1                                the group's communicator
-    compute         kernel on K, V of step i; backward dk and dv      dq, if in kernels of their own
-                    first, then
-    all to all      dk, dv of step i - 1, started before dq of i -    the same, or another one
-                    1
-    communication   copy K, V of step i + 1; sum dk, dv of step i -   one stream
-                    1
+    all-gather      K, V of step i + 1, by the group's communicator
+    compute         the kernel on K, V of step i; backward dk and dv, then dq
+    all-to-all      dk, dv of step i - 1, by another communicator on NCCL
+    communication   copies of K, V of step i + 1; sums of dk, dv of step i - 1
 
-- Kernels read K and V in the buffers that received them, with one stride from token to token.
-  `gathered_mask` is in the coordinates of these buffers. A rank loads only the keys from the first
-  to the last that its queries see.
-- Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to
+- Kernels read K and V in the buffers that received them, from the first to the last key that the
+  rank's queries see. `gathered_mask` is in the coordinates of these buffers.
+- Kernels write out and dq of a step's heads into the results, and dk and dv, rounded to
   reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order.
 
-Messages and bytes: as the reference. Scratch, with T the most tokens of a rank, N = b T g (d + dv)
-and W ranks:
-
-    scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather,
-                in the dtype of the inputs; backward also two to send and one to receive, in
-                reduce_dtype; delta; the scratch of the backward method. With a single step, one
-                buffer each.
+Scratch, with T the most tokens of a rank, N = b T g (d + dv), W ranks and w the most key heads of a
+step, in buffers of W N w / g elements: two to gather, in the dtype of the inputs; backward also two
+to send and one to receive, in reduce_dtype (with a single step, one each); delta; that of the
+backward method.
 
 Sources: as `canon.reference.strided`.
 """
@@ -74,8 +67,6 @@ def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
 
 
 class _OwnerSchedule:
-    """The steps and the exchange of a call with ``rank_invariant``."""
-
     def __init__(self, call: Call, steps: Steps):
         self.steps, self.exchange = steps, TileGather(call) if call.ranks > 1 else OwnTokens(call)
 
@@ -94,7 +85,6 @@ class _Schedule:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + self.active.nbytes + 1000 * (len(self.forward) + len(self.backward or ()))
 
 

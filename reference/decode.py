@@ -60,7 +60,6 @@ decode_attention = public_decode.decode_attention(decode, attention)
 def _parts_of_ranks(
     out: Tensor, lse: Tensor, ranks: int, group: dist.ProcessGroup | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return out and lse of each rank, which travel as one message."""
     if ranks == 1 or not out.numel():
         return [(out, lse)]
     sent = torch.cat([out.flatten(), lse.flatten()])

@@ -74,7 +74,6 @@ def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
 
 
 def _needs(mask: Mask, layout: Layout) -> list[tuple[range, ...]]:
-    """Return the keys that the queries of each rank see."""
     return [mask.needed_keys(ranges) for ranges in layout.ranges_per_rank]
 
 

@@ -190,7 +190,6 @@ class Hop:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Wait for the transfer and return the received tensors."""
         for request in self.requests:
             request.wait()
         return self.received

@@ -197,7 +197,6 @@ class AllGather:
             self.request = dist.all_gather(self.shards, padded, group=call.group, async_op=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Return K and V of all ranks' tokens."""
         if self.request:
             self.request.wait()
         full = self.joined(
@@ -207,7 +206,6 @@ class AllGather:
         return k, v
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the tokens in rank order."""
         return torch.cat(shards, dim=1)
 
 

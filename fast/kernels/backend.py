@@ -161,12 +161,10 @@ class Backend:
 
     @cached_property
     def module(self) -> ModuleType:
-        """Import the module of the attention kernels."""
         return import_module(self.kernels_module)
 
     @property
     def kernels(self) -> Kernels:
-        """Return the attention kernels."""
         return cast(Kernels, self.module)
 
     @property
@@ -176,5 +174,4 @@ class Backend:
 
     @cached_property
     def rows(self) -> Rows:
-        """Import the row operations."""
         return cast(Rows, import_module(self.rows_module))

@@ -1,6 +1,6 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-The first interpreted launch calls `repair`, which changes Triton for the whole process.
+The first interpreted launch calls `repair`, for the whole process.
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns,     widen operands to float32, round the results
@@ -138,8 +138,6 @@ def _repair_bfloat16() -> None:
         return handle(narrow(x.data), tl.bfloat16)
 
     def through_float32(method: Callable) -> Callable:
-        """Widen bfloat16 operands of an operation and round its result."""
-
         @wraps(method)
         def repaired(self, *operands):
             if not any(map(is_bf16, operands)):

@@ -1,8 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so
-once for each key (`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on
-the meta device stand for those of a `Gpu` or a CPU; their launches do nothing.
+Triton inspects all arguments at each launch; `launch` lets it do so once for each key
+(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device
+stand for those of a `Gpu` or a CPU; their launches do nothing.
 """
 
 import threading

@@ -1,25 +1,22 @@
 """Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators
 that carry them.
 
-    schedule   fetch                                       reduce
-    ring       `BlockRing`: one block from rank to rank    `BlockRing`: its gradient, one step
-                                                           behind
-    strided    `AllGather`: K and V of some heads          `ReduceScatter`: dk and dv of these heads
-    magi       `begin_cast`: K and V of the needed         `GroupReduce`: their dk and dv
-               tokens
+    schedule   fetch                                     reduce
+    ring       `BlockRing`: a block from rank to rank    `BlockRing`: its gradient, one step behind
+    strided    `AllGather`: K and V of some heads        `ReduceScatter`: dk and dv of these heads
+    magi       `begin_cast`: K and V of needed tokens    `GroupReduce`: their dk and dv
 
 Those of magi are in `group_collectives.py`: they differ in size, so each one allocates its own
 memory. The classes here have two buffers: kernels read one while the other one receives.
 
 With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. Two buffers are
 enough: a message into a buffer starts after the launch of all kernels that read its old content,
-and after the end of the message that sent it on. The stream of the messages waits for these
-kernels.
+and after the end of the message that sent it on.
 
 On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a
-reduction. Gathers and hops use the group's own one, in turn with other messages of the group, such
-as those of DDP. On the communication stream of a `Transport`, kernels copy and sum the data of
-messages while attention kernels run. No message uses copy engines (paper/records.md).
+reduction. Gathers and hops use the group's own one. On the communication stream of a `Transport`,
+kernels copy and sum the data of messages while attention kernels run. No message uses copy engines
+(paper/records.md).
 """
 
 from collections.abc import Sequence
@@ -95,7 +92,6 @@ class Blocks:
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     return tuple(prod(size[axis + 1 :]) for axis in range(len(size)))
 
 
@@ -163,7 +159,6 @@ class HeadGroup:
         self.elements = self.ranks * self.room * self.token
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return both tensors (b, W T, heads, width) of all ranks."""
         return self._views(buffer, 0, self.ranks * self.room)
 
     def own(self, buffer: Tensor, tokens: int) -> list[Tensor]:
@@ -314,12 +309,10 @@ class Transport:
 
     @property
     def gathers(self):
-        """Return the communicator of gathers."""
         return self._group()
 
     @property
     def reductions(self):
-        """Return the communicator of reductions."""
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:

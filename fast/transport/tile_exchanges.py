@@ -114,7 +114,6 @@ class TileCast:
         self.key_places, self.query_places = _cast_places(call.layout, call.mask, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Return the function that starts to cast the tensors of a leg."""
         return lambda number: self._fetch(legs[number], number)
 
     def _fetch(self, leg: Leg, number: int) -> Pending:
@@ -185,7 +184,6 @@ class CastOfTiles(Transfer):
 
     @property
     def nbytes(self) -> int:
-        """The memory on the host, in bytes (an estimate)."""
         return 500 + 100 * len(self.pieces) + self.index.nbytes
 
     def rows_sent(self, device: torch.device) -> Tensor:

@@ -177,7 +177,6 @@ def _tokens(key: bytes) -> np.ndarray:
 
 
 def _fork(one: bytes, other: bytes, multiple_of: int) -> int:
-    """Return the depth at which two different sequences part."""
     size = min(len(one), len(other)) // 8
     differ = _tokens(one)[:size] != _tokens(other)[:size]
     shared = int(differ.argmax()) if differ.any() else size
@@ -185,7 +184,6 @@ def _fork(one: bytes, other: bytes, multiple_of: int) -> int:
 
 
 def _fitting(keys: list[bytes], multiple_of: int, most: int) -> Iterator[slice]:
-    """Yield slices of neighbouring sequences whose trees have at most ``most`` positions."""
     first, padded = 0, 0  # ``padded``: the positions of the tree, with a gap at its end
     held: list[bytes] = []  # sorted
     for place, key in enumerate(keys):

@@ -81,7 +81,6 @@ def forward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
-    """Return scale q k^T, soft-capped."""
     number, softcap = split_scale(scale)
     s = (number * q) @ k.mT
     return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)

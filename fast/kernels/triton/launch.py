@@ -5,8 +5,7 @@ tensors; only the fused method adds to dq.
 
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21.
 A larger maximum gives NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale -
-m). In the backward pass, lse has a spacing of 1 there, so P would be off by a factor, without a
-NaN. All scores at -inf count as no visible key.
+m), and lse has a spacing of 1 there. All scores at -inf count as no visible key.
 
 In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude
 (`checks.LARGEST_DS`). Beyond, dq of its query and dk of its key are infinite or NaN, so a gradient

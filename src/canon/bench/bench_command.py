@@ -132,7 +132,6 @@ def _check_owners(options: argparse.Namespace) -> None:
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
-    """Return the rows, shape by shape, as they are measured. Raises ValueError."""
     if options.what == "plans":
         return iter([plans.measure(options.ranks, options.packs)]), Settings()
     if options.what == "links":

@@ -155,7 +155,6 @@ def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return (b, h, t, d) of all three."""
     repeated = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return [q, *(x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))]
@@ -183,7 +182,6 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
 
 
 def _cu_seqlens(shape: Shape, device: torch.device) -> Tensor:
-    """Return the ends of the documents of all sequences."""
     ends = [0, *accumulate(shape.lengths * shape.b)]
     return torch.tensor(ends, dtype=torch.int32, device=device)
 

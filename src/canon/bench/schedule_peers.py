@@ -126,7 +126,6 @@ def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedul
 
 
 def _unplanned(*_: Any, **__: Any) -> None:
-    """Raise RuntimeError."""
     raise RuntimeError(f"{magi_attention_peer.NAME} plans in a process group")
 
 

@@ -93,7 +93,6 @@ class CaseRunner:
         return lambda half: call(half, case, x, layout, rank), None, layout, x
 
     def _result(self, module: Any, case: Case) -> dict[str, Any] | None:
-        """Run and judge a case. Return its result on rank 0."""
         if dist.get_rank() and not case.distributed:
             return None
         program, exchange, layout, x = self._program(case)

@@ -72,7 +72,6 @@ def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> l
 
 
 def _factor(got: Tensor, exact: Tensor, honest: Sequence[Tensor]) -> float | None:
-    """Return the factor that explains ``got``, None if there is none."""
     hidden = ~exact.isfinite()
     got, *honest = (t.to(exact.device).double().masked_fill(hidden, 0) for t in (got, *honest))
     exact = exact.double().masked_fill(hidden, 0)

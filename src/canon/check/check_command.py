@@ -181,7 +181,6 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _check_options(arguments: argparse.Namespace, device: str) -> None:
-    """Raise ValueError if options do not fit together."""
     if arguments.backend and arguments.module != "canon.fast":
         raise ValueError(
             f"--backend chooses kernels of canon.fast; {arguments.module} has no backends"

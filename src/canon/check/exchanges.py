@@ -97,7 +97,6 @@ class Exchange:
         return reference.cast_plan(self.mask, self.layout, **self.options)
 
     def received(self, cast: int, rank: int) -> Tensor:
-        """Return the tokens that a rank receives, by source and by row there."""
         pieces = sorted(self.plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
         return _tokens(piece.tokens for piece in pieces).to(self.full.device)
 

@@ -62,7 +62,6 @@ class FixedCheck:
         return INTERRUPTED if interrupted else status
 
     def digest_runner(self) -> rank_digests.DigestRunner:
-        """Return the calls with rank_invariant=True."""
         chosen = self.dtypes, self.gpu, self.arguments.only
         calls = rank_digests.calls_of(self.module, self.placement.ranks, *chosen)
         own = any(call.case.function in self.functions.tested for call in calls)

@@ -57,7 +57,6 @@ def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> Non
 
 
 def _planted_token(name: str, mask: Mask) -> Tensor:
-    """Return the middle visible token, if any."""
     seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
     return seen[len(seen) // 2 :][:1]
 

@@ -74,7 +74,6 @@ def _in_order(runner: CaseRunner, results: dict[str, Any]) -> list[dict[str, Any
 
 @contextmanager
 def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
-    """Yield a function that shows results."""
     console, numbers = Console(stderr=True), count(before + 1)
     with Progress(
         *COLUMNS, console=console, transient=True, disable=not console.is_terminal
@@ -92,7 +91,6 @@ def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
 
 
 def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show) -> None:
-    """Run all cases, on a new process group after each failure."""
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results |= {
         name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason

@@ -113,7 +113,6 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of all ranks."""
         mask, layout = inputs[SHARDING]
         given = {
             name: x

@@ -136,7 +136,6 @@ def _only_windows(patterns: list[Pattern]) -> bool:
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
-    """Return the intersection of patterns. Only the first may have blocks."""
     lefts, rights = (
         [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
     )
@@ -195,7 +194,6 @@ def windowed(mask: Mask, pattern: Pattern) -> Mask:
 
 
 def _seen(mask: Mask, keys: list[range]) -> Mask:
-    """Return the mask without all other keys."""
     if keys == [range(mask.keys)]:
         return mask
     rows = range(mask.queries)
@@ -206,7 +204,6 @@ def _seen(mask: Mask, keys: list[range]) -> Mask:
 
 
 def _runs(valid: Tensor) -> list[range]:
-    """Return the ranges of True in a bool tensor [n]."""
     outside = torch.zeros(1, dtype=torch.int, device=valid.device)
     edges = torch.diff(valid.int(), prepend=outside, append=outside)
     starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))

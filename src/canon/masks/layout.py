@@ -190,7 +190,6 @@ class Layout(metaclass=OpaqueMeta):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _held(self, rank: int) -> tuple[range, ...]:
-        """Return the ranges of a rank."""
         if not 0 <= whole("rank", rank) < self.ranks:
             raise ValueError(
                 f"rank {rank} is not one of the layout's {self.ranks}: they count from 0"

@@ -46,7 +46,6 @@ def divided(rows: Layout, heads: int) -> Layout:
 
 
 def _cut(pieces: Sequence[range], sizes: Sequence[int]) -> Iterator[list[range]]:
-    """Yield the pieces of each part: as many tokens as its size, in order."""
     left = iter(pieces)
     piece = range(0)
     for size in sizes:

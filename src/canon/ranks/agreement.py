@@ -358,7 +358,6 @@ class GroupState:
                 abort_group(group)
 
     def _groups(self) -> Iterator[Any]:
-        """Yield all groups whose messages belong to the calls of this one."""
         yield from (self._group(), *self.aborted)
         for mesh in self.meshes:
             for group in mesh.parts():
@@ -367,7 +366,6 @@ class GroupState:
                 yield from (group, *(() if state is None else state.aborted))
 
     def _read_late(self, call: PendingCall) -> None:
-        """Compare the digests of a call in flight if all have arrived."""
         try:
             if (digests := call.post.digests()) is None:
                 call.post.check_ranks()

@@ -81,7 +81,6 @@ def _gathered(x: Tensor, group: dist.ProcessGroup | None, ranks: int) -> list[Te
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with zeros behind it up to ``size`` along ``dim``, contiguous."""
     padded = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     return padded

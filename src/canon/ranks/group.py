@@ -148,7 +148,6 @@ def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
 
 
 def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
-    """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads")."""
     if (names := mesh.mesh_dim_names) != TOKENS_HEADS:
         dimensions = (
             f"dimensions {', '.join(map(repr, names))}"
@@ -217,7 +216,6 @@ def _made_group(
     backend: str,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Return a new group of these ranks, which ends with ``owner``. A collective."""
     c10d, backend = dist.distributed_c10d, dist.Backend(backend)
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout

@@ -44,25 +44,21 @@ ALGORITHMS: dict[tuple[str, str], "Algorithm"] = {}  # by side and function, for
 def _as_given(
     options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
 ) -> dict[str, Any]:
-    """Return the options unchanged."""
     return options
 
 
 def _width_of_v(shapes: Shapes) -> int:
-    """Return the width of V."""
     return shapes[2][-1]
 
 
 def _qkv(
     queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of q, k and v."""
     (h, g), (d, dv) = heads, widths
     return [(queries, h, d), (keys, g, d), (keys, g, dv)]
 
 
 def _nothing(shapes: Shapes, mask: Mask) -> int:
-    """Return 0."""
     return 0
 
 
@@ -157,7 +153,6 @@ def _no_kernels(call: "Call") -> None:
 
 
 def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
-    """Raise: this side has no passes over a mesh."""
     raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
 
 
@@ -185,7 +180,6 @@ class Side:
 
 
 def _no_parts(call: "Call", backward: bool) -> Iterable[Any]:
-    """Return nothing: such calls have no plans."""
     return ()
 
 

@@ -105,7 +105,6 @@ def _attend_each(
     options: dict[str, Any],
     group: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
     (q, k, v), more = tensors[:3], tensors[3:]
     attend_one = lambda q, k, v, mask: attend(
         algorithm, (q, k, v, *more), mask, layout, sink, return_lse, options, group

@@ -98,7 +98,6 @@ def _shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def _cells(q: Tensor, local: Mask, heads: int) -> int:
-    """Return the visible cells, over all sequences and this rank's query heads."""
     return local.area * q.shape[0] * q.shape[2] // heads
 
 

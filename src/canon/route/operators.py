@@ -136,12 +136,10 @@ def _check_settings(side: Side, settings: str | None) -> None:
 
 
 def _names(declaration: Declaration) -> tuple[str, ...]:
-    """Return the names of the arguments of an operator after `PLACED`."""
     return (*declaration.defaults, *(() if declaration.is_local else OF_RANKS))
 
 
 def _by_name(declaration: Declaration, values: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator after its tensors by name."""
     return dict(zip((*PLACED, *_names(declaration)), values, strict=False)) | keywords
 
 
@@ -169,7 +167,6 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
 def _parted(
     declaration: Declaration, given: Sequence[Any]
 ) -> tuple[Sequence[Tensor], Sequence[Any]]:
-    """Return the tensors of a function, and its other arguments."""
     number = len(declaration.tensors)
     return given[:number], given[number:]
 

@@ -276,7 +276,6 @@ class Program:
             self.paused.release()
 
     def let_others(self) -> None:
-        """Offer a switch to another program."""
         self.paused.release()
         self.going.acquire()
         if self.abandoned:

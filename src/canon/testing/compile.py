@@ -78,7 +78,6 @@ class Case:
     key_order: bool = False  # with rank_invariant=True
 
     def cells(self, mask: Mask) -> Cells:
-        """Return the cells of the mask, for this kind of call."""
         return Cells(mask, in_place(mask) if self.key_order else None)
 
 

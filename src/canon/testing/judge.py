@@ -207,7 +207,6 @@ def _attend(
 
 
 def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """Return scores in base 2 under a soft-cap, and their derivative."""
     if softcap is None:
         return scores, 1.0
     ratio = torch.tanh(scores / (softcap * LOG2E))

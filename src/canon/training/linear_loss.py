@@ -308,7 +308,6 @@ def _project(
     logits: Tensor,
     block: slice,
 ) -> None:
-    """Write the logits of a block of columns."""
     columns = logits[:, block]
     columns.copy_(_product(x, weight[block].t()))
     if bias is not None:
@@ -333,7 +332,6 @@ def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product in float32 (float64 for float64)."""
     if accumulate_dtype(a.dtype) == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
@@ -354,7 +352,6 @@ def _place_in_vocabulary(
 
 
 def _check_head(hidden: Tensor, weight: Any, bias: Any) -> None:
-    """Raise TypeError or ValueError unless the output head fits hidden."""
     given = {"linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, x in given.items():
         check_tensor(name, x)
