@@ -20,9 +20,8 @@ Aim, in whole numbers, so that every rank on any machine decides alike:
     1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak
        up to `allowed` counts as `allowed`: `imbalance` times the lower bound of the computing part,
        max(mean area, largest chunk)
-    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens: all
-       ranks wait for the busiest one, and share the links. The weight is chosen on packs: with
-       less, the sum grows by more than 3 per cent
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens. The
+       weight is chosen on packs: with less, the sum grows by more than 3 per cent
 
 Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
@@ -44,8 +43,7 @@ No step makes the score worse, so a plan is never worse than zigzag or contiguou
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills
 a free slot. A rank holds at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks /
-ranks)^2. `canon.fast` makes the same plans faster.
+Cost: a round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
 
 Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
@@ -223,7 +221,7 @@ def tokens_of(held: Held) -> list[range]:
 
 # ----------------------------------------------------------------- assignments in sequence order
 def contiguous(chunks: Held, ranks: int) -> Assignment:
-    """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
+    """Assign neighbouring chunks to a rank. The first ranks get one empty chunk each."""
     return _filled(chunks, [_counts(chunks, ranks)])
 
 
@@ -300,8 +298,8 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 def _swapped(
     assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int, int]]
 ) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: unchanged
-    pairs without a gain.
+    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: pairs
+    without a gain.
     """
     assignment, made = assignment[:], 0
     while made < most:
@@ -323,9 +321,7 @@ def _swapped(
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine,
-    of theirs.
-    """
+    """Return both ranks after the best swap of two chunks, the first of equal ones, or None."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic

@@ -24,8 +24,8 @@ rank order, in float32 (float64 for float64), so a repeated call gives the same 
 ``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
 
 Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing
-hides the first gather and the last all-to-all. The first and the last head group can be split to
-shorten them, but the additional steps rarely pay (notebooks/03_strided.md).
+hides the first gather and the last all-to-all. Split head groups shorten them, but rarely pay
+(notebooks/03_strided.md).
 
 Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag`
 for a causal mask.
@@ -46,8 +46,7 @@ FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells 
 queries; backward as in `backward.py`. Peak memory in full: notebooks/03_strided.md.
 
 Limits: head_stride must divide g, and g must divide h. A gather pads each shard to the size of the
-largest; the all-to-all does not. If only one of k and v needs a gradient, both dk and dv are
-computed and sent.
+largest.
 
 Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a
 time: Zilin Zhu, ring-flash-attention. Split head groups, float32 reduction:

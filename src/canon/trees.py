@@ -6,9 +6,9 @@
 A node is a run of tokens. `Tree.mask` lets a token see its ancestors. Token 3 repeats: its next
 token differs, and a position has one label.
 
-tree = canon.trees.pack(sequences) logits = model(tree.token_ids[None], tree.position_ids[None])
-with attention under tree.mask loss = canon.training.sequence_loss(logits[0], tree.labels,
-weights=tree.weights)
+    tree = canon.trees.pack(sequences)
+    logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
+    loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
 This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
 the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
@@ -16,8 +16,7 @@ count: ``num_items_in_batch``.
 
 Attention gives each token the output that it has in its sequence alone, up to rounding; with
 ``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
-gradient of a shared token is the sum over its sequences, in an order that mask and layout fix. So a
-weighted loss has the gradients of the separate sequences.
+gradient of a shared token is the sum over its sequences, in an order that mask and layout fix.
 
 Operations that mix tokens in another way see the packed order: convolutions, state-space layers,
 the capacity of experts. Dropout draws one number for a shared token.
@@ -144,9 +143,8 @@ def pack(
             after tree keeps the order.
 
     Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so
-    that its label is unique. The end of a sequence counts as a label: a sequence that is the
-    beginning of another has a leaf, and its last token has label -100. Equal sequences have one
-    path, and weight 2.
+    that its label is unique. A sequence that is the beginning of another has a leaf, and its last
+    token has label -100. Equal sequences have one path, and weight 2.
 
     Gaps follow leaves only. Branches are sorted by their tokens. Sequences of 0 or 1 tokens have no
     label, and count in no mean. Cost: O(s log n) for n sequences of s tokens together.

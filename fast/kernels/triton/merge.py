@@ -1,4 +1,7 @@
-"""Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691)."""
+"""The merge kernel: `merge` of two parts in one pass over memory, possibly in place.
+
+Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
+"""
 
 import triton.language as tl
 

@@ -1,7 +1,8 @@
 """Gather, scatter and sum rows (tokens) by an index table; copy and fill rows under a mask.
 
-`add_rows` reads each received row once, in the order of the table and without atomics, so bits
-repeat. Copies and fills are kernels because `canon.fast.replay` records kernels only."""
+`add_rows` adds in the order of the table, without atomics. Copies and fills are kernels because
+`canon.fast.replay` records kernels only.
+"""
 
 import triton.language as tl
 from torch import Tensor

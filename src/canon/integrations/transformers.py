@@ -18,7 +18,7 @@ transformers builds the mask of each kind of layer once in a forward pass:
                          `position_ids`; one process
 
 On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
-layer keeps its mask and group, so a checkpoint may recompute it after `sharded` has ended.
+checkpoint may recompute a layer after `sharded` has ended.
 
 `generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
 

@@ -15,9 +15,8 @@ After a failure, each running rank answers through the group's store, so errors 
 ranks.
 
 A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the
-store. If the other ranks do not raise the same in that call, their messages cannot be completed.
-Then, within 3 s, the thread of every rank logs the exception and aborts the group, and the pending
-or the next call raises it.
+store. If the other ranks do not raise the same in that call, the thread of every rank logs the
+exception within 3 s and aborts the group, and the pending or the next call raises it.
 """
 
 import atexit

@@ -9,14 +9,12 @@ checkpointing.
 There is a pair for each declared function, for both halves. Eager calls take an autograd Function,
 which costs less host time. An operator finds its `Call` when it runs, not when it is traced.
 
-A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both
-are made outside of the compiled region. A group travels as its name. Results own their memory and
-are contiguous, as the fake implementations say.
+A mask or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one
+graph serves all masks. A group travels as its name. Results own their memory and are contiguous.
 
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. The ranks do not compare the sink of a compiled call, so a sink that does
-not fit raises on its own rank only. An option that keeps tensors, such as ``keep_kv``, keeps as
-many rows as the mask needs: a compiled graph needs
+leave the operators out. A wrong sink of a compiled call raises on its own rank only. An option that
+keeps tensors, such as ``keep_kv``, keeps as many rows as the mask needs: a compiled graph needs
 torch._dynamo.config.capture_dynamic_output_shape_ops. A compiled function cannot use attributes or
 methods of masks and layouts, except `unshard` and `redistribute`.
 """

@@ -34,8 +34,7 @@ A row of a tile of queries has a state: maximum m, sum l, output o.
 4. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
    there.
 5. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
-   0. Before the first visible key the state is (-inf, 0, 0), and the first step multiplies it by
-      exp(-inf) = 0.
+   0. Before the first visible key it is (-inf, 0, 0), which the first step multiplies by 0.
 6. By 1 to 5 the sequence of states is a function of the visible keys by column of their tile. Rows
    of a tile, their class, the packing of heads and the order of work tiles occur nowhere.
 7. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
@@ -50,8 +49,7 @@ tile is visited once for each of its bands. CPU products need one thread.
 Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs
 compute the weights of their keys at once, and sum them in the order of the keys
 (`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights follow from its scores and the
-maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all keys of
-a tile of queries.
+maximum of its first visible tile, and columns of o do not mix.
 """
 
 from collections.abc import Mapping

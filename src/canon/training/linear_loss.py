@@ -94,13 +94,13 @@ def linear_sequence_loss(
         vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
             this rank with ``group``.
 
-    The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64
-    for float64). In bfloat16 and float16 the gradient of a chunk's logits is rounded to this dtype,
-    as an operand of both products. Sums are float32.
+    The gradient of hidden is complete on every rank of ``vocab_group``. Logits and sums are float32
+    (float64 for float64). In 16 bits the gradient of a chunk's logits is rounded, as an operand of
+    both products.
 
-    One backward pass is possible. A second one, and a second derivative, raise RuntimeError. The
-    errors are otherwise those of `sequence_loss`; on a GPU, a label outside the vocabulary counts
-    as a token whose label has the logit 0."""
+    A second backward pass, and a second derivative, raise RuntimeError. Other errors are those of
+    `sequence_loss`; on a GPU, a label outside the vocabulary has the logit 0.
+    """
     name = "linear_sequence_loss"
     group, _, ranks = place_in(name, group)
     vocab_group, place, slices = (
