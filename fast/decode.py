@@ -27,7 +27,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
+    """As the twin in `canon.reference`."""
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
         number, softcap = split_scale(scale)

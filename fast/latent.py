@@ -63,7 +63,7 @@ def latent_forward(
     up_weight: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
     return run_forward(
         ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits
@@ -82,9 +82,7 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are
-    sent, too.
-    """
+    """As the twin in `canon.reference`. With dup_weight, the others are sent, too."""
     ring = ring_of(call, latent, k_rope, _Step)
     projection = _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))

@@ -50,7 +50,7 @@ class LocalPlan:
 def local_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
+    """As the twin in `canon.reference`."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
@@ -67,7 +67,7 @@ def local_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q; dk and dv come together."""
+    """As the twin in `canon.reference`; dk and dv come together."""
     plan, kind = call.plan, None
     given = (dout,) if dlse is None else (dout, dlse)
     # Hooks for saved tensors can move them.

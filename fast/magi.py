@@ -186,8 +186,8 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
 def magi_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that
-    casts have brought.
+    """As the twin in `canon.reference`; with ``keep_kv`` the rows that casts have brought are
+    returned, too.
     """
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=call.options["keep_kv"])
@@ -198,9 +198,7 @@ def magi_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; unneeded ones are neither
-    computed nor sent.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
@@ -281,7 +279,7 @@ class _Backward:
 
 
 def kept_rows(call: Call) -> list[int]:
-    """Return the numbers of rows that the forward pass keeps with ``keep_kv``, by cast."""
+    """Return the numbers of rows kept with ``keep_kv``, by cast."""
     if not call.options["keep_kv"]:
         return []
     if call.options["rank_invariant"]:
@@ -292,7 +290,7 @@ def kept_rows(call: Call) -> list[int]:
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the results of `magi_forward` with the bits of one rank (`owner_computes.py`)."""
+    """As the twin in `canon.reference`."""
     exchange = TileCast(call, keep=call.options["keep_kv"]) if call.ranks > 1 else OwnTokens(call)
     out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
     return out, lse, *exchange.rows
@@ -310,7 +308,7 @@ def invariant_backward(
     lse: Tensor,
     *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `magi_backward`, likewise."""
+    """As the twin in `canon.reference`."""
     exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
     return owner_backward(
         call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse

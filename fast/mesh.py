@@ -45,9 +45,7 @@ Kind = tuple[int, int, torch.dtype]  # heads of a column, width and dtype of a t
 def mesh_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out (b, t, h, dv) and lse (b, h, t), then the tensors of the column for the backward
-    pass.
-    """
+    """As the twin in `canon.reference`."""
     schedule, column = call.computed, call.rank % call.columns
     tensors = to_column(call, q, k, v)
     mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.columns)[column]}
@@ -59,7 +57,7 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
+    """As the twin in `canon.reference`."""
     schedule = call.computed
     b, t, h, _ = call.shapes[0]
     # every rank sends dlse: others may need it

@@ -70,7 +70,7 @@ def owner_forward(
     v: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
     legs = [_key_leg(heads, k, v) for heads in steps]
@@ -90,9 +90,7 @@ def owner_backward(
     call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: tuple[bool, bool, bool],
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; unneeded ones are neither
-    computed nor sent for.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent for."""
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     options = call.mask, call.scale, rank_invariant_method(call.backward)

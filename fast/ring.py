@@ -121,7 +121,7 @@ def ring_of(call: Call, k: Tensor, v: Tensor, step: type[RingStep] = RingStep) -
 def ring_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     if call.ranks == 1:
         mask = call.local_mask(0)
         return forward_part(
@@ -136,9 +136,7 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; dq is None if q needs no
-    gradient, dk and dv if neither k nor v needs one.
-    """
+    """As the twin in `canon.reference`."""
     if call.ranks == 1:
         return gradients(
             dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad

@@ -110,7 +110,7 @@ class _Step(Step):
 def strided_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     steps = call.plan.forward
     if call.ranks == 1:
         mask = call.local_mask(0)
@@ -125,9 +125,7 @@ def strided_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q; unneeded ones are neither
-    computed nor sent.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -157,14 +155,14 @@ def strided_backward(
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `strided_forward` with the bits of one rank (`owner_computes.py`)."""
+    """As the twin in `canon.reference`."""
     return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
 
 
 def invariant_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `strided_backward`, likewise."""
+    """As the twin in `canon.reference`."""
     return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 
 

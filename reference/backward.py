@@ -220,9 +220,7 @@ class _Backward:
         return dq
 
     def _scores(self, queries, keys, visible):
-        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout in the
-        accumulation dtype.
-        """
+        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout."""
         q, dout = (read(x, queries) for x in (self.q, self.dout))
         k, v = read_keys(self.k, self.v, keys, self.share)
         lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))

@@ -1,9 +1,9 @@
 """Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V
 after their arrival.
 
-A token has a latent c of ``rank`` values (here no process), and a part r of K of ``rope`` values
-with the rotary embedding, for all heads together. Head i projects c. The rows of ``up_weight`` are
-Wk_0, Wv_0, Wk_1, Wv_1, ...:
+A token has a latent c of ``rank`` values, the model's name for this width, and a part r of K of
+``rope`` values with the rotary embedding, for all heads together. Head i projects c. The rows of
+``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
 
     K_i = [c Wk_i^T | r]   V_i = c Wv_i^T   out_i = attention of q_i (d wide) over K_i, V_i (dv)
 

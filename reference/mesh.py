@@ -61,7 +61,7 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
+    """Return dq, dk, dv of this rank's tokens, from tensors of the column (q and all after it)."""
     schedule = call.computed
     if q.shape[2] == call.shapes[0][2]:  # a compiled call keeps the rank's own
         q, k, v, out = (to_column(call, x) for x in (q, k, v, out))

@@ -226,7 +226,7 @@ def forward_in_parts(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`."""
+    """As `launch.forward`, in parts of the keys."""
     merge_parts(*sum_parts(q, k, v, cells.mask, scale, max_logits), out, lse, k.shape[2])
 
 
@@ -269,7 +269,7 @@ def sum_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Write out (b, t, h, dv) and natural lse (b, h, t) from the parts of `sum_parts`."""
+    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {

@@ -45,9 +45,7 @@ def sum_ranks_kernel(
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W in rank order, in float32
-    (float64 for float64), and rounded once.
-    """
+    """Launch `sum_ranks_kernel`: sums are float32 (float64 for float64), and rounded once."""
     tensors = received[:, 0], total
     options = launch.row_options(received, total, accumulate=accumulate_dtype(received.dtype))
     options["RANKS"] = received.shape[1]

@@ -3,7 +3,7 @@
     pool of tokens:    384 others | the sequence | 100 others
 
 The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
-again. A column is a dtype, a head width and a kernel backend.
+again.
 """
 
 import argparse

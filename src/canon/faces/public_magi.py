@@ -51,10 +51,11 @@ def magi_attention(algorithm: Algorithm):
                 False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
 
-        `canon.faces` lists the others. ``layout`` comes from `dispatch`, with its rank_invariant if
-        this function has it, or is any other. Raises ValueError or TypeError on every rank, if
-        arguments of a rank do not fit together or differ between ranks; also if an option or the
-        layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention (2025).
+        `canon.faces` lists the others. ``layout`` comes from ``dispatch(mask, ranks)``, with
+        rank_invariant=True if the call has it, or is any other. Raises ValueError or TypeError on
+        every rank, if arguments of a rank do not fit together or differ between ranks; also if an
+        option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention
+        (2025).
         """
         options = {
             "casts": casts,

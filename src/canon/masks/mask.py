@@ -189,7 +189,7 @@ class Mask(metaclass=OpaqueMeta):
         node i follows node i - 1 or an ancestor of it. ``lengths[i]`` tokens of node i begin at
         ``starts[i]``, by default at the end of node i - 1. A token between two nodes is not seen,
         and sees the ancestors of the node after it. A last node of length 0 makes the mask end at
-        its start. Each other node has one band.
+        its start. The mask has one band for each node of length > 0.
 
         Raises ValueError that names the node if nodes overlap or are in another order.
         """

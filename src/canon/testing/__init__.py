@@ -1,5 +1,5 @@
-"""Test implementations of attention: a judge, ranks as threads and processes, recordings of
-messages and of calls.
+"""Test implementations of attention: a judge, ranks as threads and processes, and recordings of
+messages.
 
 from canon.testing import agreement, oracle, orders, process_groups
 """

@@ -7,7 +7,8 @@
 
 Results and output are in rank order. RuntimeError names the first rank that fails, with its
 exception as the cause. Threads that all wait for each other raise at once. Processes end at a
-timeout, whose error has the stacks of the unfinished ranks."""
+timeout, whose error has their stacks.
+"""
 
 import contextvars
 import os
