@@ -121,9 +121,6 @@ class Assignment:
     def _relieved(self, rank, others):
         """Return the tokens that the busiest rank moves, and the traffic, after each swap. Axes:
         others, mine, theirs.
-
-        After a swap a rank needs the cells of the chunks that stay, and of the one that comes: sums
-        over them are matrix products.
         """
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
         needs = chunks.rows(mine)[None], chunks.rows(theirs)
@@ -159,9 +156,10 @@ class Assignment:
 
     def _held_cells(self, mine, theirs, needs):
         """Return the ranks that hold cells which the chunks need, and the sizes of these cells,
-        filled up with 0. Also which chunks need them, mine and theirs, and the sizes of own ones.
+        filled up with 0; also which chunks need them, and the sizes of own ones.
 
-        Axes: holders, others, chunks, cells."""
+        Axes: holders, others, chunks, cells.
+        """
         chunks = self.chunks
         holder = np.empty(self.slots.size, np.int64)  # of each chunk
         holder[self.slots] = np.arange(chunks.ranks)[:, None]

@@ -108,8 +108,8 @@ def gradients(
     kind: Hashable = None,
     places: Places | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all
-    launches are one pass. dk and dv come together.
+    """Return dq, dk and dv as `attention_backward` does, without checks, in one recorded pass. dk
+    and dv come together.
 
     ``kind``: as in `replayed`, for all tensors except the gradients.
     """

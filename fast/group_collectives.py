@@ -183,7 +183,7 @@ def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
     """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
-    row. Return its work and the sent rows; keep both until the work has ended.
+    row. Return its work and the sent rows, to be kept until it has ended.
 
     ``kind``: as in `replayed`, for k, v and the transfer.
     """

@@ -153,8 +153,8 @@ class RingBackward:
     """The state of one backward pass: running dq, ``own`` dk and dv of this rank's keys from its
     own queries, and the ring of the ``sums``.
 
-    In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks owner + 1, ..., rank - 1
-    for the keys of that step. Then this rank's part is added.
+    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1 for
+    the keys of that step. Then this rank's part is added.
     """
 
     def __init__(

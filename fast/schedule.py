@@ -50,8 +50,9 @@ def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, An
     brought).
 
     ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors.
-    Before the iterator returns a step, it starts the messages of the next one. So set the tensors
-    of a step to None before the next step."""
+    The messages of the next step start before a step is returned, so set its tensors to None
+    before.
+    """
     return iter(named_steps(_received(steps, fetch, fetch(0))))
 
 

@@ -226,8 +226,7 @@ class ReduceScatter:
 
     Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype.
     `start` exchanges them all to all. `PendingReduction.wait` sums the received parts in rank order
-    and writes dk and dv of the own keys. At most one exchange is in flight, so one buffer receives:
-    the next exchange starts after the sum, because later work of the compute stream waits for it.
+    and writes dk and dv of the own keys. At most one exchange is in flight, so one buffer receives.
     Buffers are as those of `AllGather`.
     """
 
@@ -292,8 +291,7 @@ class Transport:
     """The communicators and the communication stream of one group. Its methods that send are
     collective.
 
-    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group,
-    too.
+    ``gathers`` is the group itself; ``reductions``, on NCCL, another communicator.
     """
 
     def __init__(self, group, device: torch.device):

@@ -45,8 +45,7 @@ NO_LABEL = -100
 class Tree:
     """Sequences packed into t positions. Tensors are (t,) and on the CPU.
 
-    A leaf may have a gap behind it. Positions in gaps have token 0, position 0, no label and weight
-    0.
+    Positions in gaps behind leaves have token 0, position 0, no label and weight 0.
     """
 
     token_ids: Tensor  # int64

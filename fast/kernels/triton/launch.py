@@ -396,7 +396,7 @@ def stride_divisor(*tensors: Tensor) -> int:
     wide loads.
 
     1 also if 16 divides them all: Triton detects that. 0 if an offset inside a tile, of at most 256
-    tokens and columns, may exceed 32 bits: kernels then use 64 bits, which take more registers.
+    tokens and columns, may exceed 32 bits.
     """
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0

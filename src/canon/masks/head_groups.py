@@ -25,9 +25,9 @@ def default_stride(heads: int, bytes_per_head: int) -> int:
     """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
     1.
 
-    On every recorded shape, both passes take at most 1.02 times as long as with the best stride.
-    The backward pass of `canon.fast` holds up to eight times these bytes. Records: paper/data,
-    compared in `tests/masks/test_defaults.py`.
+    On every recorded shape (`tests/masks/test_defaults.py`), both passes take at most 1.02 times as
+    long as with the best stride. The backward pass of `canon.fast` holds up to eight times these
+    bytes.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)

@@ -357,7 +357,7 @@ class Mask(metaclass=OpaqueMeta):
         """Return the mask between these queries and keys, numbered from 0: ``dense()[queries][:,
         keys]``.
 
-        Raises ValueError if a range leaves the mask or runs backwards, or if the two steps differ.
+        Raises ValueError if a range leaves the mask or runs backwards, or steps differ.
         """
         rows = crop_range("queries", queries, self.queries)
         columns = crop_range("keys", keys, self.keys)

@@ -442,8 +442,8 @@ def _end() -> None:
     """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
     which aborts the process.
 
-    If this rank ends by an exception in a pass, it first gives the others time to read it: its
-    process may serve the store.
+    After an exception in a pass, it first gives the others time to read it: this process may serve
+    the store.
     """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)

@@ -287,7 +287,7 @@ def checked_call(
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     """Return the call with its defaults filled in; a repeated one is found by its key.
 
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
+    Raises ValueError or TypeError on every rank.
     """
     place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
     key = _key(algorithm, given, place)

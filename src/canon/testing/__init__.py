@@ -1,5 +1,4 @@
-"""Test implementations of attention: a judge, ranks as threads and processes, and recordings of
-messages.
+"""Test implementations of attention: a judge, and ranks as threads and processes.
 
 from canon.testing import agreement, oracle, orders, process_groups
 """
