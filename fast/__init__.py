@@ -1,8 +1,8 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults
 and docstrings.
 
-On a CPU, and where there is no Triton, plain PyTorch computes (`backend`). The docstring of
-`attention` gives the range of scores and the reach of a NaN, for all functions.
+Where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the
+range of scores and the reach of a NaN.
 """
 
 from canon.fast.ahead.warm import warm_up
@@ -30,7 +30,6 @@ from canon.route.call import Call
 
 
 def _compile_for(call: Call) -> None:
-    """Compile the kernels of a call on a GPU: imported only there."""
     widths = call.shapes[0][-1], call.value_width
     if call.device.type == "cuda" and compiles(call.device, call.dtype, *widths):
         from canon.fast.ahead.first_call import compile_for

@@ -1,11 +1,10 @@
 """Active queries: the queries of a step that see at least one of its keys. Schedules compute only
 these.
 
-In the step of the own keys, all queries are computed, because that step initialises the results. In
-a sequence of several documents, few queries see another rank's keys, and they lie scattered over
-the shard. One range of active queries is a view. Several ranges are gathered into a copy. So
-kernels neither visit nor merge fully masked rows. `visible_keys` crops the keys to one range, from
-the first to the last visible one; masked keys between them remain.
+The step of the own keys computes all queries, because it initialises the results. In packed
+documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
+active queries is a view; several are gathered into a copy. So no fully masked row is visited or
+merged. `visible_keys` crops the keys to one range that holds all visible ones.
 
 Cost: gathering copies q; the backward pass also copies dout, lse and delta.
 """
@@ -23,8 +22,8 @@ from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank: ``ranges`` of them, ascending, and the ``mask`` between them and the
-    keys of the step.
+    """Some queries of a rank, in ascending ``ranges``, and the ``mask`` between them and the keys
+    of the step.
     """
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
@@ -33,7 +32,6 @@ class ActiveQueries:
 
     @property
     def nbytes(self) -> int:
-        """The approximate number of bytes on the host."""
         return self.mask.nbytes + 100 * len(self.ranges)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -51,7 +49,6 @@ class ActiveQueries:
         return QueryInputs(self.take(dout), self.take(q), self.take(lse, 2), self.take(delta, 2))
 
     def copy_inputs(self, inputs: QueryInputs, copies: QueryInputs) -> None:
-        """Write the inputs of a backward pass at these queries into ``copies``."""
         rows, operations = query_indices(self, inputs.q.device), rows_for(inputs.q)
         operations.copy_rows(inputs.dout, copies.dout, rows)
         operations.copy_rows(inputs.q, copies.q, rows)
@@ -70,7 +67,7 @@ class ActiveQueries:
         """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse
         of all queries.
 
-        ``result``: instead of the running out, write that of all queries there, in its dtype.
+        ``result``: write the merged out of all queries there, in its dtype.
         """
         if self.in_place:
             out = None if result is None else self.take(result)
@@ -84,7 +81,7 @@ class ActiveQueries:
                 rows_for(result).copy_tokens(running[0][:, rows], result[:, rows])
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add dq (b, n, h, d) of these queries to ``total``, dq of all queries."""
+        """Add dq (b, n, h, d) of these queries to ``total``."""
         rows_for(part).add_to_rows(total, query_indices(self, part.device), part)
 
 
@@ -129,9 +126,7 @@ def active_queries_of(mask: Mask, all_queries: bool = False) -> ActiveQueries:
 
 @cached_plan
 def visible_keys(mask: Mask) -> tuple[slice, Mask]:
-    """Return the keys from the first to the last that a query sees,
-    and the mask over these keys.
-    """
+    """Return the keys from the first to the last visible one, and the mask over these keys."""
     first = min((band.k_start for band in mask.bands), default=0)
     keys = range(first, max((band.k_stop for band in mask.bands), default=first))
     return slice(keys.start, keys.stop), mask.crop(keys=keys)

@@ -6,12 +6,10 @@ that moves most.
   differences of two entries.
 - Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are
   scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower
-  bounds exclude most swaps before keys that two chunks share are counted. Chunks with many
-  intervals have prefix sums of their own, over the keys that only they need.
+  bounds exclude most swaps before keys that two chunks share are counted.
 - A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
   within their limits.
-- Two ranks are skipped if unchanged since their last comparison. Two within their limits are also
-  skipped, if they share no key or a lower bound of the traffic shows no gain.
+- Two ranks are skipped if unchanged since their last comparison, or if a lower bound shows no gain.
 """
 
 import numpy as np
@@ -69,9 +67,7 @@ class Assignment:
         self.cost[ranks] = np.maximum(self.load[ranks], self.received[ranks])
 
     def moved(self) -> np.ndarray:
-        """Return for each rank the tokens that it receives or those that it sends, whichever are
-        more.
-        """
+        """Return for each rank max(tokens received, tokens sent)."""
         # for each cell: the ranks that need it; for each chunk: the tokens that its rank sends
         self.demand = (np.diff(self.missing, axis=1) == 0).sum(0)
         self.sends = self.chunks.own_sums(self.chunks.cells * (self.demand - 1))
@@ -123,10 +119,8 @@ class Assignment:
         return True
 
     def _relieved(self, rank, others):
-        """Return after each swap the tokens that the busiest rank moves, and the traffic.
-
-        Axes: others, mine, theirs. After a swap a rank needs the cells of the chunks that stay, and
-        of the one that comes: sums over them are matrix products.
+        """Return the tokens that the busiest rank moves, and the traffic, after each swap. Axes:
+        others, mine, theirs.
         """
         chunks, mine, theirs = self.chunks, self.slots[rank], self.slots[others]
         needs = chunks.rows(mine)[None], chunks.rows(theirs)
@@ -162,9 +156,10 @@ class Assignment:
 
     def _held_cells(self, mine, theirs, needs):
         """Return the ranks that hold cells which the chunks need, and the sizes of these cells,
-        filled up with 0. Also which chunks need them, mine and theirs, and the sizes of own ones.
+        filled up with 0; also which chunks need them, and the sizes of own ones.
 
-        Axes: holders, others, chunks, cells."""
+        Axes: holders, others, chunks, cells.
+        """
         chunks = self.chunks
         holder = np.empty(self.slots.size, np.int64)  # of each chunk
         holder[self.slots] = np.arange(chunks.ranks)[:, None]
@@ -278,7 +273,6 @@ class Assignment:
         return other
 
     def _keeps_one_small(self, rank, others):
-        """Return which swaps leave at most one small chunk on both ranks."""
         if not self.chunks.small_ones:
             return True
         small = self.chunks.small[self.slots[rank]][:, None]
@@ -287,8 +281,8 @@ class Assignment:
         return ~too_many & (small | ~theirs | ~self.has_small[rank])
 
     def _shared(self, rank, others, mine, theirs):
-        """Return the keys shared by the chunks of each pair, here and there, where no other chunk
-        needs them.
+        """Return the keys shared by each pair of chunks, here and there, where no other chunk needs
+        them.
         """
         first, last = self.chunks.first, self.chunks.last
         if len(self.sole):
@@ -304,7 +298,7 @@ class Assignment:
         return tuple(keys.sum((1, 2)) for keys in shared)
 
     def _sole_and_needed(self, chunks, others):
-        """Return the keys that only a chunk needs on its rank, and that the other chunk of the pair
+        """Return the keys that only a chunk needs on its rank, and that the other of the pair
         needs, too.
         """
         sole, offset = self.sole.reshape(-1), (chunks * self.sole.shape[1])[:, None]
@@ -315,10 +309,8 @@ class Assignment:
 
 
 def _products(a, b):
-    """Return the scalar products of the vectors of ``a`` (..., mine, cells) and ``b``."""
     return a @ b.swapaxes(-1, -2)
 
 
 def _gains(peak, change, peak_now):
-    """Return where a swap lowers the peak, or keeps it and receives fewer keys."""
     return (peak < peak_now) | ((peak == peak_now) & (change < 0))

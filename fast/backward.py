@@ -11,15 +11,14 @@
     "fused"           one over tiles of keys; it       5             statistics, and 4 b h t d bytes
                       adds to dq by atomics                          unless dq is float32 itself
 
-"fused" adds to dq in any order, so its bits may differ between runs. The Gluon kernel can also add
-in a fixed order: a tile of keys waits until the tile before it has added. Under
-`torch.use_deterministic_algorithms(True)` "fused" uses that order. The Triton kernel cannot: there
-"fused" raises RuntimeError, or warns with ``warn_only=True``.
+"fused" adds to dq in any order, so its bits may differ between runs. Under
+`torch.use_deterministic_algorithms(True)` the Gluon kernel adds in a fixed order: a tile of keys
+waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
+raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" is the fastest method. Under that switch it is the fastest that repeats its bits, also with
-``warn_only=True``: PyTorch's functions that can repeat their bits do so then, without a warning.
-Each pass reads the switch when it runs. The kernel backend chooses the method by counts of work
-tiles (`choose_method`):
+"auto" is the fastest method; under that switch, also with ``warn_only=True``, the fastest that
+repeats its bits. Each pass reads the switch when it runs. The kernel backend chooses by counts of
+work tiles (`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
     "fused"            Gluon, without the switch: queries see enough keys that two MMAs a tile cost
@@ -28,14 +27,11 @@ tiles (`choose_method`):
                        (`canon.fast.kernels.gluon.dq_order`)
     "split"            otherwise
 
-paper/backward_on_hopper.md explains the fixed order.
-
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
 (`canon.fast.schedule`).
 
-delta = rowsum(dout * out) - dlse is computed once for each call, or given. `attention` computes it
-with the row statistics (`make_row_statistics`). Distributed functions compute it in a kernel of its
-own (`make_delta`).
+delta = rowsum(dout * out) - dlse is computed once for each call: by `attention` with the row
+statistics (`make_row_statistics`), by distributed functions in a kernel of its own (`make_delta`).
 
 Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177;
 head-parallel: TensorAuto/OpenTau pull request 376.
@@ -81,10 +77,8 @@ def method_now(option: str, sends: bool = False) -> Method:
 
 
 class QueryInputs(NamedTuple):
-    """The inputs of a backward pass that belong to queries.
-
-    dout (b, t, h, dv) and q (b, t, h, d); lse and delta (b, h, t), both over *all* keys of these
-    queries.
+    """The inputs of a backward pass that belong to queries: dout (b, t, h, dv) and q (b, t, h, d);
+    lse and delta (b, h, t), both over *all* keys of these queries.
     """
 
     dout: Tensor
@@ -93,7 +87,6 @@ class QueryInputs(NamedTuple):
     delta: Tensor
 
     def heads(self, heads: slice) -> "QueryInputs":
-        """Return views of these query heads."""
         return QueryInputs(
             self.dout[:, :, heads], self.q[:, :, heads], self.lse[:, heads], self.delta[:, heads]
         )
@@ -115,11 +108,10 @@ def gradients(
     kind: Hashable = None,
     places: Places | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward` does, for a batch and without checks; all
-    launches are one pass.
+    """Return dq, dk and dv as `attention_backward` does, without checks, in one recorded pass. dk
+    and dv come together.
 
-    If one of dk and dv is needed, both are returned. ``kind``: as in `replayed`, for all tensors
-    except the gradients.
+    ``kind``: as in `replayed`, for all tensors except the gradients.
     """
     grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
@@ -147,9 +139,7 @@ def _gradients(
 def _empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv, so it
-    needs both.
-    """
+    """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv."""
     dq = _empty_like(q, dtype) if needs_grad[0] else None
     return (
         (dq, _empty_like(k, dtype), _empty_like(v, dtype))
@@ -172,11 +162,8 @@ def plan_gradients(
     method: str,
     sends: bool = False,
 ) -> None:
-    """Look up the plans of a backward pass: `gradients` on the meta device, where nothing is
-    launched.
-
-    The process that makes the call may have another state of
-    `torch.use_deterministic_algorithms`, so "auto" looks up the plans of both.
+    """Look up the plans of a backward pass: `gradients` on the meta device. "auto" looks up those
+    of both states of `torch.use_deterministic_algorithms`, as another process may make the call.
     """
     grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
     now = method_now(method, sends)
@@ -197,9 +184,8 @@ def backward_into(
     dv: Tensor | None,
     places: Places | None = None,
 ) -> None:
-    """Write the gradients, of any strides and dtypes. Nothing is checked.
-
-    If dq is None, it is not computed. If dk and dv are both None, they are not computed.
+    """Write the gradients, of any strides and dtypes, without checks. dq, or dk and dv together,
+    may be None.
     """
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
@@ -238,7 +224,6 @@ def _choose(
     dq: Tensor | None,
     dk: Tensor | None,
 ) -> tuple[Kernels, str]:
-    """Return the kernel backend, and the name of the method."""
     chosen = automatic(q, k, v, mask, method) if method.option == "auto" else method.option
     if chosen == "fused" and (dq is None or dk is None):
         chosen = "split"  # the fused kernel computes both
@@ -248,7 +233,6 @@ def _choose(
 def _launch_dkdv(
     kernels: Kernels, chosen: str, method: Method, arguments: tuple, dq, dk, dv
 ) -> None:
-    """Launch the kernels for dk and dv; the fused one writes dq too."""
     if chosen == "fused":
         _fused(kernels, arguments, dq, dk, dv, ordered=method.repeats)
     elif dk is None:
@@ -260,9 +244,7 @@ def _launch_dkdv(
 
 
 def make_delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return rowsum(dout * out) - dlse, (b, h, t). In fully masked rows it is 0, even if dout holds
-    NaN there.
-    """
+    """Return rowsum(dout * out) - dlse, (b, h, t), and 0 in fully masked rows."""
     delta = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     replayed(_delta, (dout, out, lse, dlse, delta))
     return delta
@@ -273,9 +255,7 @@ def _delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, delta: T
 
 
 def rank_invariant_method(method: str) -> str:
-    """Return ``method``, for "auto" "split": a choice by mask or heads would let them change the
-    bits of dk and dv.
-    """
+    """Return ``method``, for "auto" "split": a choice by mask or heads would change bits."""
     return "split" if method == "auto" else method
 
 
@@ -287,9 +267,7 @@ def automatic(
     method: Method,
     multiprocessors: int | None = None,
 ) -> str:
-    """Return the name of the method for "auto", as the kernel backend chooses it.
-    ``multiprocessors``: by default those of q's device.
-    """
+    """Return the method for "auto". ``multiprocessors``: by default those of q's device."""
     if multiprocessors is None:
         is_gpu = q.device.type in ("cuda", "meta") and not is_cpu(q.device)
         multiprocessors = multiprocessor_count(q.device) if is_gpu else 1
@@ -313,9 +291,7 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
 
 
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
-    """Return ranges of at most ``most`` keys and the cells of each. Where possible they are
-    multiples of 128, whole tiles.
-    """
+    """Return ranges of at most ``most`` keys, whole tiles where possible, and the cells of each."""
     _, size = cells.sizes
     return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
 

@@ -16,8 +16,7 @@ class Chunks:
     """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of
     the ranks.
 
-    Work, cells, needs and moved tokens are times in 1 / (cells_per_us * tokens_per_us)
-    microseconds.
+    Work, cells, needs and moved tokens are times, as in `canon.reference.planner.Aim`.
     """
 
     def __init__(self, mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us):

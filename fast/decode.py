@@ -1,12 +1,8 @@
 """Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the
-one message.
+one message; with a list of masks the part is copied there.
 
-With a list of masks the part is copied there.
-
-The algorithm and its cost are those of `canon.reference.decode`. With rank_invariant=True and few
-queries on Hopper, sums travel from rank to rank, and no keys: `decode_in_order`.
-
-Source: as `canon.reference.decode`.
+With rank_invariant=True and few queries on Hopper, sums travel from rank to rank, and no keys:
+`decode_in_order`. Source: `canon.reference.decode`.
 """
 
 from collections.abc import Sequence
@@ -31,10 +27,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
-
-    ``mask``: of this rank's keys, or one for each sequence.
-    """
+    """As the twin in `canon.reference`."""
     buffer, parts = _empty_parts(q, v, ranks)
     if isinstance(mask, (tuple, list)):
         number, softcap = split_scale(scale)
@@ -61,8 +54,8 @@ decode_attention = public_decode.decode_attention(decode, attention, check_input
 
 
 def _empty_parts(q: Tensor, v: Tensor, ranks: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer, the message.
-    Return it and its views.
+    """Allocate out (b, t, h, dv) and lse (b, h, t) of each rank in one flat buffer. Return it and
+    its views.
     """
     (b, t, h, _), dv = q.shape, v.shape[-1]
     of_out, of_lse = b * t * h * dv, b * h * t

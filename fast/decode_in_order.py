@@ -13,8 +13,8 @@ compute the weights of their keys at once, and each continues the sums of the ra
 keeps the maximum of its first visible tile, wherever that is.
 
 The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a
-maximum, and where scores or values are not finite. So they do on other backends than "gluon", and
-with more than 64 queries or more than 256 rows (queries x heads) for a key head.
+maximum, where scores or values are not finite, on other backends than "gluon", and with more than
+64 queries or 256 rows (queries x heads) for a key head.
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 
@@ -62,12 +62,11 @@ def decode_in_order(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> Result:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks. A
-    collective.
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks;
+    None, on all ranks, if the keys must travel. A collective.
 
-    ``mask``: of this rank's keys, or one for each sequence. Returns None, on all ranks, if the keys
-    must travel. Raises ValueError, on all ranks, if the keys of a rank do not begin at a multiple
-    of 128.
+    ``mask``: of this rank's keys, or one for each sequence. Raises ValueError, on all ranks, if the
+    keys of a rank do not begin at a multiple of 128.
     """
     (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
     rows = b * h * t

@@ -8,10 +8,10 @@ supports the inputs.
     "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no
                 "fused", no soft-cap. Needs the extra cuda
 
-Without `backend`, the first of the first three that serves the inputs is used. "triton" is also
-used for few queries over many keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen
-backend that does not support the inputs raises: it is never replaced. `canon.fast.kernels.backend`
-has what a backend declares."""
+Without `backend`, the first of the first three that serves the inputs is used; "triton" also for
+few queries over many keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen backend
+is never replaced: it raises. `canon.fast.kernels.backend` has what a backend declares.
+"""
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
@@ -42,13 +42,12 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon", "cuda" or "torch".
 
     A backward pass uses the backend of its call. A function that `torch.utils.checkpoint`
-    recomputes must contain the block: if the block has ended before a call is recomputed, the call
-    raises RuntimeError. Without `backend`, calls use "gluon" on Hopper where its kernels support
-    the dtype and width, "triton" on other GPUs, and "torch" where there is no Triton. What the
-    backend does not support raises ValueError or RuntimeError when a call needs it. A compiled
-    function keeps the backend of its compilation, so `backend` surrounds its calls. A call with
-    another choice raises RuntimeError. Raises ValueError for an unknown name. The first kernel of
-    "cuda" raises ModuleNotFoundError without the extra cuda."""
+    recomputes must contain the block, or the recomputation raises RuntimeError. Without `backend`,
+    calls use the fastest one that supports them. What the backend does not support raises
+    ValueError or RuntimeError when a call needs it. A compiled function keeps the backend of its
+    compilation: a call with another choice raises RuntimeError. Raises ValueError for an unknown
+    name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
+    """
     if name not in BACKENDS:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
     _used[0] = True
@@ -58,9 +57,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def computing_with(name: str | None) -> Iterator[None]:
-    """Use this backend inside the block, or select one by the inputs (None). Overrides the choice
-    outside the block.
-    """
+    """As `backend`, without a check of the name; None selects by the inputs."""
     token = _chosen.set(name)
     try:
         yield
@@ -79,10 +76,8 @@ _first_runs: Counter[tuple[int, bool]] = Counter()
 
 
 def settings_of(key: Hashable) -> str | None:
-    """Return the chosen backend, for the key of a call. Raise RuntimeError if its recomputation
-    would use another one.
-
-    ``key`` is None for a call without a key.
+    """Return the chosen backend, for the ``key`` of a call (None: it has none). Raise RuntimeError
+    if its recomputation would use another one.
     """
     chosen = _chosen.get()
     if _used[0] and key is not None:
@@ -93,8 +88,8 @@ def settings_of(key: Hashable) -> str | None:
 def _count(key: int, is_chosen: bool) -> None:
     """Count a first run, or match a recomputation with one.
 
-    A checkpoint recomputes in a backward pass. It runs a call first without gradients
-    (use_reentrant=True), or with hooks that save tensors (use_reentrant=False).
+    A checkpoint runs a call first without gradients (use_reentrant=True), or with hooks that save
+    tensors (use_reentrant=False), and again in a backward pass.
     """
     if torch._C._current_graph_task_id() == -1:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -110,17 +105,15 @@ def _count(key: int, is_chosen: bool) -> None:
 
 
 def restored(settings: str | None) -> AbstractContextManager:
-    """Return a context with the backend of a call, for its later passes: their thread may have
-    another choice.
+    """Return a context with the backend of a call: the thread of a later pass may have another
+    choice.
     """
     return nullcontext() if settings == _chosen.get() else computing_with(settings)
 
 
 def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") -> Backend:
     """Return the backend for q and v: the chosen one, or the first automatic one that serves them
-    and has the ``extra``.
-
-    ``method``: of the backward pass; "split" also for the forward.
+    and has the ``extra``. ``method``: of the backward pass; "split" also for the forward.
     """
     found = _backend_for(q.device, q.dtype, q.shape[-1], v.shape[-1], method, extra)
     if not found.replayable:
@@ -158,18 +151,14 @@ def compiles(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> bool:
 
 
 def check_inputs(q: Tensor) -> None:
-    """Raise RuntimeError or ValueError if no kernel, or no kernel of the chosen backend, supports
-    q.
-    """
+    """Raise RuntimeError or ValueError if no kernel, or none of the chosen backend, supports q."""
     check_device(q)
     if (chosen := _chosen.get()) is not None:
         BACKENDS[chosen].check(q)
 
 
 def check_device(x: Tensor) -> None:
-    """Raise RuntimeError if nothing can run on the device of x. Nothing runs while plans are made
-    ahead.
-    """
+    """Raise RuntimeError if nothing can run on the device of x."""
     if x.device.type == "meta":
         if not are_noted():
             raise RuntimeError(

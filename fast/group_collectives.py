@@ -1,21 +1,16 @@
 """Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
 move the rows of each.
 
-The plans, the order of rows and the order of sums are the reference's. The differences:
-
-- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. A
-  plan keeps the pieces of its own rank only.
-- Index tables are uploaded once for each (plan, rank, device). They depend on the plan alone, so a
-  rank whose cache dropped one makes it again without messages.
+- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms.
+- Index tables are uploaded once for each (plan, rank, device), and made again without messages.
 - One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the
   communication stream.
 - On GPUs casts and reductions have separate communicators, so that a cast never queues behind a
   reduction.
 
-Cost and memory: as `canon.reference.group_collectives`. Tables: 8 bytes for each row that is sent,
-8 more for its reduction, 8 for each own row.
+Tables: 8 bytes for each row that is sent, 8 more for its reduction, 8 for each own row.
 
-Source: as `canon.reference.group_collectives`.
+Cost and source: as `canon.reference.group_collectives`.
 """
 
 from collections.abc import Hashable
@@ -172,9 +167,7 @@ def _group_reduce(
 
 
 class Transfer:
-    """One cast of a plan as ``rank`` takes part in it: the numbers of tokens that it receives and
-    sends, by rank.
-    """
+    """One cast of a plan for ``rank``: the tokens that it receives and sends, by rank."""
 
     def __init__(self, plan: CastPlan, cast: int, rank: int):
         self.plan, self.cast, self.rank = plan, cast, rank
@@ -190,10 +183,9 @@ def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
     """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
-    row.
+    row. Return its work and the sent rows, to be kept until it has ended.
 
-    Return its work and the sent rows; keep both until the work has ended. ``kind``: as in
-    `replayed`, for k, v and the transfer.
+    ``kind``: as in `replayed`, for k, v and the transfer.
     """
     transport = transport_for(group, k.device)
     sent = k.new_empty(transfer.sent, *rows.shape[1:])
@@ -210,9 +202,7 @@ def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
 
 
 class GroupReduce:
-    """A group reduce of contiguous ``rows`` in flight. `wait` adds the received rows to ``into`` in
-    rank order.
-
+    """A group reduce of contiguous ``rows`` in flight, to be added to ``into`` in rank order.
     ``kind``: as in `replayed`, for rows, ``into`` and the transfer.
     """
 
@@ -257,8 +247,8 @@ def rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
 
 @device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of `add_rows`: for each own row, the range of its entries; then the
-    received rows, by sender.
+    """Return the tables of `add_rows`: for each own row its entries, and the received rows, by
+    sender.
     """
     rows = plan.send_rows(cast, rank).numpy()
     counts = np.bincount(rows, minlength=plan.layout.size(rank))

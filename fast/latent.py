@@ -1,14 +1,12 @@
 """Latent attention with overlap: cuBLAS projects the latents of a step while the next ones travel.
 
-Read `canon.reference.latent` first, and `ring.py` for the steps. The differences from the
-reference:
+Read `canon.reference.latent` first, and `ring.py` for the steps. The differences:
 
     messages          latent and k_rope travel in one message, their gradients in another
     projected tokens  from step 1 on those from the first to the last visible one. A fully masked
                       step projects none
-    operands          dK and dV leave the kernels in float32. Then they are rounded to the inputs'
-                      dtype, as operands of both products. The products are added and stay in
-                      float32 (float64 for float64)
+    operands          dK and dV are float32, and rounded to the inputs' dtype as operands of both
+                      products. The products are added and stay in float32 (float64 for float64)
 
 A step i of the backward pass, between the kernel of dk, dv and the kernel of dq:
 
@@ -16,9 +14,7 @@ A step i of the backward pass, between the kernel of dk, dv and the kernel of dq
     project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
     add them to the sums, start the hop       from step 1 on
 
-cuBLAS repeats its bits on one stream. `torch.use_deterministic_algorithms` asks for
-CUBLAS_WORKSPACE_CONFIG, as for each matrix product of PyTorch. A step of t tokens needs this memory
-beyond that of the ring:
+A step of t tokens needs this memory beyond that of the ring:
 
     both passes   K and V                b t h (2 d - rope + dv)     of the inputs' dtype
     backward      dK and dV              b t h (d + dv)              of float32
@@ -67,7 +63,7 @@ def latent_forward(
     up_weight: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
     return run_forward(
         ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits
@@ -86,9 +82,7 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. With dup_weight, the others are
-    sent, too.
-    """
+    """As the twin in `canon.reference`. With dup_weight, the others are sent, too."""
     ring = ring_of(call, latent, k_rope, _Step)
     projection = _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
@@ -100,9 +94,7 @@ def latent_backward(
 
 
 class _Projection:
-    """Both projections of one pass. ``dup_weight``: its sum over the steps so far,
-    if it is needed.
-    """
+    """Both projections of one pass. ``dup_weight``: its sum so far, if it is needed."""
 
     def __init__(self, call: Call, up_weight: Tensor, needs_grad: bool = False):
         q, _, k_rope, weight = call.shapes
@@ -162,7 +154,6 @@ class _Projection:
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y in the accumulation dtype."""
     wide = accumulate_dtype(x.dtype)
     if x.dtype is wide:
         return x @ y

@@ -1,21 +1,12 @@
-"""Compute attention on one rank in one kernel. The queries x keys matrix of scores is never stored.
+"""Compute attention on one rank in one kernel, by the online softmax of `canon.reference.local`.
 
-For each tile of queries, over the tiles of keys that it sees (the online softmax):
-
-    s = scale * q k^T        m' = max(m, rowmax s)        p = exp(s - m')
-    total = exp(m - m') total + rowsum p        out = exp(m - m') out + p v
-    at the end: out / total, and lse = m + log total
-
-With a soft-cap, s becomes softcap * tanh(s / softcap) before hidden cells are masked.
-
-A mask becomes a work table (`kernels/work_tables.py`): tiles that are visible from end to end need
+A mask becomes a work table (`tables/work_tables.py`): tiles that are visible from end to end need
 no mask comparisons. `device.py` selects the kernel backend. `merge` combines two whole results in
-one kernel. `backward.py` has the backward pass. Few queries over many keys are computed in parts of
-the keys: `kernels/key_parts.py` has the rule and the memory.
+one kernel. Few queries over many keys are computed in parts of the keys (`tables/key_parts.py`).
 
 Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and
 outputs: the work table. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile
-and a band that overlap. There is no dropout or bias.
+and a band that overlap.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -42,7 +33,7 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 class LocalPlan:
     """The backward method of one kind of call, and the ``strides`` of q, k, v, out and lse in its
-    forward pass. With ``rank_invariant`` also the places of tokens.
+    forward pass; with ``rank_invariant`` also the places of tokens.
     """
 
     def __init__(self, call: Call):
@@ -59,7 +50,7 @@ class LocalPlan:
 def local_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t)."""
+    """As the twin in `canon.reference`."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
@@ -76,7 +67,7 @@ def local_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q. If one of dk and dv is needed, both are returned."""
+    """As the twin in `canon.reference`; dk and dv come together."""
     plan, kind = call.plan, None
     given = (dout,) if dlse is None else (dout, dlse)
     # Hooks for saved tensors can move them.
@@ -108,9 +99,7 @@ def forward_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: Scale, out_dtype: torch.dtype,
     max_logits: Tensor | None = None, whole: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out in ``out_dtype`` and lse as `attention_forward`, for a batch and without checks of
-    the arguments.
-    """
+    """Return out in ``out_dtype`` and lse as `attention_forward`, without checks."""
     out, lse = empty_result(q, v, out_dtype)
     forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits, whole=whole)
     return out, lse
@@ -141,7 +130,8 @@ def forward_into(
     RuntimeError for unusable devices.
 
     ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
-    as in `replayed`."""
+    as in `replayed`.
+    """
     given = (q, k, v, out, lse, max_logits)
     replayed(launch_forward, given, Cells(mask, places), scale, whole, kind=kind)
 
@@ -157,7 +147,7 @@ def launch_forward(
     scale: Scale,
     whole: bool = False,
 ) -> None:
-    """Launch what `forward_into` replays: inside another pass that is recorded."""
+    """Launch what `forward_into` replays, inside another recorded pass."""
     check_device(q)
     forward = forward_for(q, v, cells.mask, whole, max_logits is not None)
     forward(q, k, v, cells, scale, out, lse, *(() if max_logits is None else (max_logits,)))
@@ -190,9 +180,7 @@ def _attention_forward(
 
 
 def merged(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the results of two parts as `merge`. Its checks have passed, but not that of the
-    device.
-    """
+    """Return the results of two parts as `merge`, after its checks."""
     check_device(out)
     new_out = torch.empty_like(out)
     new_lse = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
@@ -211,8 +199,8 @@ def merge_into(
 ) -> None:
     """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
 
-    ``rows``: indices (int64, no duplicates) of the tokens that the other part has; None is all of
-    them. ``result``: out is written there, in any dtype.
+    ``rows``: indices (int64, distinct) of the tokens that the other part has; None is all.
+    ``result``: out is written there, in any dtype.
     """
     replayed(launch_merge, (out, lse, other_out, other_lse, rows, result))
 
@@ -225,7 +213,7 @@ def launch_merge(
     rows: Tensor | None = None,
     result: Tensor | None = None,
 ) -> None:
-    """Launch what `merge_into` replays: inside another pass that is recorded."""
+    """Launch what `merge_into` replays, inside another recorded pass."""
     rows_for(out).merge(
         out, lse, other_out, other_lse, out if result is None else result, lse, rows
     )

@@ -1,28 +1,24 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
-Read `canon.reference.magi` first. The algorithm and the order of sums are the same here.
-`schedule.py` runs the steps:
+Read `canon.reference.magi` first: algorithm, order of sums and cost are the same. `schedule.py`
+runs the steps:
 
     stream           step 0           step 1              step 2               after
     group cast       keys of step 1   keys of step 2      .                    .
     compute          own keys         keys of cast 0      keys of cast 1       .
     group reduce     .                .                   dk, dv of cast 0     dk, dv of cast 1
 
-- At most two casts are held: the one that is computed on and the one that is in flight. With
-  ``keep_kv`` all are held.
-- A step computes only its active queries (`active_queries.py`). One kernel merges a part into the
-  running result.
+- At most two casts are held; with ``keep_kv`` all are.
+- A step computes only its active queries (`active_queries.py`).
 - With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
   merge, no float32 result.
-- Kernels write dk and dv of received keys into the sending buffer. dk and dv leave before the
-  kernel of dq, if they have a kernel of their own, so even a single reduction overlaps with a
-  kernel. Received gradients are added on the communication stream, cast by cast and rank by rank,
-  by rows and without atomics.
-- With ``keep_kv`` the backward pass fetches nothing. The own keys then come last, so that every
-  reduction overlaps with a kernel; the gradient of the own keys is then added last.
+- Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
+  Received gradients are added on the communication stream, without atomics.
+- With ``keep_kv`` the backward pass fetches nothing, and the own keys come last, so that every
+  reduction overlaps with a kernel.
 
-Cost: as `canon.reference.magi`. Memory while the keys of cast i are used, with N = b g (d + dv)
-elements of K and V a token. R_i and S_i are the tokens that this rank receives and sends in cast i:
+Memory while the keys of cast i are used, with N = b g (d + dv) elements of K and V a token. R_i and
+S_i are the tokens that this rank receives and sends in cast i:
 
     K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N, until they
                                                have been used again
@@ -85,7 +81,7 @@ __all__ = ["cast_plan", "dispatch", "group_cast", "group_reduce", "magi_attentio
 
 
 def magi_plan(call: Call) -> "_Schedule":
-    """Return the steps of both passes, without ``rank_invariant``."""
+    """Return the steps of both passes."""
     return _Schedule(call, _casts_of(call))
 
 
@@ -95,21 +91,18 @@ def _casts_of(call: Call) -> CastPlan:
 
 
 class _Schedule:
-    """The steps of one kind of call."""
-
     def __init__(self, call: Call, plan: CastPlan):
         self.call, self.plan = call, plan
         self.steps = [_Step(self, step) for step in range(plan.steps)]
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + self.plan.nbytes + sum(1000 + step.active.nbytes for step in self.steps)
 
 
 class _Step(Step):
     """A step of one kind of call. Its keys are the ``own`` ones, if any, then those of the
-    ``transfer``: ``rows`` in all.
+    ``transfer``.
     """
 
     def __init__(self, schedule: _Schedule, number: int):
@@ -132,7 +125,7 @@ class _StepKeys:
     """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with
     ``keep``.
 
-    ``kinds``: a key for k and v, if their kinds may differ from those of the call.
+    ``kinds``: a key for k and v, if not those of the call.
     """
 
     def __init__(
@@ -193,8 +186,8 @@ def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
 def magi_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out (b, t, h, dv) in the dtype of q, lse (b, h, t), and with ``keep_kv`` the rows that
-    casts have brought.
+    """As the twin in `canon.reference`; with ``keep_kv`` the rows that casts have brought are
+    returned, too.
     """
     steps = call.plan.steps
     keys = _StepKeys(steps, k, v, keep=call.options["keep_kv"])
@@ -205,9 +198,7 @@ def magi_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
-    computed nor sent.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
         mask = plan.local_mask(0, call.rank)
@@ -226,8 +217,8 @@ def magi_backward(
 class _Backward:
     """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
 
-    ``order`` lists the steps in the order in which they are computed. If the own keys come first,
-    they write all of dq, and other steps add to it.
+    ``order``: of the steps. If the own keys come first, they write all of dq, and other steps add
+    to it.
     """
 
     def __init__(
@@ -262,7 +253,7 @@ class _Backward:
         self.parts = PLANS.find(key, lambda: tuple(map(new, order)))
 
     def reduce(self, place: int, rows: Tensor | None, _: Tensor | None) -> GroupReduce | None:
-        """Add the own rows of the step to ``own_rows``, and start to send the other rows to their
+        """Add the own rows of the step to ``own_rows``, and start to send the others to their
         owners.
         """
         if rows is None:
@@ -288,7 +279,7 @@ class _Backward:
 
 
 def kept_rows(call: Call) -> list[int]:
-    """Return the numbers of rows that the forward pass keeps with ``keep_kv``, by cast."""
+    """Return the numbers of rows kept with ``keep_kv``, by cast."""
     if not call.options["keep_kv"]:
         return []
     if call.options["rank_invariant"]:
@@ -299,7 +290,7 @@ def kept_rows(call: Call) -> list[int]:
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return the results of `magi_forward` with the bits of one rank (`owner_computes.py`)."""
+    """As the twin in `canon.reference`."""
     exchange = TileCast(call, keep=call.options["keep_kv"]) if call.ranks > 1 else OwnTokens(call)
     out, lse = owner_forward(call, [range(k.shape[2])], exchange, q, k, v, max_logits)
     return out, lse, *exchange.rows
@@ -317,7 +308,7 @@ def invariant_backward(
     lse: Tensor,
     *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `magi_backward` with the bits of one rank."""
+    """As the twin in `canon.reference`."""
     exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
     return owner_backward(
         call, [range(k.shape[2])], exchange, needs_grad, dout, dlse, q, k, v, out, lse

@@ -1,8 +1,8 @@
 """Attention over two dimensions of ranks: the passes of `canon.reference.mesh`, with one packed
 message each way.
 
-Read that page first. A message has a row for each token: the values of all tensors and sequences
-for the heads of one column, side by side. So a column reads what it receives in place:
+A message has a row for each token: the values of all tensors and sequences for the heads of one
+column, side by side. So a column reads what it receives in place:
 
                  before the all-to-all                   after it
     to a column  q, k, v are copied to the rows of       views of the rows; copied once if the parts
@@ -11,8 +11,7 @@ for the heads of one column, side by side. So a column reads what it receives in
                  the order in which they arrived         of all columns lie side by side
 
 Backward, dout and dlse travel to the columns, and dq, dk and dv to the tokens. Row kernels make the
-copies, one for each tensor and sequence; their launches are recorded and replayed. The exchange
-inside a row has a communicator of its own on NCCL (`transport/messages.py`).
+copies. The exchange inside a row has a communicator of its own on NCCL (`transport/messages.py`).
 
 Cost: as the reference. A row is padded to 16 bytes for each tensor, and to 16 elements. Memory: a
 message that is sent and one that is received; the views of q, k and v keep theirs until the
@@ -46,9 +45,7 @@ Kind = tuple[int, int, torch.dtype]  # heads of a column, width and dtype of a t
 def mesh_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Return out (b, t, h, dv) and lse (b, h, t), then the tensors of the column for the backward
-    pass.
-    """
+    """As the twin in `canon.reference`."""
     schedule, column = call.computed, call.rank % call.columns
     tensors = to_column(call, q, k, v)
     mine = {} if max_logits is None else {"max_logits": max_logits.chunk(call.columns)[column]}
@@ -60,7 +57,7 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
+    """As the twin in `canon.reference`."""
     schedule = call.computed
     b, t, h, _ = call.shapes[0]
     # every rank sends dlse: others may need it
@@ -127,8 +124,8 @@ class TokenRows:
     """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
     tensors.
 
-    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh;
-    ``tokens``: of this rank. ``nbytes``: of a row.
+    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh.
+    ``nbytes``: of a row.
     """
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):
@@ -193,7 +190,6 @@ def _orders(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
 
 
 def _divide_heads(*given) -> None:
-    """Copy tensors (b, t, n, width) into a message for all columns."""
     *tensors, message, rows = given
     for own, part in _by_column(tensors, message, rows):
         rows_for(own).copy_tokens(own, part)

@@ -14,8 +14,7 @@ def areas_and_needs(
     """Return the area of each piece start:stop of the queries, and its keys as (piece, first, last)
     intervals, which may overlap.
 
-    Pieces are ascending and disjoint. Each overlapping pair of a band and a piece gives one
-    interval.
+    Pieces are ascending and disjoint.
     """
     bands = band_array(mask)
     first = np.searchsorted(stop, bands[:, 0], "right")

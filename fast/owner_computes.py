@@ -1,16 +1,15 @@
 """Owner computes, with overlap: the passes of ``rank_invariant=True`` on several ranks.
 
-Read `canon.reference.owner_computes` first. A work table of the whole mask (`cells.py`) fixes
-tiles and order. So a rank needs no copy of the whole sequence: kernels read received tokens where
-they lie. Alternate steps compute dq, then dk and dv:
+Read `canon.reference.owner_computes` first. A work table of the whole mask (`cells.py`) fixes tiles
+and order, so kernels read received tokens where they lie. Alternate steps compute dq, then dk and
+dv:
 
     stream     step 2 i                     step 2 i + 1
     messages   q, dout, lse, delta of i     K, V of i + 1
     compute    dq of i                      dk, dv of i
 
-With rank_invariant=True, `canon.fast` and the reference share the owners and the order of tiles.
-Sizes of tiles differ, so the bits of the two halves differ, as the bits of two kernel backends do.
-`canon.route.rank_invariance` has the contract and its proof. Launches keep these rules:
+Sizes of tiles differ from the reference's, and so do the bits. `canon.route.rank_invariance` has
+the contract and its proof. Launches keep these rules:
 
     tiles             cut at multiples of their sizes in the sequence, visited in the order of keys
                       (`key_order`)
@@ -71,7 +70,7 @@ def owner_forward(
     v: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
     legs = [_key_leg(heads, k, v) for heads in steps]
@@ -91,9 +90,7 @@ def owner_backward(
     call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: tuple[bool, bool, bool],
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
-    computed nor sent for.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent for."""
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     options = call.mask, call.scale, rank_invariant_method(call.backward)

@@ -88,7 +88,6 @@ def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:
 
 # Starts: (ranks, slots) indices of chunks.
 def _contiguous(chunks: Chunks) -> np.ndarray:
-    """Deal neighbouring chunks to each rank, and an empty one to each of the first ranks."""
     return _filled(chunks, _counts(chunks, empty_first=True), lambda counts: [counts])
 
 
@@ -107,9 +106,7 @@ def _counts(chunks, empty_first):
 
 
 def _filled(chunks, counts, halves):
-    """Deal chunks in order to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones
-    last.
-    """
+    """Deal chunks to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones last."""
     held: list[list[int]] = [[] for _ in counts]
     numbers = iter(range(chunks.ranks * chunks.slots))
     for second, half in enumerate(halves(counts)):
@@ -122,7 +119,7 @@ def _filled(chunks, counts, halves):
 
 def _greedy(chunks: Chunks, slacks: tuple[Fraction, ...]) -> np.ndarray:
     """Assign the largest chunk first, to the rank that it adds the fewest keys to, below slack
-    times the lower bound. Axes of the result, and of all arrays: slacks, ranks.
+    times the lower bound. Axes of all arrays: slacks, ranks.
     """
     ranks, slots = chunks.ranks, chunks.slots
     limit = np.array([[int(chunks.bound * slack)] for slack in slacks])

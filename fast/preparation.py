@@ -1,18 +1,14 @@
 """Make the plans of a call ahead of it: masks, cast plans, and the tables of every kernel.
 
-Read `canon.reference.preparation` first. Here a call also needs the tables of its kernels: work
-tables, tile schedules and tickets of dq. They depend on tile sizes, packing and the backward
-method. The launch functions derive all of this from the mask and from the shapes, the dtype and the
-device of their tensors. So `prepare` calls the same functions on tensors of the meta device, which
-have no memory, and notes the plans that they look up (`plan_cache.noted_plans`). Nothing is
-launched or uploaded. A plan is therefore exactly the one that the call looks up, or it is not found
-and the call makes it.
+Here a call also needs the tables of its kernels, which the launch functions derive from the mask
+and from the shapes, the dtype and the device of their tensors. So `prepare` calls the same
+functions on tensors of the meta device, which have no memory, and notes the plans that they look up
+(`plan_cache.noted_plans`). Nothing is launched or uploaded.
 
-Only the upload of the tables is left for the first call after ``load``. The host does not wait for
-it (`device_plans`).
+The first call after ``load`` uploads the tables. The host does not wait for it (`device_plans`).
 
-Cost: as planning in the call. A pickle has 32 bytes for each work tile of a Gluon kernel, and 20
-for each tile and 32 for each span of a Triton kernel.
+A pickle has 32 bytes for each work tile of a Gluon kernel, and 20 for each tile and 32 for each
+span of a Triton kernel.
 
 Source: as `canon.reference.preparation`.
 """
@@ -36,10 +32,8 @@ __all__ = ["prepare"]
 
 
 def _on(device: Any) -> AbstractContextManager:
-    """Return a context in which tensors without memory stand for those of the device: a GPU, or the
-    CPU.
-
-    Raises ValueError for other devices.
+    """Return a context in which tensors without memory stand for those of a GPU or the CPU. Raises
+    ValueError for other devices.
     """
     if isinstance(device, Gpu):
         return meta_stands_for(device)
@@ -50,7 +44,6 @@ def _on(device: Any) -> AbstractContextManager:
 
 
 def _run(call: Call, backward: bool) -> None:
-    """Look up the plans of a call."""
     if call.columns > 1:
         plan_exchange(call)
         call = call.computed
@@ -59,7 +52,6 @@ def _run(call: Call, backward: bool) -> None:
 
 
 def _launch(call: Call, part: Part, backward: bool) -> None:
-    """Call the launch functions of a part on tensors without memory."""
     q, k, *_ = call.shapes
     mask, share = part.mask, 1 if part.key_heads == q[2] else q[2] // k[2]
     new = lambda tokens, heads, width: torch.empty(

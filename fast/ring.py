@@ -1,57 +1,36 @@
-"""Ring attention with overlap: a block is K and V of one rank; the next one travels while kernels
-read the current one.
+"""Ring attention with overlap: the next block, K and V of one rank, travels while kernels read the
+current one.
 
-Read `canon.reference.ring` first. The algorithm and the order of sums between ranks are the same
-here. The differences:
+Read `canon.reference.ring` first: algorithm, order of sums and cost are the same. The differences:
 
-    messages          K and V travel in one message, dk and dv in another; the reference sends each
-                      tensor alone
-    buffers           K and V travel through two: one is read and sent while the other receives. dk
-                      and dv travel through two more: one is sent while the other receives. Then
-                      this rank's part is added to the other, and it is sent (`messages.BlockRing`)
+    messages          K and V travel in one message, dk and dv in another
+    buffers           each travels through two: one is read and sent while the other receives
+                      (`messages.BlockRing`)
     active queries    from step 1 on, a step computes only the queries that see a key
-                      (`active_queries.py`), over the keys from the first to the last visible one:
-                      in zigzag, half of the queries or half of the keys. A fully masked step
-                      computes nothing and only forwards K, V and the received sums. If it is step
-                      1, it sends zeros as dk and dv
-    in place          a separate kernel merges each part into the running result; step 0 writes it
-                      directly, and the last merge writes out in the dtype of the inputs
+                      (`active_queries.py`), over the keys from the first to the last visible one.
+                      A fully masked step only forwards K, V and the received sums; step 1 then
+                      sends zeros as dk and dv
+    in place          a kernel merges each part into the running result; step 0 writes it, and the
+                      last merge writes out in the dtype of the inputs
     dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too
                       (`StepBackward`); "fused" has one kernel for all three
 
-Order of step i; the forward pass has the first three lines. The right column says in which steps a
-line runs, or which messages are in flight meanwhile:
+Order of step i of the backward pass; the forward pass has the first three lines:
 
-    wait for K, V of step i                    from step 1 on
-    start the hop of K, V for step i + 1       except in the last step
-    launch the kernel (backward: dk, dv)       in flight: K, V of step i + 1; sums that step i - 1
-                                               started to send
-    wait for that hop, add dk, dv of step i    from step 2 on, to the sums that it brought; after
-                                               the last step: own keys
-    start the hop of the new sums              from step 1 on
-    launch the kernel of dq                    in flight: K, V of step i + 1; sums that step i
-                                               started to send
+    wait for K, V of step i                      from step 1 on
+    start the hop of K, V for step i + 1         except in the last step
+    launch the kernel (backward: dk, dv)
+    wait for the sums, add dk, dv of step i      from step 2 on; after the last step: own keys
+    start the hop of the new sums                from step 1 on
+    launch the kernel of dq
 
-With NCCL, hops run on a stream of the process group. Autograd keeps q, k, v, out and lse of the own
-tokens.
+`latent.py` runs the same ring with projected keys. Scratch, with N = b t g (d + dv):
 
-`PLANS` caches one `Ring` for each kind of call: the places of the blocks in a buffer, and each
-step's active queries and visible keys. The launches of a step are recorded as one sequence in the
-forward pass, and as up to three in the backward pass: dk and dv; their addition; dq
-(`replay/recordings.py`).
-
-`latent.py` runs the same ring with keys that are projected from latents.
-
-Cost, with N = b t g (d + dv) elements of K and V per rank. Forward: W - 1 messages, (W - 1) N
-elements of the inputs' dtype. Backward: the same again, and W - 1 messages, (W - 1) N elements of
-reduce_dtype.
-
-    scratch     forward: 2 N elements of the inputs' dtype (K, V); float32 out and lse twice
-                (running, newest part) backward: 2 N elements of the inputs' dtype; 2 N of
-                reduce_dtype (dk, dv); N float32 (own dk, dv), and N more if W > 2 (newest part);
-                float32 dq twice (running, newest part); delta; 2 b h t float32 (row statistics,
-                Gluon); the scratch memory of the backward method (`backward.py`) both: copies of
-                the active queries' inputs if they form several ranges
+    forward     2 N of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
+    backward    2 N of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and
+                N more if W > 2 (newest part); float32 dq twice; delta; row statistics (Gluon, 2 b h
+                t float32); that of the backward method
+    both        copies of the active queries' inputs, if they form several ranges
 
 Sources: as `canon.reference.ring`.
 """
@@ -94,7 +73,7 @@ __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class Ring:
-    """The shared part of all calls of one kind: where the ranks' tensors lie in a buffer, and each
+    """The shared part of all calls of one kind: the places of the blocks in a buffer, and each
     step's visible cells.
 
     ``k`` and ``v``: the two tensors that travel. ``step``: the class of the steps.
@@ -107,14 +86,12 @@ class Ring:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + 500 * self.call.ranks + sum(step.active.nbytes for step in self.steps)
 
 
 class RingStep(Step):
-    """A step of one kind of call, with the keys of rank ``owner``.
-
-    ``visible``: the keys from the first to the last that a query sees; in step 0 all.
+    """A step of one kind of call, with the keys of rank ``owner``: the ``visible`` ones, from the
+    first to the last that a query sees; in step 0 all.
     """
 
     def __init__(self, ring: Ring, number: int):
@@ -144,7 +121,7 @@ def ring_of(call: Call, k: Tensor, v: Tensor, step: type[RingStep] = RingStep) -
 def ring_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     if call.ranks == 1:
         mask = call.local_mask(0)
         return forward_part(
@@ -159,10 +136,7 @@ def ring_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q.
-
-    dq is None if q needs no gradient; dk and dv are None if neither k nor v needs one.
-    """
+    """As the twin in `canon.reference`."""
     if call.ranks == 1:
         return gradients(
             dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad
@@ -176,12 +150,11 @@ def ring_backward(
 
 
 class RingBackward:
-    """The state of one backward pass: running dq, this rank's own dk and dv, and the ring of the
-    sums of dk and dv.
+    """The state of one backward pass: running dq, ``own`` dk and dv of this rank's keys from its
+    own queries, and the ring of the ``sums``.
 
-    ``own`` holds dk and dv of this rank's keys from its own queries. The last hop brings the sum of
-    the other ranks' parts. In step i > 1, buffer i % 2 of ``sums`` first receives the sum of ranks
-    owner + 1, ..., rank - 1 for the keys of that step. Then this rank's part is added.
+    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1 for
+    the keys of that step. Then this rank's part is added.
     """
 
     def __init__(
@@ -217,11 +190,10 @@ class RingBackward:
         return chain([self.own], cycle(reversed(self.sums.buffers)))
 
     def part(self, step: RingStep, inputs: QueryInputs, v: Tensor) -> StepBackward:
-        """Return the backward pass of a step."""
         return _StepBackward(step, inputs, v, self.dq, self.own)
 
     def send(self, number: int, written: Tensor | None, room: Tensor | None) -> Pending | None:
-        """Add this rank's part to the received sums, and start to send them to the next rank."""
+        """Add this rank's part to the received sums, and start to send them."""
         if self.own is None:
             return None
         self.add(number, written, room)
@@ -231,8 +203,8 @@ class RingBackward:
         return self.sums.hop(number % 2, self.parts[number].step.owner, following.step.owner)
 
     def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
-        """Add this rank's part of a step to the received sums, ``written``. Kernels have written
-        that of steps 0 and 1.
+        """Add this rank's part of a step to the received sums, ``written``. In steps 0 and 1
+        kernels have done so.
         """
         part = self.parts[number]
         if number > 1 and part.step.has_work:
@@ -258,12 +230,12 @@ class RingBackward:
 
 
 class _StepBackward(StepBackward):
-    """The backward pass of a step for one kind of call. In step 0 the kernel writes dk and dv into
-    the own block.
+    """The backward pass of a step for one kind of call.
 
-    In step 1 there is no received sum yet: the kernel writes dk and dv straight into the buffer
-    that is sent. In later steps the kernel writes into scratch, and `_add_part` adds that to the
-    received sums."""
+    The kernel writes dk and dv into the own block in step 0, and into the buffer that is sent in
+    step 1, which has no received sum yet. Later it writes into scratch, and `_add_part` adds that
+    to the received sums.
+    """
 
     def __init__(
         self, step: RingStep, inputs: QueryInputs, v: Tensor, dq: Tensor | None, own: Tensor | None
@@ -282,12 +254,10 @@ class _StepBackward(StepBackward):
         return self.parts(room) if self.has_part else self.step.gradients(grads)
 
     def parts(self, room: Tensor | None) -> list[Tensor]:
-        """Return dk and dv in scratch."""
         return [self.scratch.view(room, name) for name in ("dk", "dv")]
 
 
 def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
-    """Add dk and dv of a step to the received sums."""
     step = part.step
     rows = row_indices(step.visible.start, step.visible.stop, sums.device)
     for total, mine in zip(step.ring.blocks.views(sums, step.owner), part.parts(room), strict=True):
@@ -295,8 +265,8 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
 
 
 class KeyRing:
-    """K and V of all ranks, one block in each step: first the own block, then that of the previous
-    rank, and so on.
+    """K and V of all ranks, one block in each step: the own block, then that of the previous rank,
+    and so on.
     """
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
@@ -335,8 +305,8 @@ def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[
 def active_part(
     active: ActiveQueries, key_heads: int, forward: bool, writes: bool, sends: bool
 ) -> Iterator[Part]:
-    """Yield the part of a step, unless no query sees a key and the step does not write the first
-    results (``writes``).
+    """Yield the part of a step, unless no query sees a key and it does not write the first results
+    (``writes``).
     """
     if active.mask.bands or writes:
         if not writes:

@@ -1,14 +1,12 @@
-"""Run the steps of a schedule so that messages overlap with kernels. Every distributed function
-uses this order.
+"""Run the steps of a schedule so that messages overlap with kernels, in every distributed function.
 
     time        before    step 0    step 1    step 2    step 3    end
     messages    0         1         2         3                           K and V of the step
     kernels               0         1         2         3
     messages                        0         1         2         3       dk and dv of the step
 
-A column shows the steps that are in flight or computed at the same time. The first message overlaps
-with nothing, unless the caller calls `receiving` earlier. dk and dv of a step are sent before its
-dq is launched, if dq has a kernel of its own.
+The first message overlaps with nothing, unless the caller calls `receiving` earlier. dk and dv of a
+step are sent before its dq is launched, if dq has a kernel of its own.
 
     shared by ring, strided and magi             their own part
     `receiving`      messages, one step ahead    how they are sent (`messages`, `group_collectives`)
@@ -17,17 +15,15 @@ dq is launched, if dq has a kernel of its own.
     `Step`           kernels, forward            which keys and heads; where dk and dv are written
     `StepBackward`   kernels, backward           ring: a part of dk and dv, which is added to a sum
 
-`replayed` repeats a forward step as one pass. A backward step has two: dk and dv, then dq. So
+`replayed` repeats a forward step as one pass, and a backward step as two: dk and dv, then dq. So
 `forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
 passes of a backward step share one scratch tensor:
 
-    dout, q, lse, delta    copies at the active queries, if these form several ranges; one range is
-                           read in place
-    statistics             row statistics in the form of the kernel backend, if it has its own form
+    dout, q, lse, delta    copies at the active queries, if these form several ranges
+    statistics             row statistics, if the kernel backend has a form of its own
     dq                     the part of dq, if it is added to a running dq
 
-Source: double buffering; the order is that of aqlaboratory/ring-flash-attention pull request 12
-(2025).
+Source: the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -54,8 +50,9 @@ def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, An
     brought).
 
     ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors.
-    Before the iterator returns a step, it starts the messages of the next one. So set the tensors
-    of a step to None before the next step."""
+    The messages of the next step start before a step is returned, so set its tensors to None
+    before.
+    """
     return iter(named_steps(_received(steps, fetch, fetch(0))))
 
 
@@ -77,7 +74,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
 
-    If steps merge, the running out is in the accumulation dtype. The last merge writes the result.
+    If steps merge, the running out is in the accumulation dtype.
     """
     merges = [number for number, step in enumerate(steps) if step.has_work and not step.writes]
     accumulate, out, result = accumulate_dtype(q.dtype), None, None
@@ -108,8 +105,7 @@ def run_backward(
         received: of `receiving`.
         grads: yields the tensor for dk and dv of each step, None if they are not needed.
         reduce: ``reduce(step, grads, room)`` starts to send dk and dv, and returns an object with
-            ``wait()``, or None. At most one reduction is in flight. ``room``: the scratch tensor of
-            the step.
+            ``wait()``, or None. At most one is in flight. ``room``: the scratch tensor of the step.
     """
     reducing = None
     for number, held in received:
@@ -131,8 +127,8 @@ class Step:
     """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``,
     over some keys.
 
-    A step that ``writes`` initialises the results of its heads. Other steps merge their part into
-    the results. A schedule defines `keys` and `gradients`.
+    A step that ``writes`` initialises the results of its heads; others merge their part. A schedule
+    defines `keys` and `gradients`.
     """
 
     def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):
@@ -140,14 +136,14 @@ class Step:
         self.has_work = writes or bool(active.mask.bands)
 
     def keys(self, *held: Any) -> Sequence[Tensor]:
-        """Return K and V (b, keys, heads, width) of the step, as views of the tensors ``held`` that
-        its message brought.
+        """Return K and V (b, keys, heads, width) of the step, views of what its message brought,
+        ``held``.
         """
         raise NotImplementedError
 
     def gradients(self, grads: Tensor) -> Sequence[Tensor]:
-        """Return the views of ``grads`` for dk and dv of these keys, and set the gradients of other
-        keys to 0.
+        """Return the views of ``grads`` for dk and dv of these keys, and set those of other keys to
+        0.
         """
         raise NotImplementedError
 
@@ -194,13 +190,11 @@ class Scratch:
         self.nbytes = 0
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Reserve room for a contiguous tensor."""
         start = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
         self.places[name] = place = _Place(start, torch.Size(shape), dtype)
         self.nbytes = place.stop
 
     def empty(self, device: torch.device) -> Tensor | None:
-        """Allocate the room; None if nothing needs any."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device) if self.nbytes else None
 
     def view(self, room: Tensor | None, name: str) -> Tensor:
@@ -212,15 +206,15 @@ class Scratch:
 
 
 def settings_now() -> Hashable:
-    """Return the settings that a `StepBackward` keeps, for its key."""
+    """Return the settings of a `StepBackward`, for its key."""
     return chosen_backend(), torch.are_deterministic_algorithms_enabled()
 
 
 class StepBackward:
-    """The kernels of a step's backward pass, for one kind of call.
+    """The kernels of a step's backward pass, for one kind of call. ``adds_dq``: the part of dq is
+    added to a running dq, else written there.
 
-    With ``adds_dq`` the part of dq is added to a running dq, else it is written there. ``scratch``
-    has the places of the tensors that both parts use; a schedule may add its own.
+    ``scratch`` has the places of the tensors that both parts use; a schedule may add its own.
     """
 
     def __init__(
@@ -252,9 +246,7 @@ class StepBackward:
         room: Tensor | None,
         *held,
     ) -> None:
-        """Launch dk and dv; "fused" also launches dq. If ``grads`` is None, launch only what dq
-        needs.
-        """
+        """Launch dk and dv; "fused": also dq. Without ``grads``, launch only what dq needs."""
         inputs = QueryInputs(dout, q, lse, delta).heads(self.step.heads)
         written = (None, None) if grads is None else self.gradients(grads, room)
         if not self.active.in_place:
@@ -285,7 +277,6 @@ class StepBackward:
             self.active.add(dq, part)
 
     def gradients(self, grads: Tensor, room: Tensor | None) -> Sequence[Tensor]:
-        """Return the tensors to which the kernels write dk and dv."""
         return self.step.gradients(grads)
 
     def _launch(

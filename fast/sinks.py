@@ -1,10 +1,8 @@
-"""Attention sinks in two kernels, one for each pass; `canon.reference.local` derives them.
+"""Attention sinks in two kernels, one for each pass, which run after those over the keys.
+Derivation, memory and sources: `canon.reference.local`.
 
-Both run after the kernels over the keys, from recorded launches (`replay/recordings.py`). PyTorch
-reduces dlse (b, h, t) to dsink, in a fixed order, if the sink needs a gradient. If only the sink
-needs one, dout of the keys is neither computed nor stored.
-
-Memory and rounding: as `canon.reference.local`. Sources: the same.
+PyTorch reduces dlse (b, h, t) to dsink, in a fixed order. If only the sink needs a gradient, dout
+of the keys is neither computed nor stored.
 """
 
 from typing import Any

@@ -1,33 +1,24 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
 step is computed.
 
-Read `canon.reference.strided` first. The algorithm, the steps and the order of sums are the same
-here. `schedule.py` runs the steps:
+Read `canon.reference.strided` first: algorithm, order of sums and messages are the same.
+`schedule.py` runs the steps:
 
     stream          step i
-    all-gather      K, V of step i + 1                                the group's communicator
-    compute         kernel on K, V of step i; backward dk and dv      dq, if in kernels of their own
-                    first, then
-    all to all      dk, dv of step i - 1, started before dq of i -    the same, or another one
-                    1
-    communication   copy K, V of step i + 1; sum dk, dv of step i -   one stream
-                    1
+    all-gather      K, V of step i + 1, by the group's communicator
+    compute         the kernel on K, V of step i; backward dk and dv, then dq
+    all-to-all      dk, dv of step i - 1, by another communicator on NCCL
+    communication   copies of K, V of step i + 1; sums of dk, dv of step i - 1
 
-- Kernels read K and V in the buffers that received them, with one stride from token to token.
-  `gathered_mask` is in the coordinates of these buffers. A rank loads only the keys from the first
-  to the last that its queries see.
-- Kernels write out and dq of a step's heads into the results. They write dk and dv, rounded to
-  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order: the
-  same inputs give the same bits.
+- Kernels read K and V in the buffers that received them, from the first to the last key that the
+  rank's queries see. `gathered_mask` is in the coordinates of these buffers.
+- Kernels write out and dq of a step's heads into the results, and dk and dv, rounded to
+  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order.
 
-Cost, with T the most tokens of a rank, N = b T g (d + dv), W ranks and n steps. Forward: n
-messages. Each rank receives (W - 1) N elements of the inputs' dtype. Backward: the same again, and
-n messages and (W - 1) N elements of reduce_dtype.
-
-    scratch     w, the most key heads of a step, gives buffers of W N w / g elements: two to gather,
-                in the dtype of the inputs; backward also two to send and one to receive, in
-                reduce_dtype; delta; the scratch of the backward method. With a single step, one
-                buffer each.
+Scratch, with T the most tokens of a rank, N = b T g (d + dv), W ranks and w the most key heads of a
+step, in buffers of W N w / g elements: two to gather, in the dtype of the inputs; backward also two
+to send and one to receive, in reduce_dtype (with a single step, one each); delta; that of the
+backward method.
 
 Sources: as `canon.reference.strided`.
 """
@@ -76,16 +67,12 @@ def strided_plan(call: Call) -> "_Schedule | _OwnerSchedule":
 
 
 class _OwnerSchedule:
-    """The steps and the exchange of one kind of call with ``rank_invariant``."""
-
     def __init__(self, call: Call, steps: Steps):
         self.steps, self.exchange = steps, TileGather(call) if call.ranks > 1 else OwnTokens(call)
 
 
 class _Schedule:
-    """The steps of both passes for one kind of call. ``backward`` is None where the backward pass
-    is that of the ring.
-    """
+    """The steps of both passes; ``backward`` is None where that pass is the ring's."""
 
     def __init__(self, call: Call, steps: Steps):
         self.call = call
@@ -98,14 +85,12 @@ class _Schedule:
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes on the host."""
         return 1000 + self.active.nbytes + 1000 * (len(self.forward) + len(self.backward or ()))
 
 
 class _Step(Step):
-    """Some key ``heads`` of all ranks, and the query heads that share them.
-
-    ``visible``: the keys of a gathered buffer from the first to the last that this rank sees.
+    """Some key ``heads`` of all ranks, and the query heads that share them. ``visible``: the keys
+    of a gathered buffer from the first to the last that this rank sees.
     """
 
     def __init__(self, schedule: _Schedule, visible: slice, heads: range):
@@ -125,7 +110,7 @@ class _Step(Step):
 def strided_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t) in the accumulation dtype."""
+    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
     steps = call.plan.forward
     if call.ranks == 1:
         mask = call.local_mask(0)
@@ -140,9 +125,7 @@ def strided_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens, in the dtype of q. Unneeded ones are neither
-    computed nor sent.
-    """
+    """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
@@ -172,14 +155,14 @@ def strided_backward(
 def invariant_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `strided_forward` with the bits of one rank (`owner_computes.py`)."""
+    """As the twin in `canon.reference`."""
     return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
 
 
 def invariant_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `strided_backward` with the bits of one rank."""
+    """As the twin in `canon.reference`."""
     return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 
 

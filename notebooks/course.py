@@ -122,8 +122,9 @@ def write(above: Path) -> Path:
                 f"{link} is not a link to {target}: choose another folder, as a new one"
             )
     (folder / "my_functions").mkdir(parents=True, exist_ok=True)
-    for module in HERE.glob("*.py"):
-        shutil.copy(module, folder)
+    for ending in ("py", "h", "cpp"):
+        for module in HERE.glob(f"*.{ending}"):
+            shutil.copy(module, folder)
     for link, target in links.items():
         if not link.is_symlink():
             link.symlink_to(target)

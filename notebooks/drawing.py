@@ -5,11 +5,11 @@ The notebooks compute the data with the package. Each colour is one rank.
 
 from functools import wraps
 
+import timeline_figures
 import torch
 from axes import bare, matrix, rank_legend
 from matplotlib.patches import Rectangle
 
-from canon.show import timeline_figures
 from canon.show.mask_figures import band_numbers
 from canon.show.style import INK, PALE, RANKS, STYLE, colour, mean_line, plt, traffic
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from canon.show.spans import KERNELS, Span, recorded
+from spans import KERNELS, Span, by_rank
 
 FOLDER = Path("../paper/data")
 
@@ -61,5 +61,4 @@ def _slowest_first(schedule: str, kernel: str) -> float:
 
 def spans(schedule: str) -> dict[str, list[Span]]:
     """Return the spans of `timeline` by "rank R", in milliseconds, to draw them."""
-    (found,) = recorded({"results": [_profiled(schedule)]}).values()
-    return found
+    return by_rank(_profiled(schedule))

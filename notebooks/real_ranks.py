@@ -31,13 +31,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from spans import Span, kind_of
 from torch import Tensor
 from verdicts import first_difference
 
 from canon.bench.schedules import after_meeting, meet
 from canon.masks.cast_plan import CastPlan
 from canon.reference import Layout, Mask
-from canon.show.spans import Span, kind_of
 from canon.testing import process_groups
 from canon.testing.judge import Agreement, Attended, agreement, oracle, orders
 

@@ -8,8 +8,8 @@
 With a soft-cap, the factor of ds is the slope of each score, scale * (1 - (score / softcap)^2).
 
 lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight
-of a key. Parts of dq, dk and dv from disjoint keys or queries add up. delta belongs to a query: a
-call computes it once for all steps.
+of a key. Parts of dq, dk and dv from disjoint keys or queries add up. A call computes delta once
+for all steps.
 
 dq is a sum along rows of the scores (over keys). dk and dv are sums along columns (over queries).
 One loop cannot finish both tile by tile, so three methods compute the same sums:
@@ -29,8 +29,7 @@ One loop cannot finish both tile by tile, so three methods compute the same sums
                       in head order
 
 A *share* is the query heads that share one key head. This half adds in one fixed order with every
-method; "auto" is "split", whatever the state of `torch.use_deterministic_algorithms` is. The walks
-as pictures, and the bits that they repeat: notebooks/08_backward.md; shares:
+method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
 notebooks/09_grouped_heads.md.
 
 Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
@@ -89,9 +88,7 @@ def gradients(
     needs_grad: tuple[bool, bool, bool],
     whole_tiles: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward`, for a batch and without checks.
-    ``whole_tiles``: as `tiled_backward`.
-    """
+    """Return dq, dk and dv as `attention_backward`, for a batch and without checks."""
     if delta is None:
         delta = make_delta(dout, out, dlse)
     return tiled_backward(
@@ -114,9 +111,7 @@ attention_backward = public_parts.attention_backward(gradients)
 
 
 def make_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
-    """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype. All steps of a call
-    share it.
-    """
+    """Return rowsum(dout * out) - dlse, (*b, h, t), in the accumulation dtype."""
     accumulate = accumulate_dtype(out.dtype)
     delta = (dout.to(accumulate) * out.to(accumulate)).sum(-1).transpose(-1, -2)
     return delta if dlse is None else delta - dlse
@@ -141,10 +136,8 @@ def tiled_backward(
     Float[Tensor, "b s g d"] | None,
     Float[Tensor, "b s g dv"] | None,
 ]:
-    """Return dq, dk and dv as `attention_backward`, without checks: the step of every backward
-    pass.
-
-    ``whole_tiles``: as for `tiled_forward`.
+    """Return the same from delta: the step of every backward pass. ``whole_tiles``: as
+    `tiled_forward`.
     """
     sizes = q.shape[1], k.shape[1], k.shape[1]
     if whole_tiles:
@@ -171,9 +164,7 @@ def tiled_backward(
 
 
 class _Backward:
-    """The loops of one backward pass over the visible tiles. Tensors have their heads first: (b,
-    heads, tokens, width).
-    """
+    """The loops over the visible tiles, of tensors (b, heads, tokens, width)."""
 
     def __init__(self, mask, scale, q, k, v, dout, lse, delta):
         self.mask, self.scale = mask, scale
@@ -181,9 +172,7 @@ class _Backward:
         self.share, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
 
     def fused(self):
-        """Return dq, dk, dv by one loop over key tiles. Scores are computed once; dq grows with
-        every key tile.
-        """
+        """Return dq, dk, dv by one loop over key tiles."""
         dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
@@ -194,13 +183,10 @@ class _Backward:
         return dq, dk, dv
 
     def split(self):
-        """Return dq by a loop over query tiles, then dk and dv by a loop over key tiles."""
         return self.dq(), *self.split_keys()
 
     def split_keys(self):
-        """Return dk, dv by a loop over key tiles. The query heads of a key head are added in each
-        tile.
-        """
+        """Return dk, dv. The query heads of a key head are added in each tile."""
         dk, dv = self._zeros(self.k), self._zeros(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
@@ -210,12 +196,11 @@ class _Backward:
         return dk, dv
 
     def head_parallel(self):
-        """Return dq as split, and dk, dv from one partial sum for each query head."""
         return self.dq(), *self.head_parallel_keys()
 
     def head_parallel_keys(self):
-        """Return dk, dv: a sum for each query head, then the sum of the query heads of each key
-        head, in head order.
+        """Return dk, dv: a sum for each query head, then over the query heads of each key head, in
+        order.
         """
         heads = self.q.shape[1]
         dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
@@ -227,7 +212,6 @@ class _Backward:
         return self._over_share(dk_heads), self._over_share(dv_heads)
 
     def dq(self):
-        """Return dq by a loop over query tiles."""
         dq = self._zeros(self.q)
         for queries, strip in visible_tiles(self.mask, self.q.device):
             for keys, visible in strip:
@@ -236,9 +220,7 @@ class _Backward:
         return dq
 
     def _scores(self, queries, keys, visible):
-        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout in the
-        accumulation dtype.
-        """
+        """Return p, slope * ds and the visible cells of one tile, and its q, k and dout."""
         q, dout = (read(x, queries) for x in (self.q, self.dout))
         k, v = read_keys(self.k, self.v, keys, self.share)
         lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))
@@ -249,7 +231,7 @@ class _Backward:
         return p, slope_of(scores.masked_fill(~visible, 0), self.scale) * ds, visible, q, k, dout
 
     def _over_share(self, x):
-        """Return the sum over the query heads of each key head, in head order."""
+        """Add the query heads of each key head, in head order."""
         first, *others = x.unflatten(1, (-1, self.share)).unbind(2)
         for other in others:
             first = first + other

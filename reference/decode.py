@@ -6,8 +6,7 @@
 
 Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings
 out and lse of every rank to all ranks. Each rank merges the parts in rank order and rounds once, so
-all ranks return the same bits. A sink is applied after the last merge. The formula of `merge` is
-derived in notebooks/00_softmax_in_pieces.md.
+all ranks return the same bits. A sink is applied after the last merge.
 
 With rank_invariant=True all keys travel to all ranks, and each rank computes `attention`
 (`canon.ranks.divided_keys`).
@@ -44,10 +43,7 @@ def decode(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks.
-
-    ``mask``: of this rank's keys, or one for each sequence.
-    """
+    """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""
     number, softcap = split_scale(scale)
     part = attention_forward(
         q, k, v, mask, scale=number, softcap=softcap, out_dtype=accumulate_dtype(q.dtype)
@@ -64,7 +60,6 @@ decode_attention = public_decode.decode_attention(decode, attention)
 def _parts_of_ranks(
     out: Tensor, lse: Tensor, ranks: int, group: dist.ProcessGroup | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return out and lse of each rank, which travel as one message."""
     if ranks == 1 or not out.numel():
         return [(out, lse)]
     sent = torch.cat([out.flatten(), lse.flatten()])

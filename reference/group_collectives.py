@@ -10,8 +10,7 @@ their gradients back.
     rank 2        .            .      .      .         d            (from 1)
     rank 3        .            .      .      .         nothing      (takes part all the same)
 
-`cast_plan` derives this table from mask and layout. All ranks derive the same plan, so no rank
-sends a request.
+All ranks derive this table from mask and layout (`cast_plan`), so no rank sends a request.
 
 `group_cast` is one all-to-all with its own size for each pair of ranks. A token that two ranks need
 is sent twice. The received buffer is not reordered: `CastPlan.local_mask` is the mask in its order.
@@ -34,7 +33,8 @@ Cost of a rank that receives R and sends S tokens of N elements in one cast:
 Limits: every rank takes part in every exchange. A cast that no rank needs is left out of the plan.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025): the two collectives, which send
-no unneeded token."""
+no unneeded token.
+"""
 
 from typing import Any
 
@@ -74,7 +74,6 @@ def _casts_of(plan: CastPlan, rank: int) -> RankCasts:
 
 
 def _needs(mask: Mask, layout: Layout) -> list[tuple[range, ...]]:
-    """Return the keys that the queries of each rank see."""
     return [mask.needed_keys(ranges) for ranges in layout.ranges_per_rank]
 
 
@@ -118,10 +117,9 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 def _area(mask: Mask, rows: range) -> int:
-    """Return the visible cells of the queries ``rows``.
-
-    `Band.pick` needs one stride for queries and keys. So the keys are divided by their residue
-    modulo the stride."""
+    """Return the visible cells of the queries ``rows``. `Band.pick` needs one stride for queries
+    and keys, so keys are divided by their residue modulo the stride.
+    """
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
     return sum(band.pick(rows, some).area for band in touched for some in columns)
@@ -140,7 +138,6 @@ class GroupCast:
         )
 
     def wait(self) -> Tensor:
-        """Wait for the exchange and return the received rows."""
         self.work.wait()
         return self.received
 
@@ -166,9 +163,7 @@ class GroupReduce:
         )
 
     def wait(self) -> Tensor:
-        """Wait for the exchange, add the received rows to this rank's tokens in rank order, and
-        return these.
-        """
+        """Add the received rows to this rank's tokens in rank order, and return these."""
         self.work.wait()
         total = self.into.to(accumulate_dtype(self.into.dtype))
         parts = self.received.to(total.dtype).split(self.sizes.sent)

@@ -1,9 +1,9 @@
 """Latent attention (MLA): latents travel round the ring, and each rank projects them to K and V
 after their arrival.
 
-A token has a latent c of ``rank`` values (the name of the model's configuration; elsewhere a rank
-is a process), and a part r of K of ``rope`` values with the rotary embedding, for all heads
-together. Head i projects c. The rows of ``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
+A token has a latent c of ``rank`` values, the model's name for this width, and a part r of K of
+``rope`` values with the rotary embedding, for all heads together. Head i projects c. The rows of
+``up_weight`` are Wk_0, Wv_0, Wk_1, Wv_1, ...:
 
     K_i = [c Wk_i^T | r]   V_i = c Wv_i^T   out_i = attention of q_i (d wide) over K_i, V_i (dv)
 
@@ -19,12 +19,9 @@ step stay on the rank, and become
     dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
 dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A
-rank's gradient of ``up_weight`` is the part of its own queries: add those of all ranks, as for
-every replicated parameter. DistributedDataParallel divides their sum by the number of ranks, as
-`canon.training.sequence_loss` expects. All sums have a fixed order.
+rank's gradient of ``up_weight`` is the part of its own queries. All sums have a fixed order.
 
-Hidden tokens may hold NaN. They would reach dWk and dWv, which sum over tokens, so they are 0 from
-`Projection.keys` on.
+Hidden tokens may hold NaN, which would reach dWk and dWv, so `Projection.keys` sets them to 0.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
 R = h (d - rope + dv) rows:
@@ -36,20 +33,21 @@ R = h (d - rope + dv) rows:
     memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
               dV, and both once more in projection order, in float32
 
-Price: every rank projects all tokens that it receives. A model that projects before
-`ring_attention` computes 1/n of that. Under a causal mask, the forward projections are 2 rank R /
-(t h (d + dv)) of attention's FLOPs: 820 / t for DeepSeek-V3.
+Price: a model that projects before `ring_attention` computes 1/n of these projections. Under a
+causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for
+DeepSeek-V3.
 
-Forward, under a causal mask, it pays where hops of K and V would take longer than attention and the
-projections. At F FLOP/s and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank.
-For 600 TFLOP/s these are 3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
+It pays where hops of K and V would take longer than attention and the projections. Forward, at F
+FLOP/s and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank: for 600 TFLOP/s
+3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
 
 Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
 decode few queries, absorb Wk into q and Wv into the output instead: then keys of rank + rope values
 serve all heads.
 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
-Model (2024), section 2.1."""
+Model (2024), section 2.1.
+"""
 
 from collections.abc import Iterator, Sequence
 

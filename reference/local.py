@@ -8,14 +8,12 @@ keys with a visible cell:
     total = exp(m - m') total + rowsum p   weighted = exp(m - m') weighted + p v
     after the last tile                    out = weighted / total       lse = m + log total
 
-Subtracting m' keeps exp from overflowing. The factor exp(m - m') rescales the old sums when m
-rises. Derivation, by hand and in code: notebooks/00_softmax_in_pieces.md.
+Subtracting m' keeps exp from overflowing. Derivation: notebooks/00_softmax_in_pieces.md.
 
-`merge` joins two finished results over disjoint keys in the same way. Steps of a ring and of magi
-are joined by it.
+`merge` joins two finished results over disjoint keys in the same way: steps of a ring, for example.
 
-A *sink*, a learned logit for each query head, joins the denominator without a key or a value. It is
-applied once, after all keys, so no merge and no message changes: see `_Sink`.
+A *sink*, a learned logit for each query head, joins the denominator without a key or a value, once,
+after all keys (`_Sink`).
 
 Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
 cost as much:
@@ -31,7 +29,8 @@ Limits: no dropout or bias.
 
 Sources: Tri Dao, FlashAttention-2 (2023), algorithm 1; sinks: Xiao et al., Efficient Streaming
 Language Models with Attention Sinks (2023); learned logits: OpenAI, gpt-oss-120b & gpt-oss-20b
-Model Card (2025)."""
+Model Card (2025).
+"""
 
 from typing import Any
 
@@ -192,9 +191,8 @@ class _Sink(torch.autograd.Function):
         -inf    > -inf    1     dout_keys = dout; dlse and dz get 0: attention without a sink
         +inf    > -inf    0     0
 
-    Each rank computes dz from its own queries. Add the gradients of all ranks, as for every
-    replicated parameter. out_keys, its product with a, and dout_keys are each rounded to the dtype
-    of q. The rest is float32 (float64 for float64)."""
+    out_keys, its product with a, and dout_keys are each rounded to the dtype of q.
+    """
 
     @staticmethod
     def forward(ctx, out, lse, sink):

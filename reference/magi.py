@@ -15,12 +15,8 @@ ranks:
                     ranks hold
     group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
 
-All ranks derive the same `CastPlan` from mask, layout and options. So each rank sends without a
-request.
-
 Forward: the received keys are divided into up to ``casts`` casts. In each step: wait for its cast,
-start the next cast, compute attention over one buffer of keys, `merge`. Partial results are float32
-(float64 for float64), and out is rounded once:
+start the next cast, compute attention over one buffer of keys, `merge`. Out is rounded once:
 
     own_keys_first=False   compute              own keys and cast 0             no overlap
     casts=1                in flight   cast 0
@@ -34,8 +30,8 @@ A buffer holds own keys first, then received keys by source rank. `CastPlan.loca
 Backward: the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays; dk and dv of
 received keys travel back. A key is received in one cast, so its dk and dv are rounded to
 reduce_dtype once. The owner adds in float32: its own part, then cast by cast, each in rank order.
-Equal calls give the same bits. Other ``casts`` may give other bits. With ``rank_invariant=True``
-any number of ranks gives the same bits (`owner_computes.py`).
+Equal calls give the same bits, other ``casts`` perhaps others. With ``rank_invariant=True`` any
+number of ranks gives the same bits (`owner_computes.py`).
 
 Cost of a rank that receives R and sends S tokens in all casts (a token sent to two ranks counts
 twice). K and V of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype.
@@ -50,8 +46,8 @@ twice). K and V of a token have N = b g (d + dv) elements of e bytes, E in reduc
     with keep_kv       none for K and V in backward   0 in backward    all received keys until the
                                                                        backward pass
 
-FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's
-queries. All terms of the peak memory: notebooks/04_magi.md.
+FLOPs: those of the visible cells of this rank's queries. All terms of the peak memory:
+notebooks/04_magi.md.
 
 Casts: own keys first hides a cast that takes at most as long as step 0. More casts hide more and
 shorten the last reduce. Each one adds an all-to-all and a merge forward, and two all-to-alls
@@ -124,9 +120,8 @@ def magi_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens in the dtype of q.
-
-    dq is None if q needs no gradient. dk and dv are None if neither k nor v needs one.
+    """Return dq, dk, dv of this rank's tokens in the dtype of q; dq is None if q needs no gradient,
+    dk and dv if neither k nor v needs one.
     """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
@@ -218,9 +213,7 @@ def key_steps(
 
 
 def join_kv(k: Tensor, v: Tensor) -> Tensor:
-    """Return K and V as one row for each token, (t, b, g, d + dv),
-    so that one message moves both.
-    """
+    """Return K and V as one row for each token, (t, b, g, d + dv): one message moves both."""
     return torch.cat([k, v], -1).transpose(0, 1).contiguous()
 
 
@@ -249,9 +242,7 @@ class SequenceCast:
         )
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the messages and return both tensors: own and received tokens at their
-        positions, 0 for all others.
-        """
+        """Return own and received tokens at their positions in the sequence, 0 for all others."""
         if self.in_flight:
             self.received = self.in_flight.wait()
         full = self.own.new_zeros(self.tokens, *self.own.shape[1:])

@@ -13,7 +13,7 @@ The mesh is ("tokens", "heads"). A row has H neighbouring ranks, best on one hos
 Forward: exchange q, k and v; run the schedule of the call, `Call.computed`; send out and lse back.
 Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back. The forward pass
 keeps the exchanged q, k, v, out and lse. A compiled call keeps its own tokens, and exchanges them
-again. A sink is applied afterwards, to the rank's own tokens. T = 1 is Ulysses.
+again. T = 1 is Ulysses.
 
 A row holds its tokens by position (`canon.masks.rows`), so the parts of ``zigzag(n, T H)`` make the
 rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. Values move
@@ -61,7 +61,7 @@ def mesh_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Return dq, dk, dv of this rank's tokens. The tensors from q on are those of the column."""
+    """Return dq, dk, dv of this rank's tokens, from tensors of the column (q and all after it)."""
     schedule = call.computed
     if q.shape[2] == call.shapes[0][2]:  # a compiled call keeps the rank's own
         q, k, v, out = (to_column(call, x) for x in (q, k, v, out))
@@ -86,7 +86,7 @@ def to_column(call: Call, x: Tensor) -> Tensor:
 
 
 def to_tokens(call: Call, x: Tensor) -> Tensor:
-    """Return all heads (b, t, n, d) of this rank's tokens, from x (b, sum of t, n / H, d)."""
+    """Return the inverse: all heads (b, t, n, d) of this rank's tokens."""
     row, column = divmod(call.rank, call.columns)
     sizes, rows = sizes_of_row(call), x.transpose(0, 1)
     for order in order_of_row(call.layout, call.columns, row, x.device):
@@ -108,7 +108,7 @@ def all_to_all(call: Call, rows: Tensor, sent: list[int], received: list[int]) -
 
 
 def sizes_of_row(call: Call) -> list[int]:
-    """Return the number of tokens of each rank of this row."""
+    """Return the tokens of each rank of this row."""
     first = call.rank - call.rank % call.columns
     return [call.layout.size(rank) for rank in range(first, first + call.columns)]
 

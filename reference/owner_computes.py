@@ -11,8 +11,8 @@ never travel:
 
 A received token is written to its position in the sequence. So the tiles are those of one rank: 128
 x 128 tokens, cut at multiples of 128. A rank walks the tiles of its own pieces, and each piece
-begins at a multiple of 128 tokens. Hence every tile has the operands that it has on one rank, and
-tiles are added in the same order. Experiment: notebooks/08_backward.md.
+begins at a multiple of 128 tokens. Hence every tile has the operands that it has on one rank.
+Experiment: notebooks/08_backward.md.
 
 Two exchanges bring tokens to their positions:
 
@@ -162,7 +162,7 @@ def owner_backward(
 
 
 def query_heads(heads: range, q: Tensor, k: Tensor) -> slice:
-    """Return the query heads that share the key heads ``heads``."""
+    """Return the query heads that share these key heads."""
     share = q.shape[2] // k.shape[2]
     return slice(share * heads.start, share * heads.stop)
 
@@ -175,7 +175,6 @@ def of_heads(max_logits: Tensor | None, heads: slice) -> Tensor | None:
 def _query_gradient(
     call: Call, dout: Tensor, q: Tensor, k_full: Tensor, v_full: Tensor, lse: Tensor, delta: Tensor
 ) -> Tensor:
-    """Return dq of this rank's queries, over all keys."""
     parts = [
         tiled_backward(
             dout[:, rows],
@@ -199,9 +198,7 @@ def _query_gradient(
 def _key_gradients(
     call: Call, queries_full: Sequence[tuple[Tensor, Tensor]], k: Tensor, v: Tensor
 ) -> list[Tensor]:
-    """Return dk and dv of this rank's keys, over all queries: ``queries_full`` holds q and dout,
-    then lse and delta.
-    """
+    """Return dk and dv over all queries: ``queries_full`` holds q and dout, then lse and delta."""
     (q, dout), (lse, delta) = queries_full
     statistics = [x.squeeze(-1).transpose(1, 2) for x in (lse, delta)]
     parts = [

@@ -3,29 +3,25 @@ move few keys.
 
 The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its
 rows, and a *need*, its own tokens and the keys that its queries see. A rank computes the sum of its
-areas, receives the union of its needs without its own tokens, and sends its own tokens to each
-other rank that needs them:
+areas, and receives the union of its needs without its own tokens:
 
     22 causal tokens   aaaaaaaaaaaaaabbccdddd    chunk   area               need
     their chunks       0000111122223333444455    1       5+6+7+8    = 26    tokens 0 to 7 (of a)
                                                  3       13+14+1+2  = 30    tokens 0 to 15 (a and b)
 
-A batch with a mask for each sequence has one layout: areas, needs and moved tokens are sums over
-its sequences.
+With a mask for each sequence, areas, needs and moved tokens are sums over the sequences.
 
-An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). In
-the backward pass dk and dv return on the same paths, so both directions change places, and moved is
-the same. A token has one time for all exchanges of a call, 1 / tokens_per_us: K and V twice, and dk
-and dv in float32.
+An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). dk
+and dv return on the same paths, so moved is the same in both passes. A token has one time for all
+exchanges of a call, 1 / tokens_per_us.
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak
        up to `allowed` counts as `allowed`: `imbalance` times the lower bound of the computing part,
        max(mean area, largest chunk)
-    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens: all
-       ranks wait for the busiest one, and share the links. The weight is chosen on packs: with
-       less, the sum grows by more than 3 per cent
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens. The
+       weight is chosen on packs: with less, the sum grows by more than 3 per cent
 
 Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
@@ -47,8 +43,7 @@ No step makes the score worse, so a plan is never worse than zigzag or contiguou
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills
 a free slot. A rank holds at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: nothing is sent. A round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks /
-ranks)^2. `canon.fast` makes the same plans faster.
+Cost: a round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
 
 Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
 
@@ -166,7 +161,7 @@ def size_of(held: Held) -> int:
 
 
 def need_of(held: Iterable[Chunk]) -> int:
-    """Return the set of tokens whose keys a rank with these chunks uses, including its own."""
+    """Return the tokens whose keys a rank with these chunks uses, including its own."""
     return reduce(or_, (chunk.need for chunk in held), 0)
 
 
@@ -176,9 +171,7 @@ def received_by(held: Held) -> int:
 
 
 def moved_by(assignment: Assignment) -> list[int]:
-    """Return for each rank the tokens that it receives or those that it sends,
-    whichever are more.
-    """
+    """Return for each rank max(tokens received, tokens sent)."""
     needs = [need_of(held) for held in assignment]
     owns = [reduce(or_, (x.own for x in held), 0) for held in assignment]
     # not to itself
@@ -187,10 +180,11 @@ def moved_by(assignment: Assignment) -> list[int]:
 
 
 class Aim:
-    """The objective of a plan. Costs are times, in 1 / (cells_per_us * tokens_per_us) microseconds.
+    """The objective of a plan, with times in 1 / (cells_per_us * tokens_per_us) microseconds.
 
-    Attributes: ``bound``, the lower bound of the largest area; ``allowed``, the largest cost that
-    is good enough."""
+    ``bound``: the lower bound of the largest area. ``allowed``: the largest cost that is good
+    enough.
+    """
 
     def __init__(
         self, chunks: Held, ranks: int, imbalance: Fraction, cells_per_us: int, tokens_per_us: int
@@ -201,7 +195,7 @@ class Aim:
         self.allowed = int(self.bound * imbalance) * tokens_per_us
 
     def cost(self, area: int, tokens: int) -> int:
-        """Return the time of a rank, max(computing, moving tokens)."""
+        """Return max(computing, moving tokens) of a rank."""
         cells_per_us, tokens_per_us = self.rates
         return max(area * tokens_per_us, tokens * cells_per_us)
 
@@ -227,14 +221,13 @@ def tokens_of(held: Held) -> list[range]:
 
 # ----------------------------------------------------------------- assignments in sequence order
 def contiguous(chunks: Held, ranks: int) -> Assignment:
-    """Assign neighbouring chunks to the same rank. The first ranks get one empty chunk each."""
+    """Assign neighbouring chunks to a rank. The first ranks get one empty chunk each."""
     return _filled(chunks, [_counts(chunks, ranks)])
 
 
 def zigzag(chunks: Held, ranks: int) -> Assignment:
-    """Assign early and late chunks to each rank, half and half.
-
-    The last ranks get the empty chunks, because the first has the short one.
+    """Assign early and late chunks to each rank, half and half. The last ranks get the empty
+    chunks, because the first has the short one.
     """
     if len(chunks) <= ranks:  # one slot: no halves
         return contiguous(chunks, ranks)
@@ -305,8 +298,8 @@ def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most
 def _swapped(
     assignment: Assignment, aim: Aim, most: int, settled: set[tuple[int, int]]
 ) -> tuple[Assignment, int]:
-    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: unchanged
-    pairs without a gain.
+    """Return the assignment after up to ``most`` swaps, and their number. ``settled``: pairs
+    without a gain.
     """
     assignment, made = assignment[:], 0
     while made < most:
@@ -328,9 +321,7 @@ def _swapped(
 
 
 def _best_swap(mine: Held, theirs: Held, aim: Aim) -> tuple[Held, Held] | None:
-    """Return both ranks after the best swap of two chunks, or None. Ties: the first chunk of mine,
-    of theirs.
-    """
+    """Return both ranks after the best swap of two chunks, the first of equal ones, or None."""
 
     def worth(cost_here: int, cost_there: int, traffic: int) -> tuple[int, int]:
         return max(cost_here, cost_there, aim.allowed), traffic

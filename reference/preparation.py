@@ -4,9 +4,9 @@
     8), widths=(128, 128)) before the first layer:   plans.load()
     in every layer:           out = magi_attention(q, k, v, plans.mask, plans.layout)
 
-A mask of packed documents is new in every step, so its plans cannot come from an earlier step.
-Workers of the data loader have time for them. Threads of the training process share its cache:
-plans that `prepare` makes there are loaded at once.
+A mask of packed documents is new in every step, so its plans cannot come from an earlier one, and
+workers of the data loader have time for them. In threads of the training process, `prepare` alone
+fills the cache.
 
     function                 plans of `canon.reference`
     the ring functions       the local masks of this rank and each owner of keys
@@ -16,14 +16,10 @@ plans that `prepare` makes there are loaded at once.
     `magi_attention`         the cast plan, and the local mask of each of its steps
     `attention`              none
 
-`canon.fast.prepare` also makes the tables of its kernels. This is why `prepare` takes shapes, dtype
-and device.
+`canon.fast.prepare` also makes the tables of its kernels, from shapes, dtype and device.
 
-Cost: that of the local masks for each rank's keys; for `magi_attention` also that of `cast_plan`.
-Nothing is sent.
-
-Source: the plans of MagiAttention (Tao and Huang, 2025) are also made once for each mask, ahead of
-the layers."""
+Source: MagiAttention (Tao and Huang, 2025) also plans once for each mask.
+"""
 
 from contextlib import nullcontext
 
@@ -35,7 +31,6 @@ __all__ = ["prepare"]
 
 
 def _run(call: Call, backward: bool) -> None:
-    """Look up the plans of a call."""
     for _ in call.algorithm.parts(call.computed, backward):
         pass
 

@@ -14,20 +14,19 @@ Every step except the last starts one:
 
 Forward, in each step: start the next hop, compute out and lse over the keys of one owner, `merge`
 them into the result, wait for the hop. Partial results are float32 (float64 for float64). out is
-rounded once, at the end, and a second time under a sink.
+rounded once, at the end.
 
-Backward: K and V travel again, because a rank saves only its own. Each rank adds its parts of dq.
-Its part of dk and dv joins the sum that follows the keys. A sum is rounded to reduce_dtype before
-each hop.
+Backward: K and V travel again, because a rank saves only its own. Its part of dk and dv joins the
+sum that follows the keys. A sum is rounded to reduce_dtype before each hop.
 
-Bits: a repeated call gives the same bits, because every order is fixed. Rank r adds by owner: r, r
-- 1, ..., r + 1. The sums of owner o are added by rank: o + 1, o + 2, ..., o.
+Bits: every order is fixed, so a repeated call gives the same bits. Rank r adds by owner: r, r - 1,
+..., r + 1. The sums of owner o are added by rank: o + 1, o + 2, ..., o.
 
 Balance: a rank that starts a step late delays the next rank one step later. So all ranks need equal
 work in *every* step. `Layout.zigzag` cuts s = 2 n c tokens into 2 n chunks, and rank r holds the
 chunks r and 2 n - 1 - r. Under a causal mask each rank then has 2 c^2 + c visible cells in step 0
-and 2 c^2 in every other step. Contiguous shards take about 2 - 1/n times as long.
-`Layout.local_mask` gives the mask of every step. Proof: notebooks/02_ring_and_zigzag.md.
+and 2 c^2 in every other step. Contiguous shards take about 2 - 1/n times as long. Proof:
+notebooks/02_ring_and_zigzag.md.
 
 Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in
 reduce_dtype, A in partial results:
@@ -40,8 +39,7 @@ reduce_dtype, A in partial results:
                                                               three like dq
 
 A hop has two messages, one for each tensor. If neither k nor v needs a gradient, dk and dv make no
-hops. FLOPs are those of `tiled_forward` and `tiled_backward` for the visible cells of this rank's
-queries.
+hops. FLOPs: those of the visible cells of this rank's queries (`local.py`, `backward.py`).
 
 Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards
 are not sent. A step hides one hop of keys, backward also one of gradients; nothing hides the last
@@ -74,14 +72,12 @@ Return = Callable[[Tensor, Tensor], Sequence[Tensor]]
 
 
 def as_held(mask: Mask, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-    """Return K and V of a step: the tensors that travel. `latent.py` projects other tensors to
-    them.
-    """
+    """Return the tensors that travel: K and V, or what `latent.py` projects to them."""
     return k, v
 
 
 def as_computed(dk: Tensor, dv: Tensor) -> Sequence[Tensor]:
-    """Return the gradients of the tensors that travel: those of K and V."""
+    """Return the gradients of the tensors that travel."""
     return dk, dv
 
 
@@ -125,10 +121,8 @@ def ring_backward(
     read: Read = as_held,
     returned: Return = as_computed,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk, dv of this rank's tokens in the dtype of q.
-
-    dq is None if q needs no gradient. dk and dv are None, and not sent, if neither k nor v needs
-    one.
+    """Return dq, dk, dv of this rank's tokens in the dtype of q; dq is None if q needs no gradient,
+    dk and dv (which then do not travel) if neither k nor v needs one.
     """
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
     needs_grad = (needs_grad[0], keys_need_grad, keys_need_grad)  # dk and dv travel together
@@ -181,9 +175,7 @@ def _plus_received(part: Sequence[Tensor], hop: "Hop") -> list[Tensor]:
 
 class Hop:
     """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the
-    previous rank.
-
-    The received tensors belong to ``owner``, modulo the number of ranks.
+    previous rank. These belong to ``owner``, modulo the number of ranks.
     """
 
     def __init__(self, tensors: Sequence[Tensor], owner: int, call: Call):
@@ -198,7 +190,6 @@ class Hop:
         self.requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """Wait for the transfer and return the received tensors."""
         for request in self.requests:
             request.wait()
         return self.received

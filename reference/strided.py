@@ -19,21 +19,19 @@ keys in one step, so nothing is merged and out is rounded once. Gathered keys li
 Backward: K and V are gathered again, because a rank saves only its own. A step gives the final dq
 of its query heads and this rank's part of dk and dv for the keys of all ranks. Each part is rounded
 to reduce_dtype, and one all-to-all sends it to the owner of the keys. The owner adds the n parts in
-rank order, in float32 (float64 for float64), so a repeated call gives the same bits. The order of
-NCCL's own reduce-scatter depends on the topology. With ``rank_invariant=True`` any number of ranks
-gives the same bits (`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is
-that of `ring_attention`.
+rank order, in float32 (float64 for float64), so a repeated call gives the same bits. With
+``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`). With
+``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
 
 Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing
-hides the first gather and the last all-to-all. The first and the last head group can be split to
-shorten them, but the additional steps rarely pay (notebooks/03_strided.md).
+hides the first gather and the last all-to-all. Split head groups shorten them, but rarely pay
+(notebooks/03_strided.md).
 
 Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag`
 for a causal mask.
 
-Stride: a larger one makes fewer and larger messages and kernels. By default the gathered K and V
-take at most 1 GiB. 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring:
-its buffers do not grow with n.
+Stride: a larger one makes fewer and larger messages and kernels; 1 takes the least memory. If the
+buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
 bytes in reduce_dtype:
@@ -45,15 +43,15 @@ bytes in reduce_dtype:
                                                    3 of it
 
 FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's
-queries; backward as in `backward.py`. All terms of the peak memory: notebooks/03_strided.md.
+queries; backward as in `backward.py`. Peak memory in full: notebooks/03_strided.md.
 
 Limits: head_stride must divide g, and g must divide h. A gather pads each shard to the size of the
-largest; the all-to-all does not. If only one of k and v needs a gradient, both dk and dv are
-computed and sent.
+largest.
 
 Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a
 time: Zilin Zhu, ring-flash-attention. Split head groups, float32 reduction:
-aqlaboratory/ring-flash-attention pull request 12."""
+aqlaboratory/ring-flash-attention pull request 12.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -166,7 +164,7 @@ def invariant_forward(
 def invariant_backward(
     call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `strided_backward` with the bits of one rank."""
+    """Return the gradients of `strided_backward`, likewise."""
     fetch = partial(SequenceGather, call=call)
     return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, *given)
 
@@ -198,7 +196,6 @@ class AllGather:
             self.request = dist.all_gather(self.shards, padded, group=call.group, async_op=True)
 
     def wait(self) -> tuple[Tensor, Tensor]:
-        """Wait for the message and return K and V of all ranks' tokens."""
         if self.request:
             self.request.wait()
         full = self.joined(
@@ -208,7 +205,6 @@ class AllGather:
         return k, v
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the tokens in rank order."""
         return torch.cat(shards, dim=1)
 
 
@@ -247,9 +243,7 @@ class ReduceScatter:
             )
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Wait for the messages and return the sums of dk and dv for this rank's tokens, in float32
-        or float64.
-        """
+        """Return the sums of dk and dv for this rank's tokens, in float32 or float64."""
         if self.request:
             self.request.wait()
         total = self.received[0].to(accumulate_dtype(self.received.dtype))

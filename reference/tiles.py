@@ -29,7 +29,7 @@ def visible_tiles(
     and keys change roles.
 
     ``queries`` and ``keys`` are slices of at most 128 tokens. ``visible`` (queries, keys) is the
-    boolean mask of a tile. Tiles without a visible cell are left out of the list.
+    boolean mask of a tile.
     """
     tiles = [
         [range(a, min(a + TILE, n)) for a in range(0, n, TILE)]
@@ -79,9 +79,7 @@ def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Te
 
 
 def scores_of(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
-    """Return s = scale * q k^T, or softcap * tanh(s / softcap). Hidden cells are masked afterwards,
-    and stay hidden.
-    """
+    """Return s = scale * q k^T, or softcap * tanh(s / softcap). Nothing is masked yet."""
     number, softcap = split_scale(scale)
     scores = number * q @ k.mT
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from functools import partial
 
 import hopper
+from cuda_emulation import emulated
 from sharded import DEVICE
 
 from canon.fast import backend
-from canon.testing.cuda_emulation import emulated
 
 inputs = partial(hopper.inputs, d=32, dv=32)  # the emulation is slow
 

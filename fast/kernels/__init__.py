@@ -21,8 +21,7 @@ thing:
     tile schedule    tile scheduler (FA)       all work tiles of a launch, in the order in which
                                                CTAs claim them
     owner            -                         the head whose dk and dv a CTA computes
-    row statistics   softmax_lse, dPsum (FA)   lse and delta = rowsum(dout * out) - dlse of each
-                                               query
+    row statistics   softmax_lse, dPsum (FA)   lse and delta of each query
     stale maximum    -                         an old row maximum, verified afterwards by the sums
                                                of P
     loader           producer (FA)             the warps that load by TMA

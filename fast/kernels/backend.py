@@ -5,8 +5,7 @@
     rows       merge, delta, sinks, copies and sums of rows (`Rows`); "gluon" and "cuda" use those
                of "triton"
     serves     the tensors for which the automatic choice may take it
-    check      raises for tensors that it does not support, when it was chosen by name: it is never
-               replaced
+    check      raises for tensors that it does not support, when it was chosen by name
 
 Both modules are imported when they are first used. Passes write into given tensors, of any strides;
 work tables, masks and scratch are their own affair.
@@ -118,9 +117,7 @@ class Kernels(Protocol):
 
 
 class Rows(Protocol):
-    """The operations on rows (tokens). `canon.fast.kernels.torch.rows` is the shortest description
-    of each.
-    """
+    """The operations on rows (tokens): `canon.fast.kernels.torch.rows` describes each."""
 
     merge: Callable[..., None]
     delta: Callable[..., None]
@@ -144,11 +141,10 @@ class Backend:
     is that of the backward pass, "split" for the forward pass. ``check_device(x)`` raises
     RuntimeError or ValueError if its row operations do not run on the device of x, and ``check(q)``
     if its kernels do not support q. ``extras``: "max_logits" if `Kernels.forward` takes them,
-    "parts" if few queries over many keys are summed in parts, by ``parts_module``.
-    ``automatic``: whether it is taken without being asked for. ``compiles``: whether its kernels
-    are compiled, so that `canon.fast.ahead` compiles them before they run.
-    ``replayable``: whether all it does is seen by `launcher.launch` or is an operator of PyTorch. A
-    pass of another backend runs as written in each call: its recording would lack launches.
+    "parts" if few queries over many keys are summed in parts, by ``parts_module``. ``automatic``:
+    whether it is taken without being asked for. ``compiles``: whether `canon.fast.ahead` compiles
+    its kernels. ``replayable``: whether `launcher.launch` sees all it does, or it is an operator of
+    PyTorch; others run as written in each call.
     """
 
     name: str
@@ -165,22 +161,17 @@ class Backend:
 
     @cached_property
     def module(self) -> ModuleType:
-        """Import the module of the attention kernels, with functions that only this backend has."""
         return import_module(self.kernels_module)
 
     @property
     def kernels(self) -> Kernels:
-        """Return the attention kernels."""
         return cast(Kernels, self.module)
 
     @property
     def forward_in_parts(self) -> Callable[..., None]:
-        """Import the forward pass of few queries over many keys, with the arguments of
-        `Kernels.forward`.
-        """
+        """Import the forward pass in parts, with the arguments of `Kernels.forward`."""
         return import_module(self.parts_module).forward_in_parts
 
     @cached_property
     def rows(self) -> Rows:
-        """Import the row operations."""
         return cast(Rows, import_module(self.rows_module))

@@ -1,6 +1,6 @@
 """Repairs of Triton's CPU interpreter (TRITON_INTERPRET=1), releases 3.6 to 3.9.
 
-The first interpreted launch calls `repair`, which changes Triton for the whole process.
+The first interpreted launch calls `repair`, for the whole process.
 
     fault of the interpreter                     repair
     bfloat16 is held as uint16 bit patterns,     widen operands to float32, round the results
@@ -46,9 +46,8 @@ def is_requested() -> bool:
 
 
 def repair(kernel: Any = None) -> bool:
-    """Repair the interpreter if it is requested or runs ``kernel``. Return whether it is.
-
-    Raises ImportError if the repairs do not fit the installed release of Triton.
+    """Repair the interpreter if it is requested or runs ``kernel``. Return whether it is. Raises
+    ImportError for another release of Triton.
     """
     if not (is_requested() or type(kernel).__name__ == "InterpretedFunction"):
         return False
@@ -98,7 +97,6 @@ def _computes_bfloat16() -> bool:
 
 
 def _repair_library() -> None:
-    """Replace compiled functions of triton.language, such as `tl.sum`, by interpreted ones."""
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
@@ -140,8 +138,6 @@ def _repair_bfloat16() -> None:
         return handle(narrow(x.data), tl.bfloat16)
 
     def through_float32(method: Callable) -> Callable:
-        """Widen bfloat16 operands of an operation and round its result."""
-
         @wraps(method)
         def repaired(self, *operands):
             if not any(map(is_bf16, operands)):
@@ -338,8 +334,6 @@ def _looked_up_once(look_up: Callable) -> Callable:
 
 
 def _languages(names: dict) -> tuple:
-    """Return the ids of the language modules among the globals of a kernel: a launch patches
-    them.
-    """
+    """Return the ids of the language modules that a kernel with these globals patches."""
     core = (tl, tl.core)
     return tuple(sorted({id(x) for x in names.values() if any(x is module for module in core)}))

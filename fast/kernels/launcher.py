@@ -1,8 +1,8 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch, a large part of its host time. `launch` lets it do so
-once for each key (`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on
-the meta device stand for those of a `Gpu` or a CPU; their launches do nothing.
+Triton inspects all arguments at each launch; `launch` lets it do so once for each key
+(`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device
+stand for those of a `Gpu` or a CPU; their launches do nothing.
 """
 
 import threading
@@ -96,8 +96,8 @@ def copy_back(x: Tensor, written: Tensor) -> None:
 
 
 def tma_loadable(x: Tensor, every_axis: bool = False) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: strides of axes of
-    length 1 matter, too.
+    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: also those of length 1
+    count.
     """
     return x.data_ptr() % 16 == 0 and _tma_strides(
         x.shape, x.stride(), x.element_size(), every_axis

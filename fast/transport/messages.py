@@ -1,27 +1,22 @@
 """Messages between ranks: blocks round a ring, all-gathers, reduce-scatters, and the communicators
 that carry them.
 
-    schedule   fetch                                       reduce
-    ring       `BlockRing`: one block from rank to rank    `BlockRing`: its gradient, one step
-                                                           behind
-    strided    `AllGather`: K and V of some heads          `ReduceScatter`: dk and dv of these heads
-    magi       `begin_cast`: K and V of the needed         `GroupReduce`: their dk and dv
-               tokens
+    schedule   fetch                                     reduce
+    ring       `BlockRing`: a block from rank to rank    `BlockRing`: its gradient, one step behind
+    strided    `AllGather`: K and V of some heads        `ReduceScatter`: dk and dv of these heads
+    magi       `begin_cast`: K and V of needed tokens    `GroupReduce`: their dk and dv
 
-`begin_cast` and `GroupReduce` are in `group_collectives.py`. Group casts differ in size, so each
-one allocates its own memory. The classes here have two buffers: kernels read one while the other
-one receives.
+Those of magi are in `group_collectives.py`: they differ in size, so each one allocates its own
+memory. The classes here have two buffers: kernels read one while the other one receives.
 
-A message starts before the kernel that overlaps with it. With NCCL, `wait` blocks the compute
-stream and not the host; gloo blocks the host. Two buffers are enough. A message into a buffer
-starts after the launch of all kernels that read its old content, and after the end of the message
-that sent it on. The stream of the messages waits for these kernels.
+With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. Two buffers are
+enough: a message into a buffer starts after the launch of all kernels that read its old content,
+and after the end of the message that sent it on.
 
 On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a
-reduction. Gathers and hops use the group's own one, in turn with other messages of the group, such
-as those of DDP. On the communication stream of a `Transport`, kernels copy and sum the data of
-messages while attention kernels run. paper/records.md has the reason why no message uses copy
-engines.
+reduction. Gathers and hops use the group's own one. On the communication stream of a `Transport`,
+kernels copy and sum the data of messages while attention kernels run. No message uses copy engines
+(paper/records.md).
 """
 
 from collections.abc import Sequence
@@ -58,9 +53,7 @@ class Pending:
         self.works, self.received, self.sent = works, received, sent
 
     def wait(self) -> Sequence[Any]:
-        """Make later kernels wait for the messages, and return ``received``. Sent tensors need no
-        memory any more.
-        """
+        """Make later kernels wait for the messages, and return ``received``."""
         for work in self.works:
             work.wait()
         self.works = self.sent = ()  # the works hold the sent tensors, too
@@ -68,10 +61,8 @@ class Pending:
 
 
 class Blocks:
-    """The places of the ranks' blocks in a flat buffer.
-
-    The block of a rank has one contiguous tensor (b, tokens, *shape) for each of ``shapes``, one
-    after another, with the tokens that the layout gives to that rank.
+    """The places of the ranks' blocks in a flat buffer: of each rank one contiguous tensor (b,
+    tokens, *shape) for each of ``shapes``, with the rank's tokens in the layout.
     """
 
     def __init__(self, layout: Layout, batch: int, shapes: Sequence[torch.Size]):
@@ -87,13 +78,10 @@ class Blocks:
         self.most = max(self.elements)
 
     def views(self, buffer: Tensor, owner: int) -> list[Tensor]:
-        """Return the tensors of ``owner``'s block in a buffer."""
         return [buffer.as_strided(*place) for place in self.places[owner]]
 
     def zero_outside(self, buffer: Tensor, owner: int, keys: slice) -> list[Tensor]:
-        """Return the tensors of ``owner``'s block at these keys, to be written; set those of other
-        keys to 0.
-        """
+        """Return the tensors of ``owner``'s block at these keys, to be written; set others to 0."""
         views = self.views(buffer, owner)
         for x in views:
             for sequence in x:  # one at a time: `replayed` records zeros of contiguous memory only
@@ -104,15 +92,12 @@ class Blocks:
 
 
 def _strides(size: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     return tuple(prod(size[axis + 1 :]) for axis in range(len(size)))
 
 
 class BlockRing:
-    """Blocks that travel round the ring, through two buffers.
-
-    Memory: 2 buffers, each of b * (most tokens of a rank) * (sum of prod(shape)) elements.
-    Traffic: one message of the block's size for each hop, none for an empty block.
+    """Blocks that travel round the ring, through two buffers, each of b * (most tokens of a rank) *
+    (sum of prod(shape)) elements. An empty block sends no message.
     """
 
     def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
@@ -127,7 +112,8 @@ class BlockRing:
         ``received``.
 
         ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, in
-        less time."""
+        less time.
+        """
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
         if self.coalesced and (outgoing or incoming):
@@ -159,9 +145,10 @@ class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of
     a step.
 
-    A buffer is (W T, b, heads, d + dv), in rank order, so both tensors travel in one message. Each
-    rank has room for T tokens, the most that a rank holds, unless ``room`` is given. The room
-    behind a smaller shard is not written."""
+    A buffer is (W T, b, heads, d + dv), in rank order: both tensors travel in one message. Each
+    rank has room for T tokens, by default the most that a rank holds. The room behind a smaller
+    shard is not written.
+    """
 
     def __init__(
         self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None
@@ -172,7 +159,6 @@ class HeadGroup:
         self.elements = self.ranks * self.room * self.token
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return both tensors (b, W T, heads, width) of all ranks."""
         return self._views(buffer, 0, self.ranks * self.room)
 
     def own(self, buffer: Tensor, tokens: int) -> list[Tensor]:
@@ -180,15 +166,11 @@ class HeadGroup:
         return self._views(buffer, self.rank * self.room, tokens)
 
     def by_rank(self, buffer: Tensor, tokens: int) -> list[Tensor]:
-        """Return both tensors (b, W, tokens, heads, width): the same number of first tokens of all
-        ranks.
-        """
+        """Return both tensors (b, W, tokens, heads, width): the first tokens of all ranks."""
         return [x.unflatten(1, (self.ranks, self.room))[:, :, :tokens] for x in self.views(buffer)]
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
-        """Return both tensors of these gathered ``keys``, to be written; set those of other keys to
-        0.
-        """
+        """Return both tensors of these gathered ``keys``, to be written; set others to 0."""
         for rest in (
             buffer[: keys.start * self.token],
             buffer[keys.stop * self.token : self.elements],
@@ -214,11 +196,8 @@ class HeadGroup:
 
 
 class AllGather:
-    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two buffers that
-    alternate.
-
-    Memory: 2 (1 for a single step) x W T b (most heads of a step) (d + dv) elements of the inputs'
-    dtype. Traffic: in each step a rank receives (W - 1) T b (heads) (d + dv) elements.
+    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two alternating buffers
+    (one for a single step) of W T b (most heads of a step) (d + dv) elements.
     """
 
     def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[HeadGroup]):
@@ -247,13 +226,9 @@ class ReduceScatter:
 
     Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype.
     `start` exchanges them all to all. `PendingReduction.wait` sums the received parts in rank order
-    and writes dk and dv of the own keys. Kernels write one buffer while the other one is sent. At
-    most one exchange is in flight, so one buffer receives: the next exchange starts after the sum,
-    because later work of the compute stream waits for it.
-
-    Memory: 2 (1 for a single step) buffers to send and 1 to receive, in reduce_dtype. A buffer has
-    W T b (most heads of a step) (d + dv) elements. Traffic: one message a step; a rank receives (W
-    - 1) T b (heads) (d + dv) elements."""
+    and writes dk and dv of the own keys. At most one exchange is in flight, so one buffer receives.
+    Buffers are as those of `AllGather`.
+    """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):
         self.grads, self.steps = (dk, dv), steps
@@ -292,16 +267,14 @@ def _sum_parts(received: Tensor, dk: Tensor, dv: Tensor, group: HeadGroup) -> No
 
 @cached_plan
 def padded_tokens(layout: Layout) -> int:
-    """Return T, the most tokens that a rank holds: each rank has room for T tokens in a gathered
-    buffer.
-    """
+    """Return T, the most tokens that a rank holds."""
     return max(map(layout.size, range(layout.ranks)))
 
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """Return the mask between the queries of ``rank`` and a gathered buffer. Room behind small
-    shards is masked.
+    """Return the mask between the queries of ``rank`` and a gathered buffer, without the room
+    behind shards.
     """
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
@@ -318,8 +291,7 @@ class Transport:
     """The communicators and the communication stream of one group. Its methods that send are
     collective.
 
-    ``gathers`` is the group itself. ``reductions`` is another communicator on NCCL, else the group,
-    too.
+    ``gathers`` is the group itself; ``reductions``, on NCCL, another communicator.
     """
 
     def __init__(self, group, device: torch.device):
@@ -335,18 +307,14 @@ class Transport:
 
     @property
     def gathers(self):
-        """Return the communicator of gathers."""
         return self._group()
 
     @property
     def reductions(self):
-        """Return the communicator of reductions."""
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks. This rank has written its own
-        part.
-        """
+        """Start to fill a flat buffer with equal parts of all ranks; this rank's is written."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12
@@ -356,14 +324,13 @@ class Transport:
     def all_to_all(self, received: Tensor, sent: Tensor, *sizes: list[int]) -> dist.Work:
         """Start to send the r-th part of ``sent`` to rank r, and to receive its part for this rank.
 
-        ``sizes``: the elements that are received from each rank, then those sent; by default equal
-        parts.
+        ``sizes``: the elements received from each rank, then those sent; by default equal parts.
         """
         return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
         """Launch the block's work on the communication stream, with ``after_compute`` after the
-        compute stream's work.
+        compute stream's.
         """
         if self.stream is None:
             return nullcontext()
@@ -387,17 +354,15 @@ class Transport:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
     def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """Make a stream wait for the work of another one so far, as `Stream.wait_stream` does with
-        a new event each time.
+        """Make a stream wait for the work of another one so far; `Stream.wait_stream` makes a new
+        event each time.
         """
         self._event.record(other)
         waiting.wait_event(self._event)
 
 
 def transport_for(group, device: torch.device) -> Transport:
-    """Return the transport of this group on this device. ``group=None``: all ranks. A collective in
-    the first call.
-    """
+    """Return the transport of this group on this device. A collective in the first call."""
     transports = group_state(group).transports
     if device not in transports:  # no lock: only this rank's thread uses its group
         with torch.inference_mode(False):  # `_delay` is permanent, and training writes to it later

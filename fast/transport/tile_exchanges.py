@@ -7,12 +7,12 @@ the needed tokens.
     `TileCast`     own tokens, then needed tiles by source and by row   `magi_attention`
 
 Every piece begins at a multiple of 128 rows, so rooms are rounded up to whole tiles, and a cast
-sends whole tiles. A rank whose last tile is short sends copies of its last token behind it. These
-rows are masked.
+sends whole tiles. A rank whose last tile is short sends copies of its last token behind it, which
+are masked.
 
-`TileGather` has two buffers, which alternate from leg to leg: kernels read one while the other one
-receives. A `TileCast` allocates a buffer for each leg. On GPUs, copies into buffers run on the
-communication stream."""
+`TileGather` has two buffers, which alternate from leg to leg. A `TileCast` allocates one for each
+leg. On GPUs, copies into buffers run on the communication stream.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,7 +48,6 @@ class OwnTokens:
         self.key_places = self.query_places = Places(own, own, size, size)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Return a function whose result holds the own tensors of a leg."""
         return lambda number: Pending([], [x for message in legs[number].messages for x in message])
 
 
@@ -60,9 +59,7 @@ class TileGather:
         self.key_places, self.query_places = _gathered_places(call.layout, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Allocate the buffers, and return the function that starts to gather the tensors of a
-        leg.
-        """
+        """Allocate the buffers, and return the function that starts the gather of a leg."""
         first = next(x for leg in legs for message in leg.messages for x in message)
         transport = transport_for(self.call.group, first.device)
         sizes = [sum(map(self._bytes, leg.messages)) for leg in legs]
@@ -104,8 +101,9 @@ class TileGather:
 class TileCast:
     """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
 
-    ``kept``: rows of keys that an earlier cast has brought, or an empty tuple. With ``keep``,
-    `rows` holds those of this one."""
+    ``kept``: rows of keys that an earlier cast has brought. With ``keep``, `rows` holds those of
+    this one.
+    """
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
         self.call, self.kept, self.keep, self.rows = call, kept, keep, ()
@@ -116,7 +114,6 @@ class TileCast:
         self.key_places, self.query_places = _cast_places(call.layout, call.mask, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
-        """Return the function that starts to cast the tensors of a leg."""
         return lambda number: self._fetch(legs[number], number)
 
     def _fetch(self, leg: Leg, number: int) -> Pending:
@@ -162,7 +159,7 @@ class CastOfTiles(Transfer):
     ones first.
 
     ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank receives a
-    tile. The receivers of a token are the ranks with queries that see it in ``mask``.
+    tile. Receivers have queries that see the token in ``mask``.
     """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
@@ -187,7 +184,6 @@ class CastOfTiles(Transfer):
 
     @property
     def nbytes(self) -> int:
-        """The memory on the host, in bytes (an estimate)."""
         return 500 + 100 * len(self.pieces) + self.index.nbytes
 
     def rows_sent(self, device: torch.device) -> Tensor:
@@ -231,9 +227,7 @@ def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Return the pieces; those that continue each other in the sequence and in the buffer are
-    one.
-    """
+    """Join pieces that continue each other in the sequence and in the buffer."""
     joined: list[Piece] = []
     for row, tokens in pieces:
         if (

@@ -26,7 +26,7 @@ too.
   canon check --template > my_attention.py     write a module to start from
   canon check my_attention --only zigzag       check your own module, only cases with "zigzag" in
                                                their name
-  canon check --digest                         print short digests, to compare the bits of two
+  canon check --only rank_invariant            print short digests, to compare the bits of two
                                                machines
   canon check --bits                           compare the bits of chunks, ranks, documents,
                                                branches and batches

@@ -62,7 +62,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(given, links):
-    """Yield the names and the figures of each plan."""
     if given.hosts < 1 or given.gpus % given.hosts:
         raise ValueError(f"--hosts {given.hosts}: expected a divisor of the {given.gpus} GPUs")
     sizes = f"1,{given.tokens},{given.heads},{given.width}"

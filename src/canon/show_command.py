@@ -1,18 +1,13 @@
-"""`canon show`: draw a mask, a layout, a plan or the timeline of a recorded run into a file. It
-needs matplotlib.
+"""`canon show`: draw a mask, a layout or a plan into a file. It needs matplotlib.
 
 canon show mask --window 4096,512 --out mask.svg
 canon show mask --causal 4096 --blocks 300:876,2000:2576 --out images.svg
 canon show mask --window 4096,512 --prefix 4096,64 --out union.svg
 canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
 canon show plan --documents 4096,1024,300 --ranks 8 --out plan.svg
-canon show timeline RECORD --schedule "ring zigzag" --out timeline.svg
-
-RECORD is a record of `canon bench schedules`, such as paper/data/schedules_timeline_four_h200.json.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from itertools import accumulate
@@ -21,7 +16,6 @@ from typing import Any
 
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
-from canon.show import spans
 
 MISUSED = 2
 LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
@@ -49,12 +43,11 @@ MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon show``."""
-    whats = parser.add_subparsers(dest="what", required=True, metavar="mask|layout|plan|timeline")
+    whats = parser.add_subparsers(dest="what", required=True, metavar="mask|layout|plan")
     for what, purpose in (
         ("mask", "the visible cells, with one colour for each band"),
         ("layout", "the rows of a mask in the colours of their ranks, and the work of each rank"),
         ("plan", "the tokens, the work and the traffic of each rank"),
-        ("timeline", "the kernels and messages of each rank, from the record of a profiled run"),
     ):
         command = whats.add_parser(what, help=purpose, description=purpose)
         command.add_argument(
@@ -64,16 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help="a name that ends in .svg, .png or .pdf",
         )
-        if what == "timeline":
-            command.add_argument("record", type=Path, metavar="RECORD", help="a JSON file")
-            command.add_argument(
-                "--schedule",
-                action="append",
-                default=[],
-                metavar="NAME",
-                help="only this one (repeatable)",
-            )
-            continue
         masks = command.add_argument_group("masks", "several make their union")
         for name, (metavar, text, _) in MASKS.items():
             masks.add_argument(f"--{name}", type=numbers, metavar=metavar, help=text)
@@ -127,10 +110,6 @@ def drawn(arguments: argparse.Namespace) -> Any:
     from canon.show.style import plt
 
     plt.switch_backend("agg")  # a file needs no display
-    if arguments.what == "timeline":
-        from canon.show.timeline_figures import measured_spans
-
-        return measured_spans(recorded(arguments.record, arguments.schedule))
     mask = mask_of(arguments)
     if arguments.what == "mask":
         return mask.plot().figure
@@ -141,35 +120,6 @@ def drawn(arguments: argparse.Namespace) -> Any:
     from canon.show.plan_figures import plot_plan
 
     return plot_plan(mask, layout, plan_report(mask, layout))
-
-
-def recorded(path: Path, schedules: list[str]) -> dict[str, dict[str, list[spans.Span]]]:
-    """Return the spans of a record. Raises ValueError that names the file and a line of it."""
-    try:
-        text = path.read_text()
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    results = record.get("results") if isinstance(record, dict) else None
-    rows = (
-        [row for row in results or () if isinstance(row, dict) and spans.KERNELS in row]
-        if isinstance(results, list)
-        else []
-    )
-    lines = [
-        number for number, line in enumerate(text.splitlines(), 1) if f'"{spans.KERNELS}"' in line
-    ] or [1]
-    for row, line in zip(rows, lines, strict=False):
-        try:
-            spans.recorded({"results": [row]})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {line}: no timeline of a schedule: {error!r}"
-            ) from error
-    try:
-        return spans.recorded({"results": rows}, schedules)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {lines[0]}: {error}") from error
 
 
 def mask_of(arguments: argparse.Namespace) -> Mask:

@@ -6,9 +6,9 @@
 A node is a run of tokens. `Tree.mask` lets a token see its ancestors. Token 3 repeats: its next
 token differs, and a position has one label.
 
-tree = canon.trees.pack(sequences)
-logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
-loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
+    tree = canon.trees.pack(sequences)
+    logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
+    loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
 This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
 the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
@@ -16,13 +16,11 @@ count: ``num_items_in_batch``.
 
 Attention gives each token the output that it has in its sequence alone, up to rounding; with
 ``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
-gradient of a token of one sequence equals that of the sequence alone. The gradient of a shared
-token is the sum over the sequences that share it, in an order that mask and layout fix. So a
-weighted loss has the gradients of the separate sequences.
+gradient of a shared token is the sum over its sequences, in an order that mask and layout fix.
 
 Operations that mix tokens in another way see the packed order: convolutions, state-space layers,
-the capacity of experts. Dropout draws one number for a shared token, and one for each copy in
-separate sequences."""
+the capacity of experts. Dropout draws one number for a shared token.
+"""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -47,8 +45,7 @@ NO_LABEL = -100
 class Tree:
     """Sequences packed into t positions. Tensors are (t,) and on the CPU.
 
-    A leaf may have a gap behind it. Positions in gaps have token 0, position 0, no label and weight
-    0.
+    Positions in gaps behind leaves have token 0, position 0, no label and weight 0.
     """
 
     token_ids: Tensor  # int64
@@ -69,7 +66,7 @@ class Tree:
         """Return the entries of each sequence, in order, from a tensor with the tree's t positions
         on ``dim``. Differentiable.
 
-        Raises ValueError if ``x`` does not have t entries there.
+        Raises ValueError if ``x`` has no t entries there.
         """
         dim = plain_tensor("unpack", x, dim) % x.ndim
         if x.shape[dim] != len(self.token_ids):
@@ -99,10 +96,10 @@ class Tree:
         For advantages.
 
         ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with
-        a weight for each of its tokens; the last token has no label, so its weight is not used.
-        Sums of advantages may be 0 or below: pass the number of labels to the loss, as
-        ``num_items_in_batch``. Raises TypeError or ValueError for other types or numbers of
-        weights."""
+        a weight for each of its tokens; the last one has no label. Sums of advantages may be 0 or
+        below: pass the number of labels to the loss, as ``num_items_in_batch``. Raises TypeError or
+        ValueError.
+        """
         rows = self.unpack(torch.arange(len(self.token_ids), device="cpu"))
         given = list(per_sequence)
         if len(given) != len(rows):
@@ -145,16 +142,15 @@ def pack(
             after tree keeps the order.
 
     Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so
-    that its label is unique. The end of a sequence counts as a label: a sequence that is the
-    beginning of another has a leaf, and its last token has label -100. Equal sequences have one
-    path, and weight 2.
+    that its label is unique. A sequence that is the beginning of another has a leaf, and its last
+    token has label -100. Equal sequences have one path, and weight 2.
 
-    Gaps follow leaves only, so a position equals its depth modulo ``multiple_of``. Branches are
-    sorted by their tokens. Sequences without a label, of 0 or 1 tokens, count in no mean. Cost: O(s
-    log n) for n sequences of s tokens together.
+    Gaps follow leaves only. Branches are sorted by their tokens. Sequences of 0 or 1 tokens have no
+    label, and count in no mean. Cost: O(s log n) for n sequences of s tokens together.
 
     Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is
-    longer than ``max_tokens``."""
+    longer than ``max_tokens``.
+    """
     multiple_of = whole("multiple_of", multiple_of, 1)
     if not isinstance(sequences, Iterable):
         raise TypeError(
@@ -178,7 +174,6 @@ def _tokens(key: bytes) -> np.ndarray:
 
 
 def _fork(one: bytes, other: bytes, multiple_of: int) -> int:
-    """Return the depth at which two different sequences part."""
     size = min(len(one), len(other)) // 8
     differ = _tokens(one)[:size] != _tokens(other)[:size]
     shared = int(differ.argmax()) if differ.any() else size
@@ -186,7 +181,6 @@ def _fork(one: bytes, other: bytes, multiple_of: int) -> int:
 
 
 def _fitting(keys: list[bytes], multiple_of: int, most: int) -> Iterator[slice]:
-    """Yield slices of neighbouring sequences whose trees have at most ``most`` positions."""
     first, padded = 0, 0  # ``padded``: the positions of the tree, with a gap at its end
     held: list[bytes] = []  # sorted
     for place, key in enumerate(keys):
@@ -222,9 +216,7 @@ class _Nodes:
 
 
 def _nodes(leaves: list[bytes], multiple_of: int) -> _Nodes:
-    """Return the nodes of different sequences in sorted order. Neighbours share most, so their
-    forks are all forks.
-    """
+    """Return the nodes of different sequences in sorted order: neighbours share most."""
     forks = [0, *(_fork(*both, multiple_of) for both in pairwise(leaves))][: len(leaves)]
     # of each leaf, the last leaf first: its fork, and where the nodes behind it stop
     cuts: list[list[int]] = []
@@ -278,9 +270,7 @@ def _tree(keys: list[bytes], multiple_of: int) -> Tree:
 
 
 def _weights(nodes: _Nodes, leaves: list[bytes], counts: Counter[bytes]) -> np.ndarray:
-    """Return the two weights of the labels of each node:
-    sums over the sequences through the node.
-    """
+    """Return the two weights of the labels of each node: sums over its sequences."""
     weights = np.zeros((len(nodes.parents), 2))
     for leaf, path in zip(leaves, nodes.paths, strict=True):
         weights[path[-1]] = counts[leaf], counts[leaf] / max(1, len(leaf) // 8 - 1)

@@ -4,8 +4,6 @@ machines can compare.
 
 import re
 
-import pytest
-
 from canon import fast, reference
 from canon.check import rank_digests
 
@@ -21,15 +19,12 @@ def strided_attention(q, k, v, mask, layout, *, rank_invariant=False, **options)
 def test_digests_do_not_depend_on_ranks_or_runs(run):
     lines = []
     for ranks in (1, 2, 5):
-        status, printed, _ = run("canon.reference --tokens 400 --ranks", ranks, "--digest")
+        words = "canon.reference --tokens 400 --only rank_invariant --ranks"
+        status, printed, _ = run(words, ranks)
         assert status == 0
-        lines.append(printed.out)
+        lines.append(re.findall(r"^rank_invariant/(\S+ [0-9a-f]{12}): equal", printed.out, re.M))
     assert lines[0] == lines[1] == lines[2]
-    assert re.fullmatch(
-        r"rank_invariant/documents/bfloat16 [0-9a-f]{12}\nrank_invariant/causal/float32 "
-        r"[0-9a-f]{12}\n",
-        lines[0],
-    )
+    assert [line.split()[0] for line in lines[0]] == ["documents/bfloat16", "causal/float32"]
 
 
 def test_a_check_reports_the_digests(run):
@@ -43,10 +38,11 @@ def test_a_check_reports_the_digests(run):
     assert "magi_attention (dispatch, 3 ranks)" in result["calls"]
 
 
-@pytest.mark.parametrize("words", [["--digest"], ["--only", "rank_invariant"]])
-def test_a_module_that_ignores_the_option_disagrees(run, write_module, words):
+def test_a_module_that_ignores_the_option_disagrees(run, write_module):
     write_module("forgetful", IGNORES_RANKS.format(option="False"))
-    status, printed, _ = run("forgetful --tokens 900 --dtype float32 --ranks 3", *words)
+    status, printed, _ = run(
+        "forgetful --tokens 900 --dtype float32 --ranks 3 --only rank_invariant"
+    )
     assert status == 1
     assert (
         "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in"
@@ -65,8 +61,8 @@ def test_functions_without_the_option_are_left_out(run, write_module):
         )
     own = "def zigzag_attention(*x, **y):\n    return reference.zigzag_attention(*x, **y)\n"
     write_module("old", f"from canon import reference\n\n{own}")
-    status, printed, _ = run("old --digest")
+    status, printed, _ = run("old --only rank_invariant")
     assert status == 2
-    assert "--digest: old has no function with the option rank_invariant" in printed.err
+    assert "no case matches 'rank_invariant'" in printed.err
     status, _, record = run("old --tokens 200 --only zigzag_attention/zigzag/causal")
     assert (status, record["rank_invariance"]) == (0, [])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from event_log import recording
 from meshes import mesh
 from sharded import CALLS, attending, on_this_rank, whole
 
@@ -10,7 +11,6 @@ from canon import Layout, Mask, fast
 from canon.costs.schedule_costs import plan_of
 from canon.costs.traffic import all_gather, group_cast, hop
 from canon.testing import process_groups
-from canon.testing.recording import recording
 
 
 @pytest.mark.parametrize(("call", "columns"), [

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from event_log import recording
 
 from canon import Layout, Mask, fast, reference
 from canon.fast.transport.messages import Transport
 from canon.testing import process_groups
-from canon.testing.recording import recording
 
 HALVES = {"reference": reference, "fast": fast}
 B, G, D, DV = 2, 4, 8, 6

@@ -9,13 +9,13 @@ import forward_runs
 import pytest
 import torch
 import torch.distributed as dist
+from event_log import recording
 from ring_hops import Part, require_parts
 from tile_claims import claims_of
 
 from canon import Layout, Mask, reference
 from canon.fast.kernels.gluon import forward_plain
 from canon.testing import process_groups
-from canon.testing.recording import recording
 
 pytestmark = pytest.mark.interpreted
 

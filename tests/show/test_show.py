@@ -10,11 +10,13 @@ from pathlib import Path
 
 import drawing
 import pytest
+import spans
+import timeline_figures
 import torch
 from programs import printed
 
 from canon import Layout, Mask, __main__, fast, show_command
-from canon.show import layout_figures, spans, timeline_figures
+from canon.show import layout_figures
 from canon.show.plan_figures import plot_plan
 from canon.show.style import RANKS, plt
 
@@ -102,9 +104,8 @@ def test_a_picture_of_a_plan_has_its_owners_work_and_traffic():
 
 def test_a_timeline_has_the_kernels_of_its_record():
     record = json.loads(RECORD.read_text())
-    found = spans.recorded(record, ["ring zigzag"])
     rows = [row for row in record["results"] if row["schedule"] == "ring zigzag"]
-    assert list(found) == [f"ring zigzag, {row['transport']}" for row in rows]
+    found = {row["transport"]: spans.by_rank(row) for row in rows}
     figure = timeline_figures.measured_spans(found)
     for ax, row in zip(figure.axes, rows, strict=True):
         ran = [kernel for rank in row[spans.KERNELS] for kernel in rank]
@@ -136,7 +137,6 @@ def test_a_window_of_a_mask_has_its_cells_in_the_colours_of_the_mask():
         "mask --window 64,9 --prefix 64,4 --blocks 8:20,30:32",
         "layout --causal 96 --layout striped",
         "plan --documents 4096,1024,300",
-        f"timeline {RECORD} --schedule magi,\\ 0\\ stages",
     ],
 )
 def test_the_command_writes_its_picture(words, tmp_path, capsys):
@@ -166,40 +166,11 @@ def test_the_command_draws_the_union_of_its_masks_with_blocks():
     ("mask --causal 4 --blocks 2:5", "block 0 needs 0 <= start < stop <= 4"),
     ("mask --causal 4 --blocks 2", "argument --blocks: invalid blocks value: '2'"),
     ("mask --causal 4 --ranks 2", "unrecognized arguments: --ranks 2"),
-        ("timeline "
-     "paper/data/plans.json", "the record has no timeline: no result has "
-                              "'kernels_of_both_by_rank'"),
-    ("timeline README.md", "README.md is not JSON: Expecting value"),
-    (f"timeline {RECORD} --schedule "
-     "spiral", "the record has no timeline of 'spiral'; it has 'ring zigzag', "),
 ])  # fmt: skip
-def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(RECORD.parents[2])
+def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys):
     assert __main__.main(["show", *words.split(), "--out", str(tmp_path / "x.svg")]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("text", "message"), [
-        ('{"results":\n[{"schedule": ', "is not JSON: Expecting value: line 2 column"),
-    ("[" * 100_000, "is not JSON: "),
-        ('{"results": 3}', ", line 1: the record has no timeline"),
-    (f'{{"results": [\n{{"schedule": "a", "{spans.KERNELS}": [[[1, 2, "x"]]]}},\n'
-     f'{{"{spans.KERNELS}": []}}]}}',
-     ", line 3: no timeline of a schedule: KeyError('schedule')"),
-    (f'{{"results": [\n{{"schedule": "a", "{spans.KERNELS}": [[["x"]]]}}]}}',
-     ", line 2: no timeline of a schedule: "),
-])  # fmt: skip
-def test_a_record_without_a_timeline_is_refused_with_its_file_and_line(
-    text, message, tmp_path, capsys
-):
-    (tmp_path / "record.json").write_text(text)
-    words = ["show", "timeline", str(tmp_path / "record.json"), "--out", str(tmp_path / "x.svg")]
-    assert __main__.main(words) == 2
-    assert (
-        f"canon show: {tmp_path / 'record.json'}{'' if message.startswith(',') else ' '}{message}"
-        in capsys.readouterr().err
-    )
 
 
 # --- matplotlib
@@ -207,11 +178,7 @@ def test_a_record_without_a_timeline_is_refused_with_its_file_and_line(
 
 def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [
-        name
-        for name in sys.modules
-        if name.startswith("canon.show.") and name != "canon.show.spans"
-    ]:
+    for name in [name for name in sys.modules if name.startswith("canon.show.")]:
         monkeypatch.delitem(sys.modules, name)
     sentence = "Pictures need matplotlib: run `pip install matplotlib`."
     for draw in (Mask.causal(4).plot, Layout.zigzag(4, 2).plot):

@@ -1,8 +1,9 @@
 """Tile sizes of the CUDA kernels: the first configuration of a table that fits.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv". ``parts`` warps share rows, and divide the columns and widths. A warp with 32 rows (rows *
-parts / warps) uses each fragment twice, so few warps with many registers are faster than many."""
+"dkdv". ``parts`` warps share rows, and divide the columns and widths. Few warps with many registers
+are fastest: 32 rows a warp (rows * parts / warps) use each fragment twice.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -82,8 +83,8 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
     """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
 
-    Raises ValueError for other widths than multiples of 16 up to 256, and for too little shared
-    memory."""
+    Raises ValueError for other widths, and for too little shared memory.
+    """
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):

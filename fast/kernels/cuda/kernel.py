@@ -55,9 +55,7 @@ class Kernel:
         return loaded
 
     def image(self, arguments: tuple) -> bytes:
-        """Return the structure's bytes, with addresses 0. ``arguments``: tensors,
-        strides, numbers.
-        """
+        """Return the structure's bytes, with addresses 0."""
         fields = f"<{self.pointers}Q{self.strides}q{self.numbers}"
         size = struct.calcsize(fields)
         # or inf
@@ -117,7 +115,7 @@ def _cuda() -> ctypes.CDLL:
 
 
 def architecture(device: torch.device) -> int:
-    """Return the architecture of a device: 80 for sm_80."""
+    """Return 80 for sm_80."""
     major, minor = capability(device)
     return 10 * major + minor
 

@@ -3,7 +3,7 @@ arguments, ranges and NaN.
 
 q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later;
 else ValueError. Tensors are copied if an address or stride is no multiple of 16 bytes, or the last
-stride is not 1. Results have the dtype of q or float32; others are copied. All bits repeat.
+stride is not 1. All bits repeat.
 """
 
 import torch
@@ -138,7 +138,7 @@ def dkdv(
 
 
 def check(q: Tensor) -> None:
-    """Raise ValueError if the backend does not support the dtype or the device."""
+    """Raise ValueError for another dtype or device."""
     remedy = 'use backend("triton")'
     if q.dtype not in DTYPES:
         raise ValueError(f"the CUDA kernels support bfloat16 and float16, not {q.dtype}: {remedy}")
@@ -161,9 +161,7 @@ def uncapped(scale: Scale) -> float:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if kernels cannot read 16 bytes of a row at a
-    time.
-    """
+    """Return x (b, t, h, d), or a contiguous copy if 16 bytes of a row cannot be read at a time."""
     steps = [
         stride * x.element_size()
         for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
@@ -187,7 +185,7 @@ def writable(q: Tensor, *results: Tensor) -> list[Tensor]:
 
 
 def plan(kernel: str, q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, WorkTable]:
-    """Return the configuration and the work table of a kernel."""
+    """Return the configuration and the work table."""
     config = choose(kernel, q.shape[-1], v.shape[-1], gpu_of(q.device))
     transposed = kernel == "dkdv"
     return config, work_table(
@@ -204,9 +202,7 @@ def run(
     numbers: tuple,
     result: Tensor,
 ) -> None:
-    """Launch ``ctas`` CTAs with the addresses of ``pointers``, the strides of ``strided`` tensors
-    and the numbers.
-    """
+    """Launch ``ctas`` CTAs."""
     if not ctas:
         return
     strides = (stride for x in strided for stride in kernel_strides(x)[:-1])

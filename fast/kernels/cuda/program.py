@@ -32,8 +32,8 @@ class Program(NamedTuple):
     def compiled(self) -> bytes:
         """Return the cubin from the cache, or compile and keep it.
 
-        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError with the compiler's
-        messages."""
+        Raises ModuleNotFoundError without `cuda-core`, and RuntimeError.
+        """
         with _compiling:
             path = cache_folder() / f"{self.name}-{self.key()}.cubin"
             if path.exists():

@@ -1,10 +1,9 @@
 """Attention in plain PyTorch, tile by tile: the functions of `canon.fast.kernels.triton.launch`,
 with the same arguments.
 
-For tensors that no other backend serves: on a CPU without Triton's interpreter, and on GPUs without
-Triton. All sums are computed in the accumulation dtype, in a fixed order: "fused" repeats its bits,
-too. Scores have no range. A NaN reaches the tokens that the table of the Triton launches names;
-tiles are at most 128 rows high, and 128 columns wide where a band ends.
+All sums are computed in the accumulation dtype, in a fixed order: "fused" repeats its bits, too.
+Scores have no range. A NaN reaches the tokens that the table of the Triton launches names; tiles
+are at most 128 rows high, and 128 columns wide where a band ends.
 
 Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation
 dtype, and b h 128 x 1,024 scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
@@ -51,9 +50,7 @@ def forward(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
-    scores.
-    """
+    """As `canon.fast.kernels.triton.launch.forward`."""
     tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta or not out.shape[0]:
         return
@@ -84,7 +81,6 @@ def forward(
 
 
 def _scores(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
-    """Return scale q k^T, soft-capped."""
     number, softcap = split_scale(scale)
     s = (number * q) @ k.mT
     return s if softcap is None else s.div_(softcap).tanh_().mul_(softcap)
@@ -137,9 +133,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, key or query heads. Fused: also add
-    to ``dq`` (b, t, h, d).
-    """
+    """As `canon.fast.kernels.triton.launch.dkdv`."""
     tiles, operands = row_tiles(cells, True), Operands(cells, q, k, dk.shape[2])
     if q.is_meta:
         return
@@ -176,9 +170,7 @@ def _by_head(x: Tensor, q: Tensor, tokens: Sequence) -> Tensor:
 def _weights(
     q, dout, lse, delta, k, v, cells: Tensor | None, scale: Scale
 ) -> tuple[Tensor, Tensor]:
-    """Return P and dS times the slope of the scores, of rows of queries and columns of keys; 0 in
-    hidden cells.
-    """
+    """Return P and dS times the slope of the scores; 0 in hidden cells."""
     number, softcap = split_scale(scale)
     s = _hidden(_scores(q, k, scale), cells, 0.0)
     slope = number if softcap is None else number * (1 - (s / softcap) ** 2)

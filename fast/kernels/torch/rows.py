@@ -101,8 +101,8 @@ def copy_tokens(x: Tensor, copy: Tensor) -> None:
 
 @torch.no_grad()
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W, in rank order, in float32
-    (float64 for float64), and rounded once.
+    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W in rank order, in float32
+    (float64 for float64), rounded once.
     """
     first, *others = received.to(accumulate_dtype(received.dtype)).unbind(1)
     total.copy_(sum(others, first))

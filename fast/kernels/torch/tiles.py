@@ -94,9 +94,10 @@ class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
     width).
 
-    ``owners`` is the number of key heads g: a tensor with fewer heads is repeated. Query heads that
-    share a key head are ``share`` more rows of one product, unless ``whole``: then tiles are 128 x
-    128, and each query head has its own product."""
+    A tensor with fewer than ``owners`` heads is repeated. Query heads that share a key head are
+    ``share`` more rows of one product, unless ``whole``: then tiles are 128 x 128, and each query
+    head has its own.
+    """
 
     def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):
         self.whole = cells.places is not None
@@ -118,9 +119,7 @@ class Operands:
         return x.flatten(2, 3).contiguous()
 
     def columns(self, x: Tensor, step: Step) -> Tensor:
-        """Return the columns of a step as (b, g, share * columns, width): 0 where no band
-        has one.
-        """
+        """Return the columns of a step, (b, g, share * columns, width): 0 where no band has one."""
         if not (self.whole and step.bands):
             return x[..., step.begin : step.end, :].flatten(2, 3).contiguous()
         tile = x.new_zeros(*x.shape[:3], TILE, x.shape[4])

@@ -1,9 +1,10 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
 masks.
 
-An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets inside
-the tile (32 bits), so an iteration adds one number. ALIGN divides every stride but the last, in
-elements: wide loads need it. ALIGN = 0: offsets inside a tile need 64 bits."""
+An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets in it
+(32 bits): an iteration adds one number. ALIGN divides every stride but the last, in elements: wide
+loads need it. ALIGN = 0: offsets inside a tile need 64 bits.
+"""
 
 import triton
 import triton.language as tl
@@ -32,9 +33,8 @@ ROW_NUMBERS = "tokens", "heads", "batch_heads"
 
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
-    """Return (pointer to the table entry, batch, head) of this CTA's work tile.
-
-    Consecutive CTAs take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache.
+    """Return (pointer to the table entry, batch, head) of this CTA's work tile. Consecutive CTAs
+    take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache.
     """
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
@@ -184,8 +184,8 @@ def load_full_tile(
     TMA: tl.constexpr,
 ):
     """Return the tile (ROWS, PAD) from row ``first`` on, all of whose rows exist; 0 from WIDTH on.
-
-    ``head`` counts from the head of ``source``."""
+    ``head`` counts from that of ``source``.
+    """
     if TMA:
         return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
     else:
@@ -234,7 +234,7 @@ def load_tile(
     x, batch, head, strides, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile of one head of x (b, t, h, d) from row ``first`` on, as `load_rows`."""
+    """As `load_rows`, of one head of x (b, t, h, d)."""
     source = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
     return load_rows(source, first, valid, WIDTH, PAD, ALIGN)
 
@@ -244,7 +244,7 @@ def store_tile(
     x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, PAD: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Write the ``valid`` rows of a tile to one head of x (b, t, h, d), from row ``first`` on."""
+    """As `store_rows`, to one head of x (b, t, h, d)."""
     target = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
     store_rows(target, first, valid, tile, WIDTH, PAD, ALIGN)
 
@@ -275,7 +275,7 @@ def chained_stop(span, COLUMNS: tl.constexpr):
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
     """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
-    columns that a band touches. A row is two words of 64 columns: few registers.
+    columns that a band touches. Two words of 64 columns a row take few registers.
     """
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0

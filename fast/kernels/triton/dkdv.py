@@ -10,8 +10,9 @@ A CTA owns a tile of keys. It visits the query heads of its group one after anot
 queries, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
 atomics. If these are not a whole group, `sum_heads_kernel` sums the parts.
 
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691); one CTA
-for each query head: TensorAuto/OpenTau, pull request 376."""
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2; one CTA for each query head:
+TensorAuto/OpenTau, pull request 376.
+"""
 
 import triton
 import triton.language as tl
@@ -59,9 +60,7 @@ def dkdv_step(
     PRECISION: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return dk + ds^T q, dv + p^T dout and ds^T for a tile of queries. ``visible``: None
-    is all.
-    """
+    """Return dk + ds^T q, dv + p^T dout and ds^T of a tile. ``visible``: None is all."""
     q, dout, lse, delta = visited
     s = tl.dot(k, tl.trans(q), input_precision=PRECISION, out_dtype=dk.dtype)
     if SOFTCAP is not None:

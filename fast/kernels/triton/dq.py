@@ -1,11 +1,9 @@
 """The dq kernel: one CTA for each (tile of queries, head), three MMAs for each tile of keys.
 
-With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of keys adds
+With s, dp and ds of `dkdv`, each tile adds dq += scale ds k.
 
-    s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)      dq += scale ds k
-
-Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). A kernel
-without atomics for dq: jax-ml/jax-triton, pull request 177.
+Source: Tri Dao, FlashAttention-2 (2023), algorithm 2 (https://arxiv.org/abs/2307.08691). Without
+atomics: jax-ml/jax-triton, pull request 177.
 """
 
 import triton

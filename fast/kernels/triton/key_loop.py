@@ -44,7 +44,7 @@ def visit_keys(
 ):  # fmt: skip
     """Return ``state`` after ``step(given, k, v, state, visible, ...)`` with each visited tile.
 
-    ``rows``: the queries; ``bounds``: the first partial and full span, and their end.
+    ``bounds``: the first partial and full span, and their end.
     """
     partial, full, end = bounds
     k_rows, v_rows, k_source, v_source = sources

@@ -5,12 +5,11 @@ tensors; only the fused method adds to dq.
 
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21.
 A larger maximum gives NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale -
-m). In the backward pass, lse has a spacing of 1 there, so P would be off by a factor, without a
-NaN. All scores at -inf count as no visible key.
+m), and lse has a spacing of 1 there. All scores at -inf count as no visible key.
 
 In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude
 (`checks.LARGEST_DS`). Beyond, dq of its query and dk of its key are infinite or NaN, so a gradient
-scaler sees it. A factor would cost an instruction for each cell.
+scaler sees it.
 
 **NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads:
 0 * NaN is NaN.
@@ -73,7 +72,7 @@ def choose_method(
     *given: Any,
 ) -> str:
     """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
-    is slower here: paper/data/kernels_triton_h200.json.
+    is slower: paper/data/kernels_triton_h200.json.
     """
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
@@ -114,9 +113,7 @@ def forward(
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
     """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with
-    -inf before they scale.
-
-    The sign of a scale that rounds to 0 in the kernels is 0.
+    -inf before they scale. The sign of a scale that rounds to 0 in the kernels is 0.
     """
     if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
         return LOG2E, 0
@@ -207,12 +204,11 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). The o owners are the key heads or the query
-    heads.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, the key heads or the query heads.
 
-    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics. ``ordered``
-    requests repeatable bits, which raises RuntimeError, or warns under
-    `torch.use_deterministic_algorithms(True, warn_only=True)`."""
+    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics; ``ordered``
+    raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    """
     if ordered:
         refuse_atomics()
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
@@ -252,7 +248,7 @@ def dkdv(
 
 
 def refuse_atomics() -> None:
-    """Raise RuntimeError, or warn if PyTorch's deterministic mode only warns."""
+    """Raise RuntimeError, or warn if PyTorch only warns."""
     message = (
         'backward="fused" adds to dq in any order except on Hopper, but '
         "torch.use_deterministic_algorithms(True) is set"
@@ -263,9 +259,7 @@ def refuse_atomics() -> None:
 
 
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and, if given, dv (b, s, g, dv): sums over each group of the parts (b,
-    s, h, ...).
-    """
+    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts (b, s, h, ...)."""
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
     options = {"DV": width, "DV_PAD": padded(max(1, width))}
@@ -284,9 +278,7 @@ def merge(
     rows: Tensor | None = None,
 ) -> None:
     """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two
-    parts.
-
-    ``rows`` (int64, distinct): the only tokens that the other part has, and that are merged.
+    parts. ``rows`` (int64, distinct): the only tokens that the other part has.
     """
     other_lse = contiguous_rows(other_lse)
     if lse is not new_lse:
@@ -304,8 +296,8 @@ def merge(
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs on tokens and heads of this ``shape`` (b, t, h, ...), ROWS
-    tokens of a head in a CTA.
+    """Launch a kernel without MMAs on the tokens and heads of ``shape``, ROWS tokens of a head in a
+    CTA.
     """
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
@@ -329,8 +321,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
     """Yield the strides of each tensor: a tuple for (b, t, h, d), two numbers for (b, h, t).
 
-    Triton always specialises on the numbers of a tuple; those of row statistics depend on the
-    tokens, so they are arguments."""
+    Triton specialises on the numbers of a tuple; those of row statistics depend on the tokens.
+    """
     for x in tensors:
         if x.ndim == 4:
             yield kernel_strides(x)
@@ -344,10 +336,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides for a kernel: 0 for an axis of length 1, except the last.
-
-    Triton compiles a variant for each divisibility and bit length of such a stride, which may be
-    any.
+    """Return the strides for a kernel: 0 for an axis of length 1, except the last, as Triton
+    compiles a variant for each divisibility and bit length.
     """
     return *[
         0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)
@@ -402,12 +392,12 @@ def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements; it
-    limits the width of loads.
+    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements, for
+    wide loads.
 
-    1 also if 16 divides them all: Triton detects that, and a second value would compile the kernel
-    twice. 0 if an offset inside a tile, of at most 256 tokens and columns, may exceed 32 bits: then
-    kernels use 64 bits, which take more registers."""
+    1 also if 16 divides them all: Triton detects that. 0 if an offset inside a tile, of at most 256
+    tokens and columns, may exceed 32 bits.
+    """
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
     divisor = gcd(16, *(stride for x in tensors for stride in x.stride()[:-1]))
@@ -426,7 +416,7 @@ def head_bytes(*tensors: Tensor) -> int:
 
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
     """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each``
-    repeatedly.
+    again.
     """
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 

@@ -1,8 +1,4 @@
-"""The merge kernel: combine attention over two disjoint sets of keys in one pass over memory,
-possibly in place.
-
-    lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse - lse')
-                                                 other_out
+"""The merge kernel: `merge` of two parts in one pass over memory, possibly in place.
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2307.08691).
 """
@@ -51,7 +47,6 @@ def merge_kernel(
     INDEXED: tl.constexpr,
 ):
     """Write new_out (b, t, h, dv) and new_lse (b, h, t). A part is not read where its lse is -inf.
-
     INDEXED: row i of the other part belongs to token ``table[i]`` (int64); others stay unchanged.
     """
     first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)

@@ -226,16 +226,16 @@ def forward_in_parts(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), and raise ``max_logits``, as `launch.forward`."""
+    """As `launch.forward`, in parts of the keys."""
     merge_parts(*sum_parts(q, k, v, cells.mask, scale, max_logits), out, lse, k.shape[2])
 
 
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part, in order.
-
-    Rows are batches x key heads x queries x heads of a group."""
+    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part. Rows: batches x
+    key heads x queries x heads of a group.
+    """
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
     config = choose("parts", *launch.pads(q, v), q.element_size(), q.device, describable)
@@ -269,7 +269,7 @@ def sum_parts(
 
 
 def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads: int) -> None:
-    """Write out (b, t, h, dv) and natural lse (b, h, t) from the parts of `sum_parts`."""
+    """Launch `merge_parts_kernel` on the parts of `sum_parts`."""
     (b, t, h, dv), share = out.shape, out.shape[2] // key_heads
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {

@@ -1,7 +1,8 @@
 """Gather, scatter and sum rows (tokens) by an index table; copy and fill rows under a mask.
 
-`add_rows` reads each received row once, in the order of the table and without atomics, so bits
-repeat. Copies and fills are kernels because `canon.fast.replay` records kernels only."""
+`add_rows` adds in the order of the table, without atomics. Copies and fills are kernels because
+`canon.fast.replay` records kernels only.
+"""
 
 import triton.language as tl
 from torch import Tensor
@@ -251,7 +252,7 @@ def statistic_kernel(
 
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
-    """Write out (b, n, g, d + dv), last stride 1: the ``rows`` (int64) of k and v, side by side."""
+    """Launch `take_rows_kernel`; the last stride of out is 1."""
     dv = v.shape[-1]
     options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
@@ -266,7 +267,7 @@ def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
 
 
 def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], rows: Tensor) -> None:
-    """Write parts[0] (b, h, n) = lse[:, :, rows] and parts[1] = delta[:, :, rows]."""
+    """Launch `statistics_kernel`."""
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
@@ -276,7 +277,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
-    """Update total[:, rows] += part, at distinct rows (int64)."""
+    """Launch `row_kernel` with ADD, for distinct rows."""
     _run_row_kernel(total, part, rows, add=True)
 
 
@@ -286,9 +287,7 @@ def _run_row_kernel(x: Tensor, part: Tensor, rows: Tensor, add: bool) -> None:
 
 
 def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: Tensor) -> None:
-    """Write total (b, t, g, d), which may be x: x plus received (b, n, g, d) rows of each token.
-
-    Token i gets received[:, places[first[i] : first[i + 1]]], in this order, int64."""
+    """Launch `add_rows_kernel`; total may be x."""
     tensors = x, received, total
     options = launch.row_options(*tensors, accumulate=accumulate_dtype(x.dtype))
     launch.run_rows(add_rows_kernel, x.shape, (x, received, first, places, total), tensors, options)
@@ -308,7 +307,7 @@ def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
 
 
 def zero_rows(x: Tensor) -> None:
-    """Write x (b, t, h, d) = 0. Strides may be any."""
+    """Launch `zero_rows_kernel`."""
     launch.run_rows(zero_rows_kernel, x.shape, (x,), (x,), launch.row_options(x))
 
 

@@ -32,7 +32,7 @@ def sum_ranks_kernel(
     ACC: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write total (b, t, h, d): the sum of received + r * rank_stride over r, in rank order."""
+    """Write total (b, t, h, d): the sum of received + r * rank_stride over r."""
     first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
     source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
     acc = load_rows(source, first, valid, D, D_PAD).to(ACC)
@@ -45,9 +45,7 @@ def sum_ranks_kernel(
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Write total (b, t, h, d): received (b, W, t, h, d) summed over W in float32 (float64 for
-    float64), in rank order, and rounded once.
-    """
+    """Launch `sum_ranks_kernel`: sums are float32 (float64 for float64), and rounded once."""
     tensors = received[:, 0], total
     options = launch.row_options(received, total, accumulate=accumulate_dtype(received.dtype))
     options["RANKS"] = received.shape[1]

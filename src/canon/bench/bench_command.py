@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 from canon.bench import links, plans, shapes
-from canon.bench.forced_tiles import tiles_of
 from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
@@ -47,7 +46,6 @@ OWNERS = {
     "only": TIMED,
     "dtype": SHAPED,
     "rounds": (*SHAPED, "links"),
-    "config": ("kernels",),
     "backend": ("kernels",),
     "cold": ("kernels",),
     "sweep": ("kernels",),
@@ -73,8 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rounds", type=int, default=DEFAULTS["rounds"], metavar="N", help=text)
     text = "kernels: the only backend that is forced (default all)"
     add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    text = "kernels: KERNEL=NUMBERS..., other tiles of --backend (default triton; repeatable)"
-    add("--config", **several, metavar="CONFIG", help=text)
     text = "kernels: L2 holds none of the inputs before a timed run"
     add("--cold", action="store_true", help=text)
     widths = "64,128,256"
@@ -136,7 +132,6 @@ def _check_owners(options: argparse.Namespace) -> None:
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
-    """Return the rows, shape by shape, as they are measured. Raises ValueError."""
     if options.what == "plans":
         return iter([plans.measure(options.ranks, options.packs)]), Settings()
     if options.what == "links":
@@ -152,10 +147,8 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         )
     several = hasattr(module, "on_ranks")
     device = _device(several) if on_gpu else torch.device("cpu")
-    given = options.only, options.backend, tuple(options.config), options.cold
+    given = options.only, options.backend, options.cold
     settings = Settings(getattr(torch, options.dtype), device, options.rounds, *given)
-    for text in options.config:
-        tiles_of(text, options.backend or "triton")
     found = _shapes(options, module)
     if not several:
         return _by_shape(module, found, settings), settings
@@ -191,7 +184,7 @@ def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings)
 
 
 def _device(several: bool) -> torch.device:
-    """Return the current GPU. Where each rank has its own, this process uses none."""
+    """Return the current GPU, without a number where each rank has its own."""
     return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,7 +1,6 @@
 """Capture both passes of attention in a CUDA graph, as a training loop captures a layer.
 
-The capture has new leaves, because autograd synchronises with the stream on which it first saw a
-leaf.
+The capture has new leaves: autograd synchronises with the stream on which it first saw one.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,7 @@
     keys travel     the same bits, with K and V of all ranks on every rank
     one GPU         rank_invariant=True over all keys on every rank
 
-A contender must agree with float64, and all but "parts" have the same bits. There is no GPU time,
-because the host waits inside some calls.
+All but "parts" have the same bits. There is no GPU time: the host waits inside some calls.
 """
 
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ canon bench kernels                        9 shapes on which peers were measured
 canon bench kernels --sweep 64,128         512 to 131072 causal tokens
 canon bench kernels --cold --shape 1,1,32,8,128,full:8192
                                            L2 holds none of the inputs before a timed run
-canon bench kernels --only gluon --config forward=128,128,3,1,ping_pong
-                                           a kernel with other tiles, beside those of its table
 """
 
 from collections.abc import Sequence

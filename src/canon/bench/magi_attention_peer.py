@@ -1,9 +1,9 @@
 """Run MagiAttention on packed documents, with its default options.
 
-It plans its own layout: `layout_of` gathers the positions of all ranks' tokens. The plan of a mask
-is made before anything is timed.
+It plans its own layout, before anything is timed.
 
-Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py."""
+Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py.
+"""
 
 import functools
 import importlib
@@ -77,8 +77,7 @@ def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., A
 
 def layout_of(positions: list[int], tokens: int) -> Layout:
     """Return the layout of all ranks, from the positions of this rank's tokens. A collective.
-
-    Raises ValueError unless each token of the sequence is on one rank, once.
+    Raises ValueError unless each token of the sequence is on one rank.
     """
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, positions)

@@ -30,7 +30,6 @@ class Settings:
     rounds: int = 10
     only: str = ""
     backend: str | None = None
-    configs: tuple[str, ...] = ()
     cold: bool = False
 
     def wants(self, name: str) -> bool:
@@ -77,9 +76,7 @@ class Made:
 
 
 class Judge:
-    """Dense attention on the last sequence and the last key head with its queries: a wrong offset
-    shows there.
-    """
+    """Dense attention on the last sequence and the last key head with its queries."""
 
     def __init__(self, shape: Shape, q: Tensor, k: Tensor, v: Tensor, dout: Tensor):
         self.group = shape.h // shape.g

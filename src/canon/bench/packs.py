@@ -1,7 +1,7 @@
 """Sample packs of documents with a published distribution of lengths.
 
-Long documents are cut into quarter packs and a rest. All pieces are shuffled and packed in order. A
-piece that crosses the end of a pack continues in the next.
+Long documents are cut into quarter packs and a rest; the shuffled pieces fill the packs in order,
+across their ends.
 
 Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI,
 2025).

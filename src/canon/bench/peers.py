@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench.forced_tiles import Tiles, tiles_of
 from canon.bench.measuring import Attend, Contender, Settings, listed, reason
 from canon.bench.shapes import Shape, block_of_tokens
 from canon.testing.deterministic import deterministic
@@ -55,7 +54,6 @@ def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
     from canon.fast import device
 
     found = [name for name, backend in device.BACKENDS.items() if backend.compiles]
-    tiles = [tiles_of(text, settings.backend or "triton") for text in settings.configs]
     for backend in [settings.backend] if settings.backend else found:
         methods = ["split", "fused", "head_parallel"]
         if shape.h == shape.g:
@@ -66,25 +64,19 @@ def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
             yield _forced(shape, backend, method)
         if backend == "gluon":
             yield _forced(shape, backend, "fused", in_order=True)
-        for one in (x for x in tiles if x.backend == backend):
-            yield _forced(shape, backend, one.method, tiles=one)
     for suffix, options in ("", {}), (", rank invariant", {"rank_invariant": True}):
         yield Contender("canon auto" + suffix, partial(attention, shape, "auto", **options))
     auto = partial(attention, shape, "auto")
     yield Contender("canon auto, repeatable", auto, "canon auto", around=deterministic)
 
 
-def _forced(
-    shape: Shape, backend: str, method: str, in_order: bool = False, tiles: Tiles | None = None
-) -> Contender:
-    name = forward = f"canon {backend}"
-    name += f" {method}{' in order' if in_order else ''}{f', {tiles}' if tiles else ''}"
+def _forced(shape: Shape, backend: str, method: str, in_order: bool = False) -> Contender:
     return Contender(
-        name,
+        f"canon {backend} {method}{' in order' if in_order else ''}",
         partial(attention, shape, method),
-        name if tiles and tiles.kernel in ("forward", "parts") else forward,
+        f"canon {backend}",
         declines=True,
-        around=partial(forced, backend, in_order, tiles),
+        around=partial(forced, backend, in_order),
     )
 
 
@@ -96,15 +88,13 @@ def attention(shape: Shape, method: str, **options: bool) -> Attend:
 
 
 @contextmanager
-def forced(backend: str, in_order: bool = False, tiles: Tiles | None = None) -> Iterator[None]:
+def forced(backend: str, in_order: bool = False) -> Iterator[None]:
     """Use a backend for both passes: the backward runs in this thread, too."""
     from canon import fast
 
     with ExitStack() as inside:
         if in_order:
             inside.enter_context(deterministic())
-        if tiles:
-            inside.enter_context(tiles.forced())
         inside.enter_context(fast.backend(backend))
         inside.enter_context(torch.autograd.set_multithreading_enabled(False))
         yield
@@ -165,7 +155,6 @@ def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
 
 
 def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """Return (b, h, t, d) of all three."""
     repeated = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return [q, *(x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))]
@@ -193,7 +182,6 @@ def _varlen(shape: Shape, device: torch.device) -> Attend:
 
 
 def _cu_seqlens(shape: Shape, device: torch.device) -> Tensor:
-    """Return the ends of the documents of all sequences."""
     ends = [0, *accumulate(shape.lengths * shape.b)]
     return torch.tensor(ends, dtype=torch.int32, device=device)
 
@@ -219,7 +207,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Return the mask as FlexAttention's function of batch, head, query i and key j."""
+    """Return the mask as FlexAttention's function of batch, head, query and key."""
     if shape.kind == "causal":
         return lambda b, h, i, j: i >= j
     if shape.kind == "full":

@@ -1,7 +1,7 @@
 """`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
 
-The cache is empty. Balance is the largest area over max(mean, largest chunk), volume the part of an
-all-gather that moves, and the time that of the processor.
+Balance and volume are those of `PlanReport`, and the time that of the processor, with an empty
+cache.
 """
 
 import statistics

@@ -1,11 +1,11 @@
 """Run ring-flash-attn's zigzag ring over the kernels that are installed.
 
 ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Without it, a module with
-these functions calls flash-attn-4. An empty module replaces adapters that need an older
-transformers.
+these functions calls flash-attn-4.
 
 Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4,
-flash_attn/cute/interface.py."""
+flash_attn/cute/interface.py.
+"""
 
 import importlib
 import sys

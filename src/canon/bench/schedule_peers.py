@@ -102,10 +102,8 @@ def _over_meshes(shape: Shape, ranks: int, settings: Settings) -> Iterator[Sched
 
 
 def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
-    """Return the installed peers for the shape, filtered by the settings.
-
-    A collective on packed documents: MagiAttention plans them. Without a process group its layout
-    is contiguous.
+    """Return the installed peers for the shape, filtered by the settings. A collective on packed
+    documents: MagiAttention plans them. Without a process group its layout is contiguous.
     """
     name = magi_attention_peer.NAME
     if ranks > 1 and settings.wants(name) and magi_attention_peer.takes(shape):
@@ -128,7 +126,6 @@ def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedul
 
 
 def _unplanned(*_: Any, **__: Any) -> None:
-    """Raise RuntimeError."""
     raise RuntimeError(f"{magi_attention_peer.NAME} plans in a process group")
 
 

@@ -93,7 +93,6 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
 
 
 def _refuse_impossible(row: dict) -> None:
-    """Replace ``exposed_ms`` by a reason where it is longer than both passes."""
     if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
         row["exposed_failed"] = (
             f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "

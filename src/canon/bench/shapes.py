@@ -57,7 +57,6 @@ class Shape:
 
     @property
     def kind(self) -> str:
-        """The name of the mask without its numbers."""
         return self.mask_name.partition(":")[0]
 
     @property
@@ -78,7 +77,6 @@ class Shape:
 
     @property
     def operations(self) -> float:
-        """FLOPs of the forward pass on visible cells."""
         return 4.0 * self.b * self.h * self.d * self.mask.area
 
     def inputs(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

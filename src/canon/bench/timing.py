@@ -87,7 +87,7 @@ class Eager:
 
 
 def eager(run: Run, calls: int, device: torch.device) -> tuple[float, float]:
-    """Return (wall, host) milliseconds of a call. Host time ends when the last one has returned."""
+    """Return (wall, host) milliseconds of a call."""
     if several := dist.is_initialized():
         dist.barrier()
     synchronize(device)

@@ -3,7 +3,7 @@
     pool of tokens:    384 others | the sequence | 100 others
 
 The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
-again. A column is a dtype, a head width and a kernel backend.
+again.
 """
 
 import argparse
@@ -91,7 +91,6 @@ class Trial:
         return out[-1], lse[-1]
 
     def whole(self, out: Tensor, lse: Tensor) -> Part:
-        """Return the results of all queries."""
         return slice(0, self.tokens), (out, lse)
 
     def chunks(self, size: int, sampled: int) -> Iterator[slice]:
@@ -231,7 +230,6 @@ def _head(row: Row, column: Column) -> dict[str, Any]:
 
 
 def _verdict(x: Trial, row: Row) -> dict[str, Any]:
-    """Return the verdict on a row. Every rank raises errors of arguments."""
     if not has_option(x.module, row.function):
         return {"verdict": "no option"}
     try:

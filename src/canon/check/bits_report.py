@@ -74,7 +74,6 @@ def _column(result: dict[str, Any]) -> tuple[str, int, str | None]:
 
 
 def _cell(results: Sequence[dict[str, Any]], row: str, *column: Any) -> dict[str, Any]:
-    """Return the worst verdict on a row of a column."""
     cells = [x for x in results if x["row"] == row and _column(x) == column]
     return min(cells, key=lambda x: WORST.index(x["verdict"]))
 

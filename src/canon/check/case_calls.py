@@ -80,7 +80,7 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 def _mesh(columns: int, kind: str) -> dist.DeviceMesh:
     """Return the mesh of all ranks with ``columns``, or the common divisor of both.
 
-    It is made once, because its groups are never freed.
+    It is made once: groups are never freed.
     """
     world, ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
     found, columns = _meshes.setdefault(world, {}), gcd(columns, ranks)

@@ -93,7 +93,6 @@ class CaseRunner:
         return lambda half: call(half, case, x, layout, rank), None, layout, x
 
     def _result(self, module: Any, case: Case) -> dict[str, Any] | None:
-        """Run and judge a case. Return its result on rank 0."""
         if dist.get_rank() and not case.distributed:
             return None
         program, exchange, layout, x = self._program(case)
@@ -277,9 +276,7 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before. With a
-    dout of ones, and one query that sees a key, dv is the rounded P itself.
-    """
+    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before."""
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
     for name, x, true in zip(got._fields, got, exact, strict=True):
@@ -304,9 +301,7 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks without `Layout.unshard`, which is under test. Add parts of
-    dsink and dup_weight.
-    """
+    """Join the shards of all ranks without `Layout.unshard`. Add parts of dsink and dup_weight."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:

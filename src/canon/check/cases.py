@@ -211,7 +211,6 @@ class Shape:
 
 
 def _masks() -> Iterator[tuple[str, str, tuple[Shape, Shape]]]:
-    """Yield (name, expression, shapes) of each mask."""
     for line in MASK_TABLE.splitlines()[1:]:
         name, expression, *shapes = (column.strip() for column in line.split("|"))
         on_cpu, on_gpu = (eval(f"Shape({shape})") for shape in shapes)

@@ -27,8 +27,8 @@ def explained(
     x: Inputs,
     parts: Sequence[range] = (),
 ) -> list[str]:
-    """Return the mistakes that explain faults. ``honest``: results with rounding errors.
-    ``parts``: the keys of each part that `merge` had.
+    """Return the mistakes that explain faults. ``honest``: results with rounding errors. ``parts``:
+    the keys of each part that `merge` had.
     """
     wrong, factors = {fault.partition(" ")[0] for fault in faults}, {}
     for name in (name for name in got._fields if name in wrong):
@@ -72,7 +72,6 @@ def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> l
 
 
 def _factor(got: Tensor, exact: Tensor, honest: Sequence[Tensor]) -> float | None:
-    """Return the factor that explains ``got``, None if there is none."""
     hidden = ~exact.isfinite()
     got, *honest = (t.to(exact.device).double().masked_fill(hidden, 0) for t in (got, *honest))
     exact = exact.double().masked_fill(hidden, 0)

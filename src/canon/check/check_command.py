@@ -18,11 +18,11 @@ from canon.check.run_cases import Interrupted
 REFUSED = {  # mode: the reason, and the options that it leaves out
     "--bits": (
         "has its own rows and runs them once",
-        ("random", "seed", "first", "list", "digest", "features"),
+        ("random", "seed", "first", "list", "features"),
     ),
     "--random": (
         "draws its own cases",
-        ("documents", "tokens", "dtype", "list", "digest"),
+        ("documents", "tokens", "dtype", "list"),
     ),
 }
 
@@ -121,11 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, does in (
         ("--list", "print the names of the cases and stop"),
         (
-            "--digest",
-            "print the digests of the calls with rank_invariant=True alone, one line for each "
-            "input, and stop: equal code, documents, versions and GPU models give equal lines",
-        ),
-        (
             "--bits",
             "compare the bits of calls with rank_invariant=True instead: prefill in chunks, "
             "decoding, ranks, layouts, other documents, branches, sequences and heads, all with "
@@ -168,11 +163,11 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
     place = placement(arguments.world, arguments.ranks)
     interprets, name = place.device == "cpu" and _interpret(), arguments.module
     module = module_import.load(name)
-    if interprets and not arguments.digest and module_import.uses_kernels(module):
+    if interprets and module_import.uses_kernels(module):
         plain = "plain PyTorch computes the tiles on the CPU."
         of_triton = "Triton's interpreter runs the kernels on the CPU (TRITON_INTERPRET=1)."
         console.print(f"No GPU in use: {plain if arguments.backend == 'torch' else of_triton}")
-    if not (arguments.digest or arguments.bits or arguments.list):
+    if not (arguments.bits or arguments.list):
         for line in module_import.remarks(module, covered(module).tested):
             console.print(line, markup=False, highlight=False)
     _check_options(arguments, place.device)
@@ -186,7 +181,6 @@ def _checked(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _check_options(arguments: argparse.Namespace, device: str) -> None:
-    """Raise ValueError if options do not fit together."""
     if arguments.backend and arguments.module != "canon.fast":
         raise ValueError(
             f"--backend chooses kernels of canon.fast; {arguments.module} has no backends"

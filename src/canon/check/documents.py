@@ -1,7 +1,7 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-Rotary embeddings have the positions of the layout, so a wrong layout gives wrong inputs. Weights
-are small integers: sums are exact, and inputs have the same bits on every machine.
+Rotary embeddings have the positions of the layout. Weights are small integers: inputs have the same
+bits on every machine.
 """
 
 import re
@@ -32,7 +32,7 @@ class Documents:
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
         """Read files, and the text files of folders, or of this repository if there are no paths.
 
-        A ``budget`` limits the tokens, and prefers varied lengths. Raises ValueError without text.
+        A ``budget`` limits the tokens. Raises ValueError without text.
         """
         if paths:
             texts = {str(file): file.read_bytes() for file in _text_files(paths)}

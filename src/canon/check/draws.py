@@ -1,7 +1,7 @@
 """Draw the random cases of `canon check --random`.
 
-Case i of seed S is a pure function of S, i, the table, the largest number of ranks and the limits
-of the module. On GPUs a table has few shapes, because each is compiled.
+Case i of seed S depends on S, i, the table, the largest number of ranks and the limits of the
+module alone.
 """
 
 import re

@@ -1,12 +1,10 @@
 """Run and judge the cases without attention: plans, group casts and group reduces, and layouts.
 
-    dispatch, plan_report    equal to the reference
-    cast_plan                the same; each rank receives once every token that its mask needs
-    group_cast               rows equal to the plan's tokens, by source and by row there
-    group_reduce             as close to the float64 sum as float32 sums in any order
-    Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
-
-A case returns tables on every rank: named tensors, tokens outermost.
+dispatch, plan_report    equal to the reference
+cast_plan                the same; each rank receives once every token that its mask needs
+group_cast               rows equal to the plan's tokens, by source and by row there
+group_reduce             as close to the float64 sum as float32 sums in any order
+Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 """
 
 from collections.abc import Iterable, Sequence
@@ -97,7 +95,6 @@ class Exchange:
         return reference.cast_plan(self.mask, self.layout, **self.options)
 
     def received(self, cast: int, rank: int) -> Tensor:
-        """Return the tokens that a rank receives, by source and by row there."""
         pieces = sorted(self.plan.received(cast, rank), key=lambda piece: (piece.source, piece.row))
         return _tokens(piece.tokens for piece in pieces).to(self.full.device)
 

@@ -39,15 +39,6 @@ class FixedCheck:
 
     def run(self) -> int:
         digests, name = self.digest_runner(), self.arguments.module
-        if self.arguments.digest:
-            if not digests.calls:
-                raise ValueError(
-                    f"--digest: {name} has no function with the option rank_invariant, or --only "
-                    "leaves none"
-                )
-            results = rank_digests.compare(self.placement.kind, digests)
-            rank_digests.show(results, self.console, alone=True)
-            return DISAGREES if any(result["faults"] for result in results) else AGREES
         cases = self.chosen_cases()
         if not cases and not digests.calls:
             only = self.arguments.only
@@ -71,7 +62,6 @@ class FixedCheck:
         return INTERRUPTED if interrupted else status
 
     def digest_runner(self) -> rank_digests.DigestRunner:
-        """Return the calls with rank_invariant=True."""
         chosen = self.dtypes, self.gpu, self.arguments.only
         calls = rank_digests.calls_of(self.module, self.placement.ranks, *chosen)
         own = any(call.case.function in self.functions.tested for call in calls)

@@ -133,9 +133,8 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys about a quarter of each query's weight, and opposite values.
-
-    One is the first, one comes after ``part`` of the keys: mostly on different ranks.
+    """Give two keys, the first and one after ``part`` of the keys, about a quarter of each query's
+    weight, and opposite values.
     """
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]

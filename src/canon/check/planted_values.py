@@ -1,7 +1,7 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
-The element is the middle one of the middle visible token, in the last sequence and head. Beyond
-the results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
+The element is the middle one of the middle visible token, in the last sequence and head. Beyond the
+results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -9,8 +9,7 @@ the results of the oracle, a kernel of canon, which multiplies hidden elements b
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-All are of the last sequence and key head. A module outside canon may reach `REACH`. `merge` has no
-sum over tokens, so the value stays in its element.
+All are of the last sequence and key head. A module outside canon may reach `REACH`.
 """
 
 from collections.abc import Sequence
@@ -58,7 +57,6 @@ def plant(planted: str, masks: Sequence[Mask], tensors: Sequence[Tensor]) -> Non
 
 
 def _planted_token(name: str, mask: Mask) -> Tensor:
-    """Return the middle visible token, if any."""
     seen = (~unseen_tokens(mask, int(name in ("k", "v")))).nonzero().flatten()
     return seen[len(seen) // 2 :][:1]
 

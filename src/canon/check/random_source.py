@@ -1,7 +1,6 @@
 """Make the inputs of a random case, and the expected results.
 
-One rounding of each intermediate result widens the bounds, because cases may have few elements. If
-gradients travel in 16 bits, the honest evaluations round the sums of the ranks, too.
+One rounding of each intermediate result widens the bounds, because cases may have few elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,9 +102,8 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range.
-
-    q and k become small, so that P is uniform. No result exceeds half of the range.
+    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range, for a
+    uniform P.
     """
     most = torch.finfo(torch.float16).max
     scale = 1.0 if case.shape.scale is None else abs(case.shape.scale)

@@ -119,13 +119,14 @@ def compare(kind: str, runner: DigestRunner) -> list[dict[str, Any]]:
     return results
 
 
-def show(results: Sequence[dict[str, Any]], console: Console, alone: bool = False) -> None:
-    """Print the digests and their faults."""
+def show(results: Sequence[dict[str, Any]], console: Console) -> None:
+    """Print the digests and their faults. Equal code, documents, versions and GPU models give equal
+    digests.
+    """
     for result in results:
         if result["digest"]:
-            line, calls = f"{result['inputs']} {result['digest']}", len(result["calls"])
-            if not alone:
-                line += f": equal bits in {calls - len(result['faults'])} of {calls} calls"
+            calls, line = len(result["calls"]), f"{result['inputs']} {result['digest']}"
+            line += f": equal bits in {calls - len(result['faults'])} of {calls} calls"
             console.print(line, markup=False, highlight=False)
         for fault in result["faults"]:
             console.print(Text.assemble((result["inputs"], "red"), ": ", fault))

@@ -19,7 +19,7 @@ SWITCH = "torch.use_deterministic_algorithms"
 
 class Repeated(NamedTuple):
     """The results of run 1; those of run 2 if some rank has other bits there, else None; and a text
-    for each later run of this rank with other bits than run 2.
+    for each later run with other bits than run 2.
     """
 
     first: Any
@@ -36,8 +36,7 @@ def repeated(
 ) -> Repeated:
     """Run a case ``runs`` times, or once more. ``different`` describes the rows with other bits.
 
-    ``on_some_rank`` returns whether a value is True on a rank. Without ``switched`` all runs are as
-    run 1.
+    Without ``switched`` all runs are as run 1.
     """
     # else products of matrices warn on a GPU under the switch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

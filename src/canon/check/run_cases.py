@@ -52,8 +52,8 @@ def run_cases(
 ) -> list[dict[str, Any]]:
     """Return the results of all cases, in order. Raises Interrupted at Ctrl-C.
 
-    ``kind`` names a function of `process_groups`. The progress starts at ``before`` of ``total``.
-    Without a terminal, ``verbose`` prints a line for each case.
+    ``kind`` names a function of `process_groups`. Without a terminal, ``verbose`` prints a line for
+    each case.
     """
     forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
     results: dict[str, Any] = {}
@@ -74,7 +74,6 @@ def _in_order(runner: CaseRunner, results: dict[str, Any]) -> list[dict[str, Any
 
 @contextmanager
 def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
-    """Yield a function that shows results."""
     console, numbers = Console(stderr=True), count(before + 1)
     with Progress(
         *COLUMNS, console=console, transient=True, disable=not console.is_terminal
@@ -92,7 +91,6 @@ def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
 
 
 def _run(kind: str, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show) -> None:
-    """Run all cases, on a new process group after each failure."""
     reasons = {case.name: declined_by(runner.backend, case) for case in runner.cases}
     results |= {
         name: _without_run(name, "declined", reason) for name, reason in reasons.items() if reason

@@ -11,33 +11,30 @@ These arguments are common to all of them:
                       striped have their own)
     scale             factor of the scores; None is 1 / sqrt(d)
     softcap           limit of the scores, as in `attention`; None is none
-    sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. A
-                      rank's gradient of it is the sum over its own tokens: add the gradients of all
-                      ranks, as for every replicated parameter
-    group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks. Without
-                      torch.distributed this process is the only rank. Or a DeviceMesh with the
-                      dimensions ("tokens", "heads") in this order, also a slice of a larger one:
-                      the ranks of a row exchange heads for tokens, and the schedule runs over the
-                      columns (`mesh.py` of each half). ``layout`` has a part for each rank, row
-                      after row. "heads" must divide g; `latent_attention` raises
+    sink              a logit (h,) of each query head, as in `attention`, equal on all ranks. Add
+                      the gradients of all ranks, as for every replicated parameter: a rank's is
+                      the sum over its own tokens
+    group             a ProcessGroup or a DeviceMesh of one dimension; None is all ranks, or this
+                      process alone without torch.distributed. Or a DeviceMesh ("tokens", "heads"),
+                      in this order, also a slice of a larger one: the ranks of a row exchange
+                      heads for tokens, and the schedule runs over the columns (`mesh.py` of each
+                      half). ``layout`` has a part for each rank, row after row. "heads" must
+                      divide g; `latent_attention` raises
     reduce_dtype      dtype in which dk and dv are sent; None is float32 (float64 for float64)
     backward          "fused", "split", "head_parallel" or "auto", for every step, as in
-                      `backward.py`. "auto" is the fastest. Under
-                      `torch.use_deterministic_algorithms(True)` it is the fastest that repeats its
-                      bits
-    rank_invariant    return, on any number of ranks, the bits that one rank would return
-                      (`owner_computes.py`). Each piece of the layout, a run of tokens on one rank,
-                      must begin at a multiple of 128, in the sequence and in the rank's shard.
-                      layout=None is then contiguous with such pieces
-    return_lse        also return lse (b, h, t) or (h, t), the natural logarithm of the softmax's
-                      denominator without the sink, in float32 (float64 for float64). It is
-                      differentiable
+                      `attention`
+    rank_invariant    return, on any number of ranks, the bits of one rank (`owner_computes.py`).
+                      Each piece of the layout, a run of tokens on one rank, must begin at a
+                      multiple of 128, in the sequence and in the rank's shard. layout=None is then
+                      contiguous with such pieces
+    return_lse        also return lse (b, h, t) or (h, t), as `attention` does
     return_max_logits also return, as the last result, the largest scores (h,), as in `attention`
 
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches,
 heads, widths, scales, options, requires_grad and `torch.use_deterministic_algorithms`. The sequence
 is as long as the mask; without a mask, as the layout; without both, W t tokens. A ValueError or
 TypeError is raised on every rank, if the arguments of one rank do not fit together or differ
-between ranks. A UserWarning is given in the first call without a mask and a layout, if h = g and a
-rank has fewer tokens than heads, as if q were (b, h, t, d); and in the first call of
-`magi_attention` without a layout, after `dispatch` has planned one for its mask."""
+between ranks. The first call without a mask and a layout gives a UserWarning if h = g and a rank
+has fewer tokens than heads, as if q were (b, h, t, d). The first call of `magi_attention` without a
+layout gives one, too, after `dispatch` has planned a layout.
+"""

@@ -34,16 +34,12 @@ def sizes_of(q: torch.Size, k_rope: torch.Size, up_weight: torch.Size) -> Latent
 
 
 def with_head(x: Tensor) -> Tensor:
-    """Return (*b, t, width) as (*b, t, 1, width), and anything else unchanged, for `check_latent`
-    to refuse.
-    """
+    """Return (*b, t, width) as (*b, t, 1, width). `check_latent` refuses anything else."""
     return x.unsqueeze(-2) if isinstance(x, Tensor) and x.ndim else x
 
 
 def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless the tensors fit together; ``latent`` and ``k_rope`` have
-    the axis of a head.
-    """
+    """Raise TypeError or ValueError unless the tensors fit together."""
     tensors = q, latent, k_rope, up_weight
     for name, x in zip(NAMES, tensors, strict=True):
         check_tensor(name, x)
@@ -131,8 +127,8 @@ def hidden_keys(mask: Mask) -> tuple[range, ...]:
 
 
 def visible_only(x: Tensor, mask: Mask) -> Tensor:
-    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach the
-    gradient of a weight.
+    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach a
+    weight.
     """
     hidden = hidden_keys(mask)
     if hidden:

@@ -50,8 +50,8 @@ def attention(algorithm: Algorithm):
                 `torch.use_deterministic_algorithms(True)` the fastest that repeats its bits.
             rank_invariant: let the bits of a query depend on the keys that it sees and their
                 positions modulo 128 alone: equal in training on any number of ranks, in prefill by
-                chunks, in decoding, among other documents and in a tree.
-                `canon.route.rank_invariance` has the contract. "fused" contradicts the option.
+                chunks, in decoding, among other documents and in a tree
+                (`canon.route.rank_invariance`). "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's
                 denominator, in float32 (float64 for float64). It is differentiable.
             return_max_logits: also return, as the last result, the largest visible score of each

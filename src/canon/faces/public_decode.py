@@ -52,9 +52,8 @@ def decode_attention(
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank,
     ranks)``, after the checks.
 
-    ``in_order(q, k, v)`` returns the function to be called on several ranks with
-    ``rank_invariant``. Its arguments are those of ``decode``. It returns None, on all ranks, where
-    only the half's function ``attention`` over the keys of all ranks will do.
+    ``in_order(q, k, v)`` returns the function for several ranks with ``rank_invariant``, with the
+    arguments of ``decode``. It returns None, on all ranks, where all keys have to travel.
     """
 
     @under_autocast("q", "k", "v")
@@ -85,9 +84,7 @@ def decode_attention(
             mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each
                 sequence. None: all are seen.
             scale: factor of the scores; None is 1 / sqrt(d).
-            softcap: the limit of the scores, as in `attention`; None is none.
-            sink: a logit (h,) of each query head, as in `attention`, equal on all ranks. It is
-                applied after the last merge.
+            softcap, sink: as in `attention`; the sink is equal on all ranks, and applied last.
             rank_invariant: return the bits that `attention` with this option returns for these
                 queries, on any number of ranks. The keys of all ranks follow each other, and those
                 of each rank begin at a multiple of 128. K and V travel to all ranks, unless notes
@@ -101,7 +98,8 @@ def decode_attention(
         The result is not differentiable. Raises ValueError or TypeError on every rank, if the
         arguments of one rank do not fit together, or dtypes, scales or shapes except s differ
         between ranks; RuntimeError for ``rank_invariant`` on several ranks while a CUDA graph is
-        captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge."""
+        captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+        """
 
         def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
             if not rank_invariant:
@@ -152,9 +150,7 @@ def _agreed(
     way: Callable[[bool], Callable[..., Any]],
 ) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
     """Return the process group, the rank, the number of ranks, the mask, the scale, and the
-    function of ``way(several ranks)``.
-
-    Ranks are compared before.
+    function of ``way(several ranks)``, after a comparison between ranks.
     """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)

@@ -69,8 +69,7 @@ def group_reduce(
             ``into`` (t, ...), this rank's tokens, changed in place. The others are those of
             `group_cast`.
         Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in
-        rank order, and rounded once. Raises ValueError if y, into, the group or the stage do not
-        fit the plan. Source: Tao and Huang, MagiAttention (2025).
+        rank order, and rounded once. Errors: those of `group_cast`, and Source, too.
         """
         group, rank, _ = _agreed(
             "group_reduce", half_of(reduce), check_device, y, plan, stage, group, into
@@ -93,9 +92,6 @@ def _agreed(
 ) -> tuple[dist.ProcessGroup | None, int, Sizes]:
     """Return the process group, this rank and the sizes of its cast, after a comparison between all
     ranks. A collective.
-
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together
-    or differ from those of the others.
     """
     group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):

@@ -46,20 +46,18 @@ def latent_attention(algorithm: Algorithm):
         to K and V. A collective.
 
         A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in
-        DeepSeek-V3, 71 times fewer. The price is that every rank projects all tokens that it
-        receives. It pays where messages of K and V would take longer than attention:
-        `canon.reference.latent` has bytes, FLOPs and limits.
+        DeepSeek-V3, 71 times fewer. But every rank projects all tokens that it receives. It pays
+        where messages of K and V would take longer than attention: `canon.reference.latent` has
+        bytes, FLOPs and limits.
 
         Args:
             q: queries. Their last ``rope`` columns have the rotary embedding.
-            latent: the compressed keys and values of a token, as `torch.nn.Linear` reads them:
-                after their normalisation.
+            latent: the compressed keys and values of a token, after their normalisation.
             k_rope: the part of K that all heads share, with the rotary embedding.
             up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all
                 ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then
-                dv rows for V. K of a head ends with k_rope. A rank's gradient of it is the sum over
-                its own queries: add the gradients of all ranks.
-            scale: factor of the scores; None is 1 / sqrt(d).
+                dv rows for V. K of a head ends with k_rope. Add the gradients of all ranks: a
+                rank's is the sum over its own queries.
             reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is
                 float32 (float64 for float64).
 

@@ -51,13 +51,12 @@ def magi_attention(algorithm: Algorithm):
                 False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
 
-        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
-        without b. ``layout`` comes from `dispatch`, or is any other. rank_invariant needs one whose
-        pieces begin at multiples of 128, as those of ``dispatch(mask, ranks,
-        rank_invariant=True)``. Raises ValueError or TypeError on every rank, if arguments of a rank
-        do not fit together or differ between ranks; also if an option or the layout contradicts
-        rank_invariant. Source:
-        Tao and Huang, MagiAttention (2025)."""
+        `canon.faces` lists the others. ``layout`` comes from ``dispatch(mask, ranks)``, with
+        rank_invariant=True if the call has it, or is any other. Raises ValueError or TypeError on
+        every rank, if arguments of a rank do not fit together or differ between ranks; also if an
+        option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention
+        (2025).
+        """
         options = {
             "casts": casts,
             "own_keys_first": own_keys_first,

@@ -97,9 +97,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
 
         Args:
             dout, dlse: gradients of out and lse; dlse=None is zero.
-            mask: the visible cells of these queries x these keys, or b Masks, one for each
-                sequence.
-            scale, softcap: those of the forward pass; None is 1 / sqrt(d), and no limit.
+            mask, scale, softcap: those of the forward pass.
             delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be
                 None.
             method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
@@ -112,8 +110,8 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
             ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both
                 given, or an unknown method.
 
-        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2;
-        methods: `backward.py`."""
+        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2.
+        """
         if isinstance(mask, (tuple, list)):
             return differentiate_each(
                 bound_backward,

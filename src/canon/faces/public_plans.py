@@ -44,8 +44,8 @@ def dispatch(planned: Callable[..., Layout]):
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
                 mask for each sequence: the layout serves all, and balances the sum of their areas.
             ranks: the number of ranks. For a mesh ("tokens", "heads"), plan rows, then divide:
-                ``dispatch(mask, rows).divided(heads)``. Only rows need equal work, and planning
-                fewer ranks takes less time.
+                ``dispatch(mask, rows).divided(heads)``. Only rows need equal work, and fewer ranks
+                take less time.
             chunk: the tokens that stay together; the last chunk may be short. All ranks get equally
                 many chunks, or one less, and token counts differ by at most one chunk. None is
                 1024, less for 8 chunks a rank, or more for at most 32
@@ -66,8 +66,7 @@ def dispatch(planned: Callable[..., Layout]):
             TypeError: an argument has a wrong type.
 
         Warns:
-            UserWarning: an explicit chunk is so long that ranks hold no token, although there are
-            enough tokens.
+            UserWarning: an explicit chunk leaves ranks without tokens, although there are enough.
 
         Source: Tao and Huang, MagiAttention (2025): the problem and the chunks.
         """

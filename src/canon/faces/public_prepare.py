@@ -55,7 +55,7 @@ def prepare(
                 group of one dimension.
             batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
                 `latent_attention` projects K and V of (h, h) heads.
-            device: the device of the call. the plans of the reference are the same on all devices.
+            device: the device of the call. Plans of the reference are the same on all devices.
             backward: the ``backward`` of the call. "auto" makes the plans of both states of
                 `torch.use_deterministic_algorithms`; another one those of this process's state.
             requires_grad: also make the plans of the backward pass.

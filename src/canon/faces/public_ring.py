@@ -38,9 +38,9 @@ def ring_attention(algorithm: Algorithm):
         """Return attention of this rank's queries over the keys of all ranks, which travel round a
         ring. A collective.
 
-        Args: `canon.faces` lists them. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
-        without b. Raises ValueError or TypeError on every rank, if arguments of a rank do not fit
-        together or differ between ranks. Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
+        Args: `canon.faces` lists them. Raises ValueError or TypeError on every rank, if arguments
+        of a rank do not fit together or differ between ranks. Source: Liu, Zaharia, Abbeel, Ring
+        Attention (2023).
         """
         options = {
             "scale": scale,
@@ -75,8 +75,8 @@ def zigzag_attention(algorithm: Algorithm):
         """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly
         equal work at each step.
 
-        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises
-        ValueError likewise. Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
+        Arguments (except ``layout``), results and the ValueError are those of `ring_attention`.
+        Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
         """
         options = {
             "scale": scale,
@@ -111,8 +111,8 @@ def striped_attention(algorithm: Algorithm):
         """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step;
         it may lose its diagonal.
 
-        Arguments (except ``layout``), results and errors are those of `ring_attention`; it raises
-        ValueError likewise. Source: Brandon et al., Striped Attention (2023).
+        Arguments (except ``layout``), results and the ValueError are those of `ring_attention`.
+        Source: Brandon et al., Striped Attention (2023).
         """
         options = {
             "scale": scale,

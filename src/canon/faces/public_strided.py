@@ -56,13 +56,13 @@ def strided_attention(algorithm: Algorithm):
             backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose
                 memory does not grow with the number of ranks. It takes no backward strides.
 
-        `canon.faces` lists the others. q, k, v (b, t, h, d), (b, t, g, d), (b, t, g, dv), or
-        without b. "scatter" rounds a rank's part of dk and dv to reduce_dtype once. Strides change
-        results by rounding only. Raises ValueError or TypeError on every rank, if arguments of a
-        rank do not fit together or differ between ranks; also if strides do not fit the heads, a
-        backward stride is given with "ring", or an option or the layout contradicts rank_invariant.
-        Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2; the others:
-        `strided.py`."""
+        `canon.faces` lists the others. "scatter" rounds a rank's part of dk and dv to reduce_dtype
+        once. Strides change results by rounding only. Raises ValueError or TypeError on every rank,
+        if arguments of a rank do not fit together or differ between ranks; also if strides do not
+        fit the heads, a backward stride is given with "ring", or an option or the layout
+        contradicts rank_invariant. Source: Llama Team, The Llama 3 Herd of Models (2024), section
+        3.3.2.
+        """
         options = {
             "head_stride": head_stride,
             "forward_first_stride": forward_first_stride,

@@ -13,8 +13,7 @@
                     microbatches
     gradients       the averaging of DDP gives the gradient of this loss
 
-accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks. One private method of Trainer
-is overridden, ``_get_dataloader``.
+accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
 router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
@@ -114,7 +113,6 @@ class ContextParallelTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the loss of all ranks, equal on all of them."""
         mask, layout = inputs[SHARDING]
         given = {
             name: x
@@ -144,25 +142,24 @@ class ContextParallelTrainer(Trainer):
             return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the mean loss. Each rank has the losses of all batches, so none are gathered."""
+        """Return the mean loss. Each rank has all losses, so none are gathered."""
         self.gather_function = self._losses_of_samples
         return super().evaluation_loop(*args, **kwargs)
 
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
-        """Return one loss for each sequence of a batch, from as many as a full batch has."""
+        """Return one loss for each sequence, of as many as a full batch has."""
         state = self.accelerator.gradient_state
         return (
             losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
         )
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the number of sequences of a step."""
         return super().get_total_train_batch_size(args) // self.context_ranks
 
 
 class ShardingCollator:
     """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in
-    workers of the loader.
+    workers.
     """
 
     def __init__(
@@ -185,16 +182,14 @@ class ShardingCollator:
 
 def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
     """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's
-    group among them.
+    group.
     """
     return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each of the documents that its ``position_ids`` begin
-    at 0, if there are any.
-
-    Raises ValueError if the sequences have different documents.
+    """Return the mask of a batch: causal, in each of the documents that ``position_ids`` begin at
+    0. Raises ValueError if the sequences have different ones.
     """
     if (positions := batch.get("position_ids")) is None:
         return Mask.causal(batch["labels"].shape[1])
@@ -209,7 +204,6 @@ def mask_of(batch: Mapping[str, Tensor]) -> Mask:
 
 
 def _check_trainer(trainer: Any) -> None:
-    """Raise ValueError for arguments of a Trainer that are not supported."""
     args = trainer.args
     name = type(trainer).__name__
     config = trainer.model.config.get_text_config()
@@ -240,9 +234,7 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_successive(name: str, group: Any, ranks: int) -> None:
-    """Raise ValueError unless the ranks of a group follow each other from a multiple of their
-    number.
-    """
+    """Raise ValueError unless the ranks follow each other from a multiple of their number."""
     if group is not None:
         members = sorted(dist.get_process_group_ranks(group))
         if (

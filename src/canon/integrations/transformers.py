@@ -18,7 +18,7 @@ transformers builds the mask of each kind of layer once in a forward pass:
                          `position_ids`; one process
 
 On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
-layer keeps its mask and group, so a checkpoint may recompute it after `sharded` has ended.
+checkpoint may recompute a layer after `sharded` has ended.
 
 `generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
 
@@ -84,7 +84,7 @@ UNSUPPORTED = {  # keyword of an attention function: remedy
 def register(name: str = "canon") -> None:
     """Register Canon with transformers, as ``attn_implementation=name``.
 
-    Outside `sharded`, CUDA tensors use `canon.fast`, others `canon.reference`.
+    Outside `sharded`, only CUDA tensors use `canon.fast`.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {shown(name)}")
@@ -120,8 +120,8 @@ def sharded(
     ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some
     sequences only must be invisible in these: padding on the right of causal sequences is.
 
-    Raises TypeError or ValueError for a wrong argument here. A wrong padding mask raises in the
-    forward pass, on every rank."""
+    Raises TypeError or ValueError; for a wrong padding mask in the forward pass, on every rank.
+    """
     token = _current.set(
         Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
     )
@@ -176,9 +176,7 @@ _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=Non
 def _attention_of(
     half: str, function: str, options: dict[str, Any], layout: Layout, group: Group
 ) -> Callable:
-    """Return the function of `sharded` with its layout, group and options. Raise unless all of them
-    exist.
-    """
+    """Return the function of `sharded` with its layout, group and options, if all of them exist."""
     if half not in HALVES:
         raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
     if function not in FUNCTIONS:
@@ -218,9 +216,8 @@ def build_mask(
 ) -> LayerMask | Sharding:
     """Return the mask of one kind of layer, inside `sharded` a `Sharding`.
 
-    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries are the
-    tokens from ``q_offset`` on, keys those from ``kv_offset`` on. Raises ValueError for unsupported
-    masks.
+    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries begin at
+    ``q_offset``, keys at ``kv_offset``. Raises ValueError for unsupported masks.
     """
     pattern, sharding = pattern_of(mask_function), _current.get()
     rows = range(int(q_offset), int(q_offset) + q_length)
@@ -239,8 +236,8 @@ def build_mask(
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    """Raise ValueError for an encoder or a cross-attention next to a decoder: `sharded` has one
-    mask for all layers.
+    """Raise ValueError for an encoder or a cross-attention: `sharded` has one mask for all
+    layers.
     """
     several = getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
@@ -257,8 +254,8 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache inside `sharded`. Its first pass looks like training, except
-    for its caller.
+    """Raise ValueError for a KV cache. Its first pass looks like training, except for its
+    caller.
     """
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
@@ -272,7 +269,7 @@ def _check_whole(rows: range, columns: range) -> None:
 
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
-    """Narrow a sharding by window and padding (b, t). A collective if there is padding."""
+    """Narrow a sharding by window and padding (b, t), which is a collective."""
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
         mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
@@ -371,9 +368,7 @@ _looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
 
 
 def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if the positions of this rank's tokens restart inside the sequence, although no mask has
-    documents.
-    """
+    """Warn if this rank's positions restart, although no mask has documents."""
     if positions is None or positions.ndim != 2 or sharding.layout in _looked:
         return
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -410,9 +405,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder. Raise ValueError inside
-    `sharded`.
-    """
+    """Return the mask of a layer without one, such as an image encoder. Raises inside `sharded`."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

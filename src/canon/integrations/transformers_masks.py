@@ -1,9 +1,8 @@
 """Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that
 a KV cache leaves.
 
-A mask function becomes a `Pattern`. `own_masks` makes the square Mask of each sequence from it,
-over all tokens so far. A `LayerMask` holds its part between the queries of one forward pass and the
-keys of the cache.
+A mask function becomes a `Pattern`, and `own_masks` makes the square Mask of each sequence from it.
+A `LayerMask` holds its part between the queries of one forward pass and the keys of the cache.
 
 Source: transformers 5.23, masking_utils.py.
 """
@@ -55,9 +54,7 @@ def refuse_another_mask(_) -> int:
 
 
 class LayerMask:
-    """The mask of one kind of layer on one process: one Mask,
-    or a tuple of one for each sequence.
-    """
+    """The mask of one kind of layer on one process, or a tuple of one for each sequence."""
 
     __slots__ = ("masks",)
     ndim = property(refuse_another_mask)
@@ -72,9 +69,7 @@ class LayerMask:
         return LayerMask([mask.crop(kept_queries(index, mask.queries)) for mask in masks])
 
     def contiguous(self) -> "LayerMask":
-        """Raise ValueError: only `generate` with a static cache calls this, to pass the mask on as
-        a 4-D tensor.
-        """
+        """Raise ValueError: only `generate` with a static cache calls this, for a 4-D tensor."""
         raise ValueError(
             "canon: generate() with a static cache needs a mask that is a tensor: leave out "
             "cache_implementation, or use "
@@ -83,7 +78,7 @@ class LayerMask:
 
 
 def kept_queries(index: Any, queries: int) -> range:
-    """Return the rows of ``mask[:, :, rows, :]``. Raises TypeError for any other index."""
+    """Return the rows of ``mask[:, :, rows, :]``, or raise TypeError."""
     match index:
         case (slice() as batch, slice() as heads, slice() as rows, slice() as keys):
             if batch == heads == keys == slice(None):
@@ -96,9 +91,7 @@ def kept_queries(index: Any, queries: int) -> range:
 
 
 def pattern_of(function: Callable) -> Pattern:
-    """Return the pattern of a mask function.
-    Raises ValueError for one that bands cannot describe.
-    """
+    """Return the pattern of a mask function. Raises ValueError if bands cannot describe it."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if getattr(function, "__module__", None) != causal_mask_function.__module__:
         name = f"{getattr(function, '__module__', None)}.{name}"
@@ -143,7 +136,6 @@ def _only_windows(patterns: list[Pattern]) -> bool:
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
-    """Return the intersection of patterns. Only the first may have blocks."""
     lefts, rights = (
         [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
     )
@@ -160,7 +152,7 @@ def _both(patterns: list[Pattern]) -> Pattern:
 def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) -> list[Mask]:
     """Return the Mask of each sequence over its n tokens.
 
-    ``valid`` is bool (b, m), False for padding. Tokens from m on are padding, as in transformers.
+    ``valid`` is bool (b, m), False for padding. Tokens from m on are padding.
     """
     rows = [Mask.causal(n) if pattern.causal else Mask.full(n)] * sequences
     if pattern.documents is not None:
@@ -176,7 +168,7 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
     """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other
-    padding. ``valid``: (b, n).
+    padding.
     """
     some = valid.any(0)
     mask = _seen(mask, _runs(some))
@@ -202,7 +194,6 @@ def windowed(mask: Mask, pattern: Pattern) -> Mask:
 
 
 def _seen(mask: Mask, keys: list[range]) -> Mask:
-    """Return the mask without all other keys."""
     if keys == [range(mask.keys)]:
         return mask
     rows = range(mask.queries)
@@ -213,7 +204,6 @@ def _seen(mask: Mask, keys: list[range]) -> Mask:
 
 
 def _runs(valid: Tensor) -> list[range]:
-    """Return the ranges of True in a bool tensor [n]."""
     outside = torch.zeros(1, dtype=torch.int, device=valid.device)
     edges = torch.diff(valid.int(), prepend=outside, append=outside)
     starts, stops = ((edges == edge).nonzero().flatten().tolist() for edge in (1, -1))

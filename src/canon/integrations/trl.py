@@ -6,8 +6,8 @@
     trainer.train()
 
 A pack is one sequence; its documents come from ``position_ids``. The loss is `sequence_loss`, so
-TRL's ``entropy``, ``mean_token_accuracy`` and ``num_tokens`` are not logged. The limits are those
-of `canon.integrations.trainer`; ``loss_type="dft"`` and a router loss raise.
+TRL's ``entropy``, ``mean_token_accuracy`` and ``num_tokens`` are not logged. Limits: those of
+`canon.integrations.trainer`, and ``loss_type="dft"``.
 
 Source: TRL 1.16, sft_trainer.py.
 """

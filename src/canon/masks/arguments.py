@@ -1,6 +1,6 @@
 """Checks of arguments. A wrong type raises TypeError, a value out of range ValueError.
 
-Booleans, floats and tensors are not whole numbers: rounding one would silently make a wrong mask.
+Booleans, floats and tensors are not whole numbers: rounding would make a wrong mask.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ LIMIT = 2**62
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int. With ``least``, it is also below 2^62: the sum of two such
-    numbers fits in 64 bits.
+    """Return ``value`` as an int. With ``least``, it is also below 2^62: two such numbers add in 64
+    bits.
     """
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):

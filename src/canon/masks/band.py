@@ -7,8 +7,8 @@
                     |. x x x . . |
     q_stop   -      |. . x x x . |          (here lo = -1 and hi = +1, counted from the corner)
 
-Causal attention is hi = 0, a left window of w keys is lo = -w. A crop of a band, a band in local
-coordinates, and every W-th token of a band are bands.
+Causal attention is hi = 0, a left window of w keys is lo = -w. Crops of a band, and every W-th
+token, are bands.
 
 Source: bands generalise the four slice types of MagiAttention (Zewei Tao and Yunpeng Huang, SandAI,
 2025).
@@ -38,9 +38,10 @@ class Band(_Bounds):
     """The cells with q_start <= i < q_stop, k_start <= j < k_stop and lo <= j - i <= hi. None is no
     bound.
 
-    The constructor makes a band tight: it shrinks the rectangle and the bounds to the cells inside.
-    So bands with equal cells are equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A
-    band without cells is (0, 0, 0, 0, 0, -1)."""
+    The constructor shrinks rectangle and bounds to the cells inside, so bands with equal cells are
+    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0,
+    0, 0, -1).
+    """
 
     __slots__ = ()
 
@@ -95,7 +96,7 @@ class Band(_Bounds):
         """Return the cells that ``other`` lacks, as at most six disjoint bands.
 
         ``other`` is the intersection of six half-planes. Part n lies inside the first n - 1 of them
-        and outside of half-plane n. So the parts are disjoint, and their union is the difference.
+        and outside of half-plane n.
         """
         if not self.intersect(other).q_stop:
             return [self]
@@ -141,9 +142,7 @@ class Band(_Bounds):
         )
 
     def join(self, other: "Band") -> "Band | None":
-        """Return the band with exactly the cells of two disjoint bands,
-        or None if there is none.
-        """
+        """Return the band with exactly the cells of two disjoint bands, or None."""
         q_start, q_stop, k_start, k_stop, lo, hi = other
         if q_start >= self.q_stop and k_start >= self.k_stop and not self.lo == self.hi == lo == hi:
             return None  # no common row or column: only two pieces of one diagonal make a band
@@ -203,8 +202,8 @@ def joined(bands: list[Band]) -> list[Band]:
 def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
     """Return disjoint bands with the cells of any bands: of each, what no larger one holds.
 
-    Raises ValueError if they are more than ``most``. Cost: O(n log n + p) for p pairs of bands with
-    a common query.
+    Raises ValueError if they are more than ``most``. Cost: O(n log n + p) for p pairs with a common
+    query.
     """
     ranked = sorted(bands, key=lambda band: (-band.area, band))
     larger: list[list[Band]] = [[] for _ in ranked]  # those that share cells with each, by q_start
@@ -227,9 +226,8 @@ def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
 
 
 def _without(band: Band, others: list[Band]) -> list[Band]:
-    """Return the cells of a band that none of the others holds. Each of them shares cells with it.
-
-    The middle one comes first: it parts neighbours of one side from those of the other.
+    """Return the cells of a band that none of the others holds; all share cells with it. The middle
+    one comes first: it parts neighbours of one side from those of the other.
     """
     if not others:
         return [band]
@@ -242,16 +240,14 @@ def _without(band: Band, others: list[Band]) -> list[Band]:
 
 
 class IntervalIndex:
-    """Half-open intervals (start, stop), sorted by start, for search by bisection."""
+    """Half-open intervals (start, stop), sorted by start, for bisection."""
 
     def __init__(self, intervals: Sequence[tuple[int, ...]]):
         self.starts = list(map(itemgetter(0), intervals))
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return a slice with the places of all intervals that overlap start:stop, and perhaps
-        others.
-        """
+        """Return a slice with all intervals that overlap start:stop, and perhaps others."""
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
@@ -298,10 +294,8 @@ def check_disjoint(bands: Sequence[Band]) -> None:
 
 
 def _check_rows(bands: Sequence[Band]) -> None:
-    """Compare the neighbours along the keys in each row in which a band starts or ends.
-
-    In between, their ends move by at most one column per row, so they cannot pass each other
-    unseen.
+    """Compare the neighbours along the keys in each row in which a band starts or ends. In between,
+    their ends move by at most one column per row, so they cannot pass unseen.
     """
     if len(bands) < 2:
         return

@@ -33,9 +33,7 @@ from canon.masks.mask_inputs import Ints
 def block_bands(
     q_blocks: Ints, k_blocks: Ints | None, q_valid: Ints | None, k_valid: Ints | None
 ) -> tuple[list[Band], int, int]:
-    """Return the bands of the block-causal mask of one sequence, and its numbers of queries and
-    keys.
-    """
+    """Return the bands of one sequence's block-causal mask, and its queries and keys."""
     q_ids, q_flags = _block_ids("q", q_blocks, q_valid)
     k_ids, k_flags = _block_ids("k", q_blocks if k_blocks is None else k_blocks, k_valid)
     return bands_of_levels(*levels(q_ids, k_ids, q_flags, k_flags)), len(q_ids), len(k_ids)
@@ -68,8 +66,8 @@ def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tu
 
 
 def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
-    """Return the bands of the mask in which query i sees key j iff columns[j] < rows[i]. Levels are
-    int64 >= 0.
+    """Return the bands in which query i sees key j iff columns[j] < rows[i]. Levels are int64
+    >= 0.
     """
     row, q_edges = _runs(rows)
     column, k_edges = _runs(columns)
@@ -85,17 +83,15 @@ def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
 
 
 def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the level of each run of equal levels, and the first index of each run, followed by
-    the total length.
+    """Return the level of each run of equal levels, and the first index of each, then the
+    length.
     """
     values, lengths = torch.unique_consecutive(levels, return_counts=True)
     return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see these
-    columns together.
-    """
+    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see it."""
     # (start, highest column) of the stretches that are still open
     walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row
@@ -109,7 +105,7 @@ def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
 
 def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <=
-    upto of a stretch.
+    upto.
     """
     by_level = rows.argsort()
     begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
@@ -126,7 +122,7 @@ def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Ten
 
 
 def _stairs_joined(q_start: Tensor, q_stop: Tensor, k_start: Tensor, k_stop: Tensor) -> list[Band]:
-    """Return the bands of the sorted rectangles. The steps of a stair become one band."""
+    """Return the bands of the sorted rectangles. A stair becomes one band."""
     lo, hi = k_start - q_stop + 1, k_stop - 1 - q_start
     numbers = (x.tolist() for x in (q_start, q_stop, k_start, k_stop, lo, hi))
     bands: list[Band | None] = list(tight_bands(zip(*numbers, strict=True)))

@@ -7,8 +7,7 @@ A cast is one all-to-all exchange of K and V; there is none if no rank needs ano
 
 The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
 
-A plan is equal on all ranks. The pieces of a rank are derived when they are first used, so a
-process keeps those of its own rank only.
+A plan is equal on all ranks. The pieces of a rank are derived at their first use.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +27,8 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions in the sequence. There they are the rows ``row``,
-    ``row`` + 1, ...
+    """Tokens of rank ``source``, as positions in the sequence: its rows ``row``, ``row`` + 1,
+    ...
     """
 
     source: int
@@ -42,7 +41,7 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class RankCasts:
-    """The pieces that one rank receives and sends, by row: ``received[cast][source]``,
+    """The pieces that one rank receives and sends: ``received[cast][source]``,
     ``sent[cast][receiver]``.
     """
 
@@ -73,9 +72,7 @@ class RankCasts:
 @dataclass(frozen=True)
 class CastPlan:
     """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether
-    step 0 uses own keys alone.
-
-    ``casts_of(plan, rank)`` derives the pieces of a rank; cached.
+    step 0 uses own keys alone. ``casts_of(plan, rank)`` derives the pieces of a rank; cached.
     """
 
     mask: Mask
@@ -173,8 +170,8 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, in order,
-    larger ones first.
+    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, larger ones
+    first.
     """
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
@@ -202,11 +199,10 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan of at most ``casts`` casts. ``own_keys_first=None`` decides by
+    """Return the plan of at most ``casts`` casts. ``own_keys_first=None``: by
     `own_keys_come_first`.
 
-    ``largest``: the most tokens from one rank to another. ``received``: the tokens that all ranks
-    receive.
+    ``largest``: the most tokens from one rank to another. ``received``: those of all ranks.
     """
     if own_keys_first is None:
         own_keys_first = own_keys_come_first(mask, layout, received)
@@ -217,8 +213,8 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
     """Return whether magi attention by default computes on own keys while its one cast is in
     flight.
 
-    It does if both hold: a rank has at least 2^29 visible cells, and receives at least half as many
-    tokens as it holds. Both are means over the ranks. An additional step costs launches, a merge,
+    It does if both hold, in the mean over the ranks: a rank has at least 2^29 visible cells, and
+    receives at least half as many tokens as it holds. An additional step costs launches, a merge,
     and shorter kernels; it hides the cast:
 
         recorded, tokens of a rank      one step / own first   cells of a rank   received / held
@@ -259,12 +255,12 @@ class PlanReport:
 
     @property
     def worst_receive(self) -> float:
-        """The most tokens that a rank receives, relative to an all-gather."""
+        """The most tokens that a rank receives, as in `volume`."""
         return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property
     def worst_send(self) -> float:
-        """The most tokens that a rank sends, relative to an all-gather."""
+        """The most tokens that a rank sends, likewise."""
         return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
 
     @property

@@ -5,9 +5,9 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-The first gather and the last reduction have no computation to hide them. A smaller first and last
-group make them shorter, but each split adds a step. In all recorded pairs, both passes take 0.99 to
-1.14 times as long with splits."""
+Nothing hides the first gather and the last reduction. Smaller groups make them shorter, but each
+split adds a step.
+"""
 
 from collections.abc import Mapping
 from inspect import signature
@@ -25,9 +25,9 @@ def default_stride(heads: int, bytes_per_head: int) -> int:
     """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
     1.
 
-    Few steps are fast: on every recorded shape, both passes take at most 1.02 times as long as with
-    the best stride. The backward pass of `canon.fast` holds up to eight times these bytes. Records:
-    paper/data, compared in `tests/masks/test_defaults.py`.
+    On every recorded shape (`tests/masks/test_defaults.py`), both passes take at most 1.02 times as
+    long as with the best stride. The backward pass of `canon.fast` holds up to eight times these
+    bytes.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)
@@ -43,14 +43,12 @@ def gathered_bytes(layout: Layout, bytes_per_token: int) -> int:
 def head_groups(
     heads: int, stride: int, first: int | None = None, last: int | None = None, *, option: str = ""
 ) -> tuple[range, ...]:
-    """Return the key heads of each step, in order: ``stride`` heads a step.
+    """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
+    above.
 
-        first = f splits the first group into [f, s-f], last = l the last one into [s-l, l]: see the
-        module's docstring
-
-    ``option`` is the prefix of the names ``first_stride`` and ``last_stride`` in errors, for
-    example "forward_". Raises ValueError if the stride does not divide the heads, or if f or l is
-    not in (0, stride). Also if f and l are both given and there are fewer than two full groups.
+    ``option`` is the prefix of ``first_stride`` and ``last_stride`` in errors. Raises ValueError if
+    the stride does not divide the heads, or if f or l is not in (0, stride); also for both with
+    fewer than two full groups.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")
@@ -88,9 +86,7 @@ def strided_steps(
     backward_last_stride: int | None,
     backward_schedule: str,
 ) -> Steps:
-    """Return the steps for these options of `strided_attention`. Raise ValueError if they do not
-    fit ``heads`` key heads.
-    """
+    """Return the steps for these options of `strided_attention`, or raise ValueError."""
     if backward_schedule not in SCHEDULES:
         raise ValueError(
             f"backward_schedule={backward_schedule!r}: expected one of "

@@ -7,11 +7,11 @@
     zigzag_documents     0 5  6 11    1 4  7 10   2 3  8 9        of two documents of 6 tokens
 
 Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the
-first. Zigzag and striped shards have nearly equal areas. A layout is the one source of shards,
-labels, positions and the masks between ranks.
+first. Zigzag and striped shards have nearly equal areas.
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped
-Attention (2023)."""
+Attention (2023).
+"""
 
 import hashlib
 from collections import defaultdict
@@ -108,9 +108,8 @@ class Layout(metaclass=OpaqueMeta):
         """Return the layout in which each document is divided as by `zigzag`, and a rank holds its
         pieces of all documents.
 
-        ``cu_seqlens``: 0, then the end of each document. A rank holds the two pieces of one
-        document after those of another. Raises ValueError if cu_seqlens does not start at 0 or
-        decreases.
+        ``cu_seqlens``: 0, then the end of each document. Raises ValueError if cu_seqlens does not
+        start at 0 or decreases.
 
         Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
         """
@@ -137,7 +136,7 @@ class Layout(metaclass=OpaqueMeta):
         """Return the layout of independent sequences, one after another: a rank holds its tokens of
         each.
 
-        Raises ValueError if there is no layout, or their numbers of ranks or their steps differ.
+        Raises ValueError if ranks or steps differ.
         """
         layouts, tokens = list_of("layouts", layouts, cls), 0
         if len({layout.ranks for layout in layouts}) != 1:
@@ -191,7 +190,6 @@ class Layout(metaclass=OpaqueMeta):
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def _held(self, rank: int) -> tuple[range, ...]:
-        """Return the ranges of a rank."""
         if not 0 <= whole("rank", rank) < self.ranks:
             raise ValueError(
                 f"rank {rank} is not one of the layout's {self.ranks}: they count from 0"
@@ -203,7 +201,7 @@ class Layout(metaclass=OpaqueMeta):
         """Return the position of each local token in its own document, for the rotary embedding:
         int64 [t], on the CPU.
 
-        ``cu_seqlens`` is as in `shard_batch`. Raises ValueError or TypeError unless it ends at
+        ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError unless it ends at
         ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
@@ -244,8 +242,9 @@ class Layout(metaclass=OpaqueMeta):
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
         ``labels``: the label of the next token, -100 at the end of each document. Labels of -100
-        stay, so they can hide a prompt. Raises ValueError or TypeError for an entry of another
-        shape or type, and where `Mask.from_position_ids` refuses the positions."""
+        stay. Raises ValueError or TypeError for an entry of another shape or type, and where
+        `Mask.from_position_ids` refuses the positions.
+        """
         from canon.ranks.movement import sharded_batch
 
         return sharded_batch(self, batch, rank, cu_seqlens, dims)
@@ -276,9 +275,10 @@ class Layout(metaclass=OpaqueMeta):
         """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A
         collective; differentiable.
 
-        One all-to-all moves the tokens. The backward pass moves gradients back, so every rank must
-        call it. ``group`` is as in `unshard`. Raises ValueError or TypeError on every rank if
-        arguments do not fit or differ between ranks."""
+        One all-to-all moves the tokens, and their gradients back, so every rank must call both
+        passes. ``group``: as in `unshard`. Raises ValueError or TypeError on every rank if
+        arguments do not fit or differ between ranks.
+        """
         from canon.ranks.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
@@ -306,7 +306,7 @@ class Layout(metaclass=OpaqueMeta):
 
         A plan for the rows of a mesh ("tokens", "heads") so becomes a layout for its ranks:
         ``dispatch(mask, rows).divided(heads)``. The parts of a row follow its local order, and
-        their sizes differ by at most one token.
+        differ by at most one token.
         """
         from canon.masks.rows import divided
 
@@ -324,7 +324,7 @@ class Layout(metaclass=OpaqueMeta):
 
 
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Return `Layout.positions` on a device, from the cache. Do not change the tensor."""
+    """Return `Layout.positions` on a device, from the cache, for reading."""
     layout._held(rank)  # raises for a wrong rank, before it becomes a key
     if torch.compiler.is_compiling():  # a graph holds its own positions
         return layout.positions(rank).to(device)
@@ -352,10 +352,10 @@ def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
 
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
     """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that
-    hold them in order.
+    hold them in order. All ranges have one step >= 1.
 
-    All ranges have one step >= 1. Cost: O(r log n + c log c) for r query ranges, n bands and c
-    crops, if the bands of a range are neighbours.
+    Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a range are
+    neighbours.
     """
     rows, columns = placed(queries), sorted(placed(keys), key=lambda placed: placed[1].start)
     index = IntervalIndex([(piece.start, piece.stop) for _, piece in columns])
@@ -373,9 +373,7 @@ def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) ->
 
 
 def placed(pieces: Sequence[range]) -> list[tuple[int, range]]:
-    """Return (first row, tokens) of each piece in a buffer. A piece that continues the previous one
-    is joined to it.
-    """
+    """Return (first row, tokens) of each piece in a buffer, joined where one continues another."""
     placed: list[tuple[int, range]] = []
     end = 0
     for piece in pieces:

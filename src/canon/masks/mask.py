@@ -4,8 +4,7 @@
     Mask.documents([0, 3, 8])         two bands: a causal square for each document
 
 A mask is immutable, and compared and hashed by content: ranks with equal masks make equal plans
-without communication. Arguments are sequences or tensors; a tensor on a GPU is copied to the CPU
-once.
+without communication. Arguments are sequences or tensors.
 """
 
 import hashlib
@@ -50,8 +49,7 @@ MOST_BANDS = 200_000
 
 
 class Mask(metaclass=OpaqueMeta):
-    """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands. Empty bands
-    are dropped.
+    """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands.
 
     Raises ValueError if a band leaves the matrix or two share a cell; TypeError for wrong types.
     """
@@ -134,8 +132,8 @@ class Mask(metaclass=OpaqueMeta):
                               x x x x                        x .
                                                              x x
 
-        ``keys`` is by default ``queries``: token i sees the tokens j <= i. FlashAttention aligns in
-        the same way."""
+        ``keys`` is by default ``queries``. FlashAttention aligns in the same way.
+        """
         queries = whole("queries", queries, 0)
         keys = queries if keys is None else whole("keys", keys, 0)
         band = Band(0, queries, 0, keys, None, keys - queries)
@@ -162,7 +160,7 @@ class Mask(metaclass=OpaqueMeta):
         causal: bool = True,
         window: tuple[int | None, int | None] | None = None,
     ) -> "Mask":
-        """Return the mask of packed documents: each token sees tokens of its own document only.
+        """Return the mask of packed documents: a token sees its own document only.
 
             documents([0, 2, 5])      x . . . .
                                       x x . . .
@@ -189,9 +187,9 @@ class Mask(metaclass=OpaqueMeta):
 
         ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order:
         node i follows node i - 1 or an ancestor of it. ``lengths[i]`` tokens of node i begin at
-        ``starts[i]``, by default at the end of node i - 1. No query sees a token between two nodes.
-        As a query, this token sees the ancestors of the node after it. A last node of length 0
-        makes the mask end at its start. The mask has one band for each node of length > 0.
+        ``starts[i]``, by default at the end of node i - 1. A token between two nodes is not seen,
+        and sees the ancestors of the node after it. A last node of length 0 makes the mask end at
+        its start. The mask has one band for each node of length > 0.
 
         Raises ValueError that names the node if nodes overlap or are in another order.
         """
@@ -252,8 +250,8 @@ class Mask(metaclass=OpaqueMeta):
                                                                  x . x x .
                                                                  x . . x x
 
-        Of each band, the cells that a larger one holds are left out, so the bands stay disjoint.
-        Raises ValueError if the sizes differ, or if this takes more than 200,000 bands."""
+        Raises ValueError if the sizes differ, or if this takes more than 200,000 bands.
+        """
         sizes = sorted({(mask.queries, mask.keys) for mask in list_of("masks", masks, cls)})
         if len(sizes) != 1:
             found = ", ".join(f"{queries} x {keys}" for queries, keys in sizes) or "no mask"
@@ -278,7 +276,7 @@ class Mask(metaclass=OpaqueMeta):
         """Return one n x n mask for each length. Tokens from the length on see nothing and are not
         seen.
 
-        For padding on the left use `block_causal` with ``q_valid`` and ``k_valid``.
+        Padding on the left: `block_causal` with ``q_valid`` and ``k_valid``.
         """
         n, high = whole("n", n, 0), 0 if flag("causal", causal) else None
         masks = []
@@ -308,10 +306,11 @@ class Mask(metaclass=OpaqueMeta):
                                             x x x x
                                             x x x x
 
-        ``k_blocks`` are by default ``q_blocks``. If an argument is (b, n), the result is a tuple of
-        b masks. For pi0, `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1),
-        q_valid=pad_masks, k_valid=pad_masks)``. Ascending ids in r runs make at most r bands,
-        random ids about r^2 / 9."""
+        ``k_blocks`` are by default ``q_blocks``. Arguments (b, n) give a tuple of b masks. For pi0,
+        `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1), q_valid=pad_masks,
+        k_valid=pad_masks)``. Ascending ids in r runs make at most r bands, random ids about r^2 /
+        9.
+        """
         batch = by_sequence(q_blocks=q_blocks, k_blocks=k_blocks, q_valid=q_valid, k_valid=k_valid)
         if batch is not None:
             return tuple(cls.of_disjoint(*block_bands(**one)) for one in batch)
@@ -337,9 +336,7 @@ class Mask(metaclass=OpaqueMeta):
 
     @property
     def area(self) -> int:
-        """The number of visible cells: the query-key pairs that attention computes for each
-        head.
-        """
+        """The number of visible cells: query-key pairs of each head."""
         return sum(band.area for band in self.bands)
 
     def dense(self) -> Tensor:
@@ -360,7 +357,7 @@ class Mask(metaclass=OpaqueMeta):
         """Return the mask between these queries and keys, numbered from 0: ``dense()[queries][:,
         keys]``.
 
-        Raises ValueError if a range leaves the mask or runs backwards, or if the two steps differ.
+        Raises ValueError if a range leaves the mask or runs backwards, or steps differ.
         """
         rows = crop_range("queries", queries, self.queries)
         columns = crop_range("keys", keys, self.keys)
@@ -378,9 +375,7 @@ class Mask(metaclass=OpaqueMeta):
         )
 
     def shift(self, queries: int = 0, keys: int = 0) -> "Mask":
-        """Return the mask moved down by ``queries`` and right by ``keys``. The sizes grow by as
-        much.
-
+        """Return the mask moved down by ``queries`` and right by ``keys``, which add to its sizes.
         A negative number cuts rows or columns off at the start.
         """
         queries, keys = whole("queries", queries), whole("keys", keys)
@@ -392,9 +387,7 @@ class Mask(metaclass=OpaqueMeta):
         return self.of_disjoint(kept, *sizes)
 
     def windowed(self, left: int | None = None, right: int | None = None) -> "Mask":
-        """Return the mask of the visible cells with -left <= j - i <= right. Bounds are those of
-        `window`.
-        """
+        """Return the visible cells with -left <= j - i <= right, as in `window`."""
         low, high = window_bounds(left, right)
         cut = (
             Band(
@@ -440,15 +433,15 @@ class Mask(metaclass=OpaqueMeta):
         """Draw the visible cells, with one colour for each band, and return the matplotlib axes:
         ``ax``, or new ones.
 
-        Beyond 512 tokens the picture has every n-th query and key. Raises ModuleNotFoundError
-        without matplotlib."""
+        Raises ModuleNotFoundError without matplotlib.
+        """
         from canon.show.mask_figures import plot_mask
 
         return plot_mask(self, ax)
 
     def bands_near(self, rows: range) -> tuple[Band, ...]:
         """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others.
-        O(log n) for n bands.
+        O(log n).
         """
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))

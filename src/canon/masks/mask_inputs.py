@@ -93,7 +93,7 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
 
 
 def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
-    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart inside
+    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart in
     0..tokens.
     """
     begins, ends = whole_numbers("starts", starts), whole_numbers("stops", stops)
@@ -182,9 +182,7 @@ def number_tensor(name: str, values: Ints) -> Tensor:
 
 
 def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError if a side is below
-    -1.
-    """
+    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError below -1."""
     for name, value in (("left", left), ("right", right)):
         if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
@@ -194,9 +192,7 @@ def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int 
 def slice_bands(
     q_ranges: Ranges, k_ranges: Ranges, types: Sequence[int | str] | Tensor
 ) -> tuple[list[Band], int, int]:
-    """Return the bands of MagiAttention's slices, the largest end of the queries and that of the
-    keys.
-    """
+    """Return the bands of MagiAttention's slices, and the largest ends of queries and keys."""
     rows, columns = _pairs("q_ranges", q_ranges), _pairs("k_ranges", k_ranges)
     kinds = nested(types)
     if not isinstance(kinds, Sequence) or isinstance(kinds, str):
@@ -263,8 +259,8 @@ RangesPerRank = tuple[tuple[range, ...], ...]
 
 
 def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
-    """Return the ranges of each rank, without empty ones, each with the common step and the
-    smallest stop.
+    """Return the ranges of each rank, without empty ones, with the common step and the smallest
+    stop.
     """
     _check_types(ranges_per_rank, tokens)
     steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
@@ -307,7 +303,7 @@ def _check_types(ranges_per_rank: Any, tokens: int) -> None:
 
 
 def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
-    """Raise unless each token is held once: the pieces of each residue class of the step form one
+    """Raise unless each token is held once: the pieces of each residue class of the step form a
     chain.
     """
     pieces = sorted(

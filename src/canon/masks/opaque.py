@@ -20,9 +20,8 @@ __all__ = ["OpaqueMeta", "registered"]
 def registered(kind: type, methods: tuple[str, ...] = ()) -> str:
     """Register a class with metaclass `OpaqueMeta`. Return its name in schemas.
 
-    A compiled graph depends on the class of such an input, not on its content. A compiled function
-    may call the ``methods``; torch traces them, so they must break the graph before they read the
-    content.
+    A compiled graph depends on the class of such an input, not on its content. torch traces the
+    ``methods``, so they must break the graph before they read it.
     """
     members = dict.fromkeys(methods, opaque_object.MemberType.INLINED)
     register = getattr(opaque_object, "register_custom_class", None)

@@ -1,8 +1,7 @@
 """A cache of plans, limited by the bytes that they hold.
 
-A plan (a local mask, a work table, an index on the device) is a pure function of its arguments, so
-a dropped plan can be made again. It stays valid while a caller, an autograd context or a stream
-uses it.
+A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. A
+dropped one stays valid while a caller, an autograd context or a stream uses it.
 
     `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device: 24 masks of
                                               1M tokens, 32 / 8 heads
@@ -66,9 +65,7 @@ class PlanCache:
             return entry[0]
 
     def put(self, key: Hashable, plan: R) -> R:
-        """Keep the plan of ``key``, unless the cache has one already. Return the plan that the
-        cache keeps.
-        """
+        """Keep the plan of ``key``, unless there is one. Return the plan that the cache keeps."""
         size = sizes(plan)
         size["cpu"] += ENTRY
         with self.lock:
@@ -139,8 +136,8 @@ def seen_plans() -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan: outside inference mode, as training may use it later, of real tensors, and
-    without notes.
+    """Make a plan: outside inference mode, as training may use it, of real tensors, without
+    notes.
     """
     if getattr(_notes, "making", False):  # a part of another plan
         return make()
@@ -167,9 +164,7 @@ def are_noted() -> bool:
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function of hashable arguments in `PLANS`, by function and
-    arguments.
-    """
+    """Cache the results of a pure function of hashable arguments in `PLANS`."""
     return _cached_in(lambda: PLANS, function)
 
 
@@ -201,8 +196,8 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream,
-    and for a graph that captures it.
+    """Keep tensors valid for later kernels of the current stream, and for a graph that
+    captures it.
     """
     for x in tensors:
         if not x.is_cuda:
@@ -217,9 +212,9 @@ def _tensors_of_captured_graph() -> dict[int, Tensor]:
     """Return the tensors that the graph being captured reads, by address. They are kept as long as
     its CUDAGraph.
 
-    They are then freed when the next capture begins, because `torch.cuda.graph` synchronises the
-    device there. A graph of another kind, or of a torch that does not return it, keeps them for the
-    life of the process."""
+    They are then freed when the next capture begins, as `torch.cuda.graph` synchronises the device
+    there. A graph of another kind, or of a torch that does not return it, keeps them for good.
+    """
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     if not isinstance(found, torch.cuda.CUDAGraph):
         return _captured.setdefault(0, {})
@@ -231,8 +226,8 @@ def _tensors_of_captured_graph() -> dict[int, Tensor]:
 
 
 def sizes(plan: Any) -> Counter:
-    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` (a tuple of
-    parts) or ``nbytes``.
+    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` parts or
+    ``nbytes``.
     """
     total: Counter = Counter()
     _add_sizes(plan, total)

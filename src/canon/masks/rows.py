@@ -3,8 +3,8 @@
     4 ranks, 2 rows      rank 0    rank 1    rank 2    rank 3      row 0          row 1
     zigzag(16, 4)        0 1 14 15 2 3 12 13 4 5 10 11 6 7 8 9     0..3 12..15    4..11
 
-A row has its pieces in the order of their positions. So the parts of ``zigzag(n, T H)`` make the
-rows of ``zigzag(n, T)``, and a step over rows has as few bands as one over T ranks.
+A row has its pieces in the order of their positions: a step over rows has as few bands as one over
+T ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,16 +18,15 @@ from canon.masks.plan_cache import cached_plan
 
 @cached_plan
 def united(layout: Layout, heads: int) -> Layout:
-    """Return the layout of the rows of ``heads`` ranks. Pieces that continue each other are one."""
+    """Return the layout of the rows of ``heads`` ranks."""
     rows = (_pieces_of_row(layout, heads, row) for row in range(layout.ranks // heads))
     return Layout([[piece for _, piece in placed(sorted(row, key=_start))] for row in rows],
                   layout.tokens)  # fmt: skip
 
 
 def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
-    """Return the place of each token of a row of `united` among its parts, in rank order: int64.
-
-    Nothing is returned if the parts have that order already.
+    """Return the place of each token of a row of `united` among its parts, in rank order: int64, or
+    nothing if the parts have that order already.
     """
     pieces = _pieces_of_row(layout, heads, row)
     starts = np.cumsum([0, *map(len, pieces)])
@@ -47,7 +46,6 @@ def divided(rows: Layout, heads: int) -> Layout:
 
 
 def _cut(pieces: Sequence[range], sizes: Sequence[int]) -> Iterator[list[range]]:
-    """Yield the pieces of each part: as many tokens as its size, in order."""
     left = iter(pieces)
     piece = range(0)
     for size in sizes:

@@ -1,7 +1,7 @@
 """The state of a process group, and the check that all its ranks make the same call.
 
-Ranks that pass different arguments could deadlock, or compute wrong numbers without an error. So
-every call posts a digest of its arguments, 8 bytes per rank (`digests`):
+Every call posts a digest of its arguments, 8 bytes per rank (`digests`), as different ones could
+deadlock:
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
@@ -11,13 +11,13 @@ On CPUs, and if a call is new to a rank, the rank waits for all digests before i
 known call continues at once. Its digests are read at the next call, or after a second by a thread,
 which aborts the messages in flight if they cannot succeed. A replayed CUDA graph checks nothing.
 
-After a failure, each running rank answers through the group's store, by its thread. So errors name
-the missing ranks.
+After a failure, each running rank answers through the group's store, so errors name the missing
+ranks.
 
 A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the
-store. If the other ranks do not raise the same in that call, their messages cannot be completed.
-Then, within 3 s, the thread of every rank logs the exception and aborts the group, and the pending
-or the next call raises it."""
+store. If the other ranks do not raise the same in that call, the thread of every rank logs the
+exception within 3 s and aborts the group, and the pending or the next call raises it.
+"""
 
 import atexit
 import json
@@ -63,9 +63,7 @@ class Liveness:
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
         """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
-        within `ANSWER_SECONDS`.
-
-        Returns None if the store does not answer.
+        within `ANSWER_SECONDS`, None if the store does not answer.
         """
         written = {self.rank: mine}
         try:
@@ -81,7 +79,7 @@ class Liveness:
         return dict(sorted(written.items()))
 
     def missing(self, calls: int) -> str:
-        """Return a text that names the ranks that do not answer, or else those with fewer calls."""
+        """Name the ranks that do not answer, or else those with fewer calls."""
         answers = self.exchange("failure", {"calls": calls})
         if answers is None:
             return (
@@ -111,9 +109,7 @@ class Liveness:
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks have raised, but not all in the same call; ""
-        if there is none.
-        """
+        """Return the last exception that some ranks, but not all, have raised in a call, or ""."""
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
@@ -211,9 +207,8 @@ class GroupState:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call. Wait for them unless they are given.
-
-        With ``before_messages``, the group stays usable if the ranks differ.
+        """Compare the digests of the pending call. Wait for them unless they are given. With
+        ``before_messages``, the group stays usable if the ranks differ.
         """
         with self.lock:
             if self.broken:
@@ -240,9 +235,7 @@ class GroupState:
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Return a text with the fields and ranks that differ,
-        from an exchange through the store.
-        """
+        """Name the fields and ranks that differ, after an exchange through the store."""
         fields = {
             name: value if isinstance(value, str) else repr(value)
             for name, value in versioned(call.fields)
@@ -271,8 +264,8 @@ class GroupState:
     # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Turn errors of messages into errors that
-        name the missing ranks.
+        """Report an exception inside to the other ranks. Errors of messages then name the missing
+        ranks.
         """
         try:
             yield
@@ -281,9 +274,7 @@ class GroupState:
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
         """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
-        messages.
-
-        An interrupt stays one, also in a broken group, so that the process ends.
+        messages. An interrupt stays one, so that the process ends.
         """
         if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
@@ -305,8 +296,8 @@ class GroupState:
 
     # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of an unread call that cannot succeed, or
-        after an exception.
+        """Answer a liveness check. Abort the messages of a call that cannot succeed, or after an
+        exception.
         """
         if self.broken is None:
             self.liveness.answer(self.calls)
@@ -325,8 +316,8 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised an exception, and the others have not raised it
-        until the next look.
+        """Abort the group if a rank has raised an exception, and the others have not until the next
+        look.
         """
         if (reports := self.liveness.reports()) == self.reports:
             return
@@ -338,7 +329,7 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised the exception of this rank, or until it has broken the
+        """Wait until all ranks have raised this rank's exception, or until it has broken the
         group.
         """
         while not self.broken and self.liveness.raised_alone():
@@ -347,8 +338,8 @@ class GroupState:
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable, because some ranks have raised an exception alone. Return the
-        error of later calls.
+        """Make the group unusable: some ranks have raised alone. Return the error of later
+        calls.
         """
         lost = (
             "The other ranks have not raised it, so their messages are lost: make a new "
@@ -358,7 +349,7 @@ class GroupState:
         return self.broken
 
     def _abort(self, error: Exception) -> None:
-        """Write the error to the log, and end all messages in flight and all waits for digests."""
+        """Log the error, and end all messages in flight and all waits for digests."""
         logging.getLogger(__name__).error("%s", error)
         self.digests.abort()
         for group in self._groups():
@@ -366,7 +357,6 @@ class GroupState:
                 abort_group(group)
 
     def _groups(self) -> Iterator[Any]:
-        """Yield all groups whose messages belong to the calls of this one."""
         yield from (self._group(), *self.aborted)
         for mesh in self.meshes:
             for group in mesh.parts():
@@ -375,7 +365,6 @@ class GroupState:
                 yield from (group, *(() if state is None else state.aborted))
 
     def _read_late(self, call: PendingCall) -> None:
-        """Compare the digests of a call in flight if all have arrived."""
         try:
             if (digests := call.post.digests()) is None:
                 call.post.check_ranks()
@@ -391,8 +380,8 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is the default group. The first call is a
-    collective.
+    """Return the state of a group of this rank; None is the default group. A collective in the
+    first call.
     """
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
@@ -409,10 +398,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank raises on every rank, in its
-    next `GroupState.agree`.
-
-    So does a warning that Python's filters turn into an error.
+    """Check the arguments of a collective inside: an error on one rank, or a warning that Python's
+    filters make one, raises on every rank, in its next `GroupState.agree`.
     """
     try:
         yield
@@ -455,8 +442,9 @@ def _end() -> None:
     """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
     which aborts the process.
 
-    If this rank ends by an exception in a pass, it first gives the others time to read it: its
-    process may serve the store."""
+    After an exception in a pass, it first gives the others time to read it: this process may serve
+    the store.
+    """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)
     _ending.set()

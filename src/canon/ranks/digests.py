@@ -43,8 +43,8 @@ def digest_of(fields: Fields) -> int:
 
 
 class SharedDigests:
-    """Words in memory that all ranks have mapped: SLOTS for each rank, then the PID namespace and
-    PID of each rank.
+    """Words in memory that all ranks have mapped: SLOTS for each rank, then its PID namespace and
+    PID.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
@@ -73,7 +73,7 @@ class SharedDigests:
         return SLOTS * self.ranks + 2 * rank
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if the process of a rank has ended. Processes of other containers are
+        """Raise RuntimeError if a rank's process has ended. Those of other containers are
         invisible.
         """
         for rank in range(self.ranks):
@@ -104,7 +104,7 @@ class SharedPost:
         )
 
     def check_ranks(self) -> None:
-        """Raise RuntimeError if the process of a rank has ended."""
+        """As `SharedDigests.check_processes`."""
         self.shared.check_processes()
 
     def wait(self) -> list[int]:
@@ -130,9 +130,7 @@ class SharedPost:
 
 
 class GatheredDigests:
-    """All-gathers of digests, by a group that moves CPU tensors. ``channel`` returns it, ``abort``
-    ends their waits.
-    """
+    """All-gathers of digests, by the group that ``channel`` returns. ``abort`` ends their waits."""
 
     def __init__(self, channel: Any, ranks: int, abort: Callable[[], None]):
         self.channel, self.ranks, self.abort = channel, ranks, abort

@@ -3,7 +3,6 @@ rank_invariant=True)``.
 
 A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in
 order. So K, V and masks travel, and each rank computes the call of one rank.
-`canon.fast.decode_in_order` needs this in few cases only.
 
 Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V,
 padded to the longest. The host waits for the first two.
@@ -29,9 +28,9 @@ def keys_of_all_ranks(
     """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which
     follow each other.
 
-    ``mask``: of this rank's keys, or one for each sequence; other ranks may do otherwise. Returns a
-    mask for each sequence if a rank has them. Raises ValueError, on every rank, if the keys of a
-    rank do not begin at a multiple of 128."""
+    ``mask``: of this rank's keys, or one for each sequence; if a rank has these, they are returned.
+    Raises ValueError, on every rank, if the keys of a rank do not begin at a multiple of 128.
+    """
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
     each = [(EVERY, mask)] if isinstance(mask, Mask) else list(enumerate(mask))
@@ -60,7 +59,7 @@ def keys_of_all_ranks(
 
 
 def check_starts(function: str, sizes: list[int]) -> list[int]:
-    """Return the first key of each rank, and the number of all keys. Raise ValueError if one is no
+    """Return the first key of each rank, and the number of all. Raise ValueError if one is no
     multiple of 128.
     """
     starts = [0]
@@ -82,7 +81,6 @@ def _gathered(x: Tensor, group: dist.ProcessGroup | None, ranks: int) -> list[Te
 
 
 def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    """Return x with zeros behind it up to ``size`` along ``dim``, contiguous."""
     padded = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
     padded.narrow(dim, 0, x.shape[dim]).copy_(x)
     return padded

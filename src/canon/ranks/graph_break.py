@@ -15,8 +15,6 @@ R = TypeVar("R")
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that torch.compile must not trace, as `torch.compiler.disable`, which
     imports torch._dynamo.
-
-    It has its name in traces of torch.profiler.
     """
 
     @wraps(function)

@@ -37,8 +37,7 @@ GATHERING: set[str] = set()  # backends that always gather digests; tests add th
 def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
     """Return (process group or None, rank of this process in it, number of its ranks).
 
-    Raise TypeError for another type, ValueError for a mesh of several dimensions or a process that
-    is no member, on this rank only.
+    Raises TypeError or ValueError, on this rank only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -88,8 +87,8 @@ class Mesh:
     """This rank's groups in a DeviceMesh ("tokens", "heads").
 
     Its ``row`` exchanges heads. Its ``column`` has a rank of every row. ``everyone``: all ranks,
-    row after row. ``columns``: their number. The references to the groups are weak, because
-    the cache of calls keeps a mesh.
+    row after row. ``columns``: their number. References to groups are weak, because the cache of
+    calls keeps a mesh.
     """
 
     def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
@@ -117,8 +116,8 @@ _meshes: WeakKeyDictionary[Any, dict[str, Mesh]] = WeakKeyDictionary()  # by col
 
 
 def mesh_of(name: str, group: Any) -> Mesh | None:
-    """Return the groups of a mesh of two dimensions; None for other groups, and for rows of one
-    rank. The first call of a mesh is a collective of its ranks.
+    """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. A
+    collective in the first call of a mesh.
     """
     if isinstance(group, Mesh):
         return group
@@ -149,7 +148,6 @@ def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
 
 
 def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
-    """Raise ValueError unless this rank is a member of a mesh ("tokens", "heads")."""
     if (names := mesh.mesh_dim_names) != TOKENS_HEADS:
         dimensions = (
             f"dimensions {', '.join(map(repr, names))}"
@@ -199,8 +197,8 @@ def companion_of(
     collective.
 
     ``store``: of this group alone. ``name``: no other companion of the group has it.
-    `dist.new_group` would need all ranks, or reuse the names of groups that have ended, and then
-    the addresses that these left in the store."""
+    `dist.new_group` would need all ranks, or reuse what ended groups left in the store.
+    """
     return _made_group(group, dist.get_process_group_ranks(group), store, name, backend, timeout)
 
 
@@ -218,7 +216,6 @@ def _made_group(
     backend: str,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Return a new group of these ranks, which ends with ``owner``. A collective."""
     c10d, backend = dist.distributed_c10d, dist.Backend(backend)
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
@@ -233,9 +230,7 @@ def _made_group(
 
 
 def _end(made: Any) -> None:
-    """End a group on this rank alone. NCCL's `destroy_process_group` could wait for the other
-    ranks, an abort does not.
-    """
+    """End a group on this rank alone: NCCL's `destroy_process_group` could wait for the others."""
     if made in dist.distributed_c10d._world.pg_map:  # else torch has ended all groups
         is_nccl = backend_of(made, torch.device("cuda")) == "nccl"
         (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(
@@ -245,9 +240,7 @@ def _end(made: Any) -> None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unbind the default group from its GPU. A bound one makes NCCL groups by a split, which needs
-    all its ranks.
-    """
+    """Unbind the default group from its GPU: NCCL splits a bound one, which needs all its ranks."""
     default = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -257,9 +250,7 @@ def _unbound() -> Iterator[None]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the name of the backend that moves tensors of the device in the group, for example
-    "nccl", or "".
-    """
+    """Return the backend that moves tensors of the device in the group, such as "nccl", or ""."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(
         device.type, ""
     )
@@ -307,9 +298,7 @@ def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
 
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
-    """Return the carrier of the digests of a group: memory that all ranks share, or all-gathers. A
-    collective.
-    """
+    """Return the carrier of a group's digests: shared memory, or all-gathers. A collective."""
     if backend_of(group, torch.device("cpu")) in GATHERING:
         return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     timeout = dist.distributed_c10d.default_pg_timeout
@@ -327,7 +316,7 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
 def abort_group(group: Any) -> None:
     """End all messages of a group in flight: their waits raise, on this rank at once.
 
-    Gloo has no abort. A receive that times out closes all connections of a gloo group.
+    Gloo has no abort, but a receive that times out closes its connections.
     """
     group.abort()
     if backend_of(group, torch.device("cpu")) == "gloo":

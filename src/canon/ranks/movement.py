@@ -7,8 +7,7 @@
     redistribute, both passes    all-to-all: each token moves to its rank in the other layout
 
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
-W max(t) N besides the full tensor. `redistribute` receives at most t N elements and holds 3 t N.
-Its indices take 16 t bytes.
+W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
 The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it
 divides the sequence:
@@ -143,8 +142,8 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis, added in rank order in float32 (float64 for float64) and
-    rounded once.
+    """Return the sum over the first axis in rank order, in float32 (float64 for float64), rounded
+    once.
     """
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
@@ -153,9 +152,7 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same
-    Function.
-    """
+    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same."""
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
@@ -180,8 +177,8 @@ class Redistribute(torch.autograd.Function):
 def _route(
     layout: Layout, to: Layout, rank: int, device: torch.device
 ) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number for each receiver, order of the arrived rows, their number
-    from each sender).
+    """Return (rows to send, their number by receiver, order of the arrived rows, their number by
+    sender).
     """
     mine, wanted = layout.positions(rank), to.positions(rank)
     (receiver, row), (sender, _) = _owners(to), _owners(layout)
@@ -338,9 +335,7 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
 
 
 def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
-    """Return the label of the next token at each place, -100 if it starts a document or there is
-    none.
-    """
+    """Return the label of the next token at each place, -100 where a document ends."""
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORED)
     return shifted

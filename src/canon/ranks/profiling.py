@@ -1,8 +1,8 @@
 """Names in the traces of torch.profiler: `canon.ring_attention (forward)`, and inside `canon step
 0`, `canon step 1`, ...
 
-While no profiler runs, a pass of attention tests one flag for its name and one for all its steps,
-and makes no record."""
+Without a profiler, a pass tests one flag for its name and one for its steps.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,8 @@ each half.
     algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
     ring_attention = public_ring.ring_attention(algorithm)                # the half's function
 
-The passes are functions of a `Call`. The route of a call (`attend.py`) reads nothing else and names
-no function, so a new schedule is a declaration and an algorithm in each half.
+The route of a call (`attend.py`) reads nothing else, so a new schedule is a declaration and an
+algorithm in each half.
 """
 
 import inspect
@@ -44,25 +44,21 @@ ALGORITHMS: dict[tuple[str, str], "Algorithm"] = {}  # by side and function, for
 def _as_given(
     options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
 ) -> dict[str, Any]:
-    """Return the options unchanged."""
     return options
 
 
 def _width_of_v(shapes: Shapes) -> int:
-    """Return the width of V."""
     return shapes[2][-1]
 
 
 def _qkv(
     queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of q, k and v."""
     (h, g), (d, dv) = heads, widths
     return [(queries, h, d), (keys, g, d), (keys, g, dv)]
 
 
 def _nothing(shapes: Shapes, mask: Mask) -> int:
-    """Return 0."""
     return 0
 
 
@@ -70,8 +66,8 @@ def _nothing(shapes: Shapes, mask: Mask) -> int:
 class Declaration:
     """A public attention function, declared once for both halves.
 
-    ``face(algorithm)`` returns the function of a half. The name, the options, their defaults and
-    the schema of the operator derive from its signature. The other fields:
+    ``face(algorithm)`` returns the function of a half. Name, options, defaults and operator schema
+    derive from its signature. The other fields:
 
         tensors, expected    the names of its tensors, and their shapes in words
         check                check(*tensors) raises TypeError or ValueError unless they fit together
@@ -139,9 +135,7 @@ class Declaration:
         return inspect.signature(self.face(_Unbound())).parameters
 
     def with_defaults(self, options: dict[str, Any], by: str = "") -> dict[str, Any]:
-        """Return all options in the order of the signature. Raise TypeError for one that the
-        function does not have.
-        """
+        """Return all options in the order of the signature. Raise TypeError for another one."""
         if unknown := sorted(options.keys() - self.defaults.keys()):
             expected = ", ".join(self.defaults)
             raise TypeError(
@@ -159,20 +153,19 @@ def _no_kernels(call: "Call") -> None:
 
 
 def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
-    """Raise: this side has no passes over a mesh."""
     raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
 
 
 @dataclass(eq=False)
 class Side:
-    """The properties that all algorithms of `canon.reference`, or of `canon.fast`, share.
+    """The properties that all algorithms of a half share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
-    settings that change the kernels of a call, and ``restored`` is a context with these settings,
-    for its later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel
-    supports q. ``compile_for(call)`` compiles the kernels that calls of this dtype and these heads
-    can need. ``over_mesh``: both passes of a call on a mesh, as those of an `Algorithm`; the side
-    hands them in."""
+    settings that change the kernels of a call, and ``restored`` is a context with them, for its
+    later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
+    ``compile_for(call)`` compiles the kernels that calls of this dtype and these heads can need.
+    ``over_mesh``: both passes of a call on a mesh; the side hands them in.
+    """
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -187,7 +180,6 @@ class Side:
 
 
 def _no_parts(call: "Call", backward: bool) -> Iterable[Any]:
-    """Return nothing: such calls have no plans."""
     return ()
 
 
@@ -201,11 +193,9 @@ class Algorithm:
         backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)
             returns the gradient of each tensor
 
-    ``tensors`` are q, k and v, or those of the declaration. ``others`` are tensors that are saved
-    for the backward pass. Gradients that are not in ``needs_grad`` may be None. dlse is None if
-    nothing depends on lse; dout is never None. ``max_logits`` is not passed, or a tensor (h,) that
-    the forward pass raises to the largest score of each head. Both run without autocast: inputs are
-    cast before.
+    ``tensors`` are q, k and v, or those of the declaration. ``others`` are saved for the backward
+    pass. Gradients that are not in ``needs_grad`` may be None; dlse is None if nothing depends on
+    lse. ``max_logits``, if passed, (h,), is raised to the largest score of each head.
 
         invariant    both passes of calls with rank_invariant=True, if they are others
         plan         plan(call): the state that all calls of one kind share, such as the steps of a
@@ -238,9 +228,7 @@ class Algorithm:
         return self.declaration.name
 
     def bind(self, function: F) -> F:
-        """Return the public function as a member of the module of this algorithm,
-        with its notes.
-        """
+        """Return the public function as a member of this algorithm's module, with its notes."""
         return bound(function, self.forward, self.notes)
 
 

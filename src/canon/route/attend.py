@@ -58,9 +58,9 @@ def attend(
     Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without
         it; ``mask``, one for all or a sequence of them; ``options``, the other arguments of the
         public function by name, in the order of its signature.
-    Raises NotImplementedError under torch.func transforms and forward-mode differentiation. A
-    second derivative raises RuntimeError when it is computed. Arguments that do not fit raise as in
-    `call_of`."""
+    Raises NotImplementedError under torch.func transforms and forward-mode differentiation, and as
+    `call_of`. A second derivative raises RuntimeError when it is computed.
+    """
     q = tensors[0]
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
         tensors = tuple(cast(x, dtype) for x in tensors)
@@ -105,7 +105,6 @@ def _attend_each(
     options: dict[str, Any],
     group: Any,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return the results of `attend` with a mask for each sequence (`packing.py`)."""
     (q, k, v), more = tensors[:3], tensors[3:]
     attend_one = lambda q, k, v, mask: attend(
         algorithm, (q, k, v, *more), mask, layout, sink, return_lse, options, group
@@ -125,8 +124,8 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, rank: int, ranks: int,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if a
-    mask does not fit it.
+    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if
+    one does not fit it.
     """
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     _, layout = mask_and_layout(

@@ -1,7 +1,6 @@
 """The autograd Function of every attention call, and the differentiation that is refused.
 
-Both passes run without autocast, because inputs are cast before and partial results stay float32.
-If messages fail, the error names the missing ranks.
+Both passes run without autocast: inputs are cast before.
 """
 
 from collections.abc import Iterator
@@ -85,8 +84,8 @@ class Attention(torch.autograd.Function):
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
-    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, raise an error
-    that names the ranks.
+    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, the error
+    names the ranks.
     """
     if (
         call.ranks == 1
@@ -108,8 +107,6 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
 
 
 def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise ``message`` if they are differentiated. Otherwise a second
-    derivative would be 0.
-    """
+    """Return gradients that raise ``message`` if differentiated: a second derivative would be 0."""
     raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

@@ -1,7 +1,6 @@
-"""Bind a public function to a half: its signature and docstring are written once, in `canon.faces`.
-
-A function there, such as `public_ring.ring_attention`, takes the algorithm of a half and returns
-the half's public function."""
+"""Bind a public function to a half: its signature and docstring are written once, in
+`canon.faces`.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -11,10 +10,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F:
-    """Return ``function`` as a member of the module of its ``implementation``. It can then be
-    pickled by name.
+    """Return ``function`` as a member of the module of its ``implementation``, so that it can be
+    pickled.
 
-    ``notes``: sentences that are true of this half only. They follow the shared docstring.
+    ``notes``: sentences of this half only, which follow the shared docstring.
     """
     function.__module__, function.__qualname__ = implementation.__module__, function.__name__
     inner: Any = function
@@ -27,7 +26,5 @@ def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F
 
 
 def half_of(implementation: Callable[..., Any]) -> str:
-    """Return the name of the half that an implementation belongs to, "reference" or "fast", or its
-    own module.
-    """
+    """Return the half of an implementation, "reference" or "fast", or its own module."""
     return implementation.__module__.removeprefix("canon.").split(".")[0]

@@ -3,8 +3,8 @@
     call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
     out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
 
-`call_of` finds a repeated call by one key, so nothing is checked twice. `Call.agree` compares it
-between all ranks, in every pass. A bad argument on one rank raises on every rank.
+`call_of` finds a repeated call by one key. `Call.agree` compares it between all ranks, in every
+pass.
 """
 
 from collections.abc import Hashable
@@ -49,8 +49,7 @@ PLAIN = frozenset(
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as a caller passes them. ``options``: all of them, in the order of
-    the signature.
+    """The arguments of a call, as passed. ``options``: all of them, in the order of the signature.
 
     ``tensors``: q, k and v, or those of the declaration. ``sink``: its kind, if there is one.
     """
@@ -64,9 +63,7 @@ class Arguments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process group of a call, this process's rank in it, the number of its ranks, and that of
-    the columns of its mesh.
-    """
+    """The process group of a call, this process's rank, the ranks, and the columns of its mesh."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -83,10 +80,10 @@ class Call:
     """The arguments of a call after all checks. Only ``rank`` differs between ranks.
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
-    strides, dtypes and alignment. So it can be the key of everything that depends on the kind of a
-    call. ``layout`` is None for `attention`. ``options``: the function's other options.
-    ``settings``: see `Side`. ``shapes``: of the tensors, with a batch axis. ``columns``: of the
-    ``mesh``, 1 without one."""
+    strides, dtypes and alignment. It is the key of everything that depends on the kind. ``layout``
+    is None for `attention`. ``options``: the function's other options. ``settings``: see `Side`.
+    ``shapes``: of the tensors, with a batch axis. ``columns``: of the ``mesh``, 1 without one.
+    """
 
     algorithm: Algorithm
     rank: int
@@ -118,8 +115,8 @@ class Call:
 
     @property
     def passes(self) -> Passes:
-        """Both passes: with rank_invariant=True those that give equal bits on any number of
-        ranks. On a mesh, they exchange heads and run those of `computed`.
+        """Both passes: with rank_invariant=True the invariant ones; on a mesh those that exchange
+        heads and run `computed`.
         """
         algorithm = self.algorithm
         if self.columns > 1:
@@ -130,8 +127,8 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call whose passes compute: on a mesh, that of a column with its part of the heads,
-        over the tokens of its rows.
+        """The call that computes: on a mesh, that of a column with its part of the heads, over its
+        rows.
         """
         return self if self.columns == 1 else self._of_column
 
@@ -150,8 +147,8 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments with which the forward pass finds the largest score of each
-        head (h,) on this rank.
+        """Return the keyword arguments with which the forward pass finds the largest scores
+        (h,).
         """
         return {
             "max_logits": torch.full(
@@ -241,8 +238,8 @@ class Call:
 
     @cached_property
     def _digests(self) -> dict[tuple[str, tuple[bool, ...], int], tuple[str, Fields, int]]:
-        """The name, the fields and the digest of each pass, by its name, by the tensors that need a
-        gradient, and by `torch.get_deterministic_debug_mode`.
+        """Name, fields and digest of each pass, by its name, the tensors that need a gradient, and
+        `torch.get_deterministic_debug_mode`.
         """
         return {}
 
@@ -277,8 +274,7 @@ def checked_call(
     group: Group = None,
     **options: Any,
 ) -> Call:
-    """Return a call with its defaults, after checks on this rank alone: its passes then need no
-    agreement.
+    """Return a call with its defaults, after checks on this rank alone.
 
     Raises TypeError for an option that the public function does not have.
     """
@@ -289,10 +285,9 @@ def checked_call(
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults filled in. A repeated call is found by its key and not
-    checked again.
+    """Return the call with its defaults filled in; a repeated one is found by its key.
 
-    Raises ValueError or TypeError on every rank, if the arguments of one rank do not fit together.
+    Raises ValueError or TypeError on every rank.
     """
     place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
     key = _key(algorithm, given, place)
@@ -338,9 +333,7 @@ def place_of(name: str, group: Group) -> Place:
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
-    """Return a key of calls that need the same checks and the same kernels, None for arguments of
-    unusual types.
-    """
+    """Return a key of calls that need the same checks and kernels, None for unusual types."""
     tensors, mask, layout, _, options, sink = given
     values = tuple(options.values())
     types = tuple(map(type, values))  # 1 and True are equal as keys
@@ -419,9 +412,7 @@ def mask_and_layout(
     ranks: int,
     rank_invariant: bool = False,
 ) -> tuple[Mask, Layout]:
-    """Return the mask and the layout with their defaults. Raise unless they fit q and k on this
-    rank.
-    """
+    """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
     if q.shape[-3] != k.shape[-3]:
         hint = transpose_hint((q, k.shape[-2]))
         raise ValueError(

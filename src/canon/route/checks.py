@@ -101,9 +101,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
-    """Raise TypeError or ValueError unless the mask has a query for each token of q and a key for
-    each token of k.
-    """
+    """Raise TypeError or ValueError unless the mask fits the tokens of q and k."""
     check_mask_type(mask, name)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
@@ -122,11 +120,9 @@ def transpose_hint(*expected: tuple[Tensor, int]) -> str:
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): nothing
-    else would show it.
-
-    It is so without a mask and a layout, whose sizes would not fit, if q has as many heads as k,
-    and fewer tokens than heads."""
+    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): without a
+    mask and a layout, if q has as many heads as k, and fewer tokens than heads.
+    """
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
@@ -152,9 +148,7 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
 
 
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
-    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as the ends of
-    packed documents.
-    """
+    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as cu_seqlens."""
     # a compiler cannot look for attributes of a Mask
     numbers = None if isinstance(mask, Mask) else nested(mask)
     if (
@@ -216,8 +210,8 @@ def check_method(name: str, method: str) -> None:
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each query head of
-    q, on the device of q.
+    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each head of q, on
+    its device.
     """
     if sink is None:
         return
@@ -236,9 +230,7 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def kind_of_sink(sink: Tensor | None) -> str | None:
-    """Return all that decides the result of `check_sink`, to be compared between ranks. Then all
-    ranks raise, or none.
-    """
+    """Return all that decides the result of `check_sink`, to be compared between ranks."""
     if not isinstance(sink, Tensor):
         return None if sink is None else type(sink).__name__
     return (
@@ -248,7 +240,7 @@ def kind_of_sink(sink: Tensor | None) -> str | None:
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
     """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not
-    fit q and k.
+    fit.
     """
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
@@ -266,7 +258,7 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
     """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError
-    unless both are valid.
+    if invalid.
     """
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
@@ -274,8 +266,8 @@ def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) 
 
 
 def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is a
-    floating dtype.
+    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is
+    floating.
     """
     if reduce_dtype is None:
         return accumulate_dtype(q.dtype)
@@ -287,7 +279,7 @@ def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.d
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    """Return the soft-cap. Raise TypeError or ValueError unless it is None or a positive number."""
+    """Return the soft-cap, None or a positive number, or raise TypeError or ValueError."""
     if softcap is None:
         return None
     cap = _number("softcap", softcap, "it is a constant of the model")
@@ -315,9 +307,9 @@ def under_autocast(*names: str) -> Callable:
     """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run
     without autocast.
 
-    Tensors of all floating dtypes except float64 are cast, as
-    `torch.nn.functional.scaled_dot_product_attention` does. The function has its name in traces of
-    torch.profiler."""
+    float64 is not cast, as in `torch.nn.functional.scaled_dot_product_attention`. The function has
+    its name in traces of torch.profiler.
+    """
 
     def _decorate(function: Callable) -> Callable:
         places = [
@@ -350,9 +342,7 @@ def under_autocast(*names: str) -> Callable:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype of autocast on the device of x, None if autocast is off there or x is not a
-    tensor.
-    """
+    """Return the dtype of autocast on the device of x, None if it is off or x is not a tensor."""
     if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
         return None
     return (
@@ -373,7 +363,5 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 @cached_plan
 def cached(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)``, a default mask or layout, from a cache: all layers of a model share
-    it.
-    """
+    """Return ``make(*sizes)``, a default mask or layout, from a cache."""
     return make(*sizes)

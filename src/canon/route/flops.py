@@ -11,13 +11,13 @@ not the dense square.
 2 b tokens rows rank FLOPs more forward. Backward has as many more for K and V, for the gradient of
 the latents, and for that of up_weight.
 
-Unneeded gradients count 0. The repeated scores of ``backward="split"`` count 0, as in torch's
-formula of `scaled_dot_product_attention`. With ``rank_invariant=True``, dk and dv are computed, but
-not counted, by the owner of the keys.
+Unneeded gradients and the repeated scores of ``backward="split"`` count 0, as in torch's formula of
+`scaled_dot_product_attention`. So do dk and dv that the owner of the keys computes with
+``rank_invariant=True``.
 
 `torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are
-registered after a program has imported it: at a call under a dispatch mode. Under such a mode,
-torch runs compiled functions in eager mode."""
+registered at a call under a dispatch mode, after a program has imported it.
+"""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -98,15 +98,14 @@ def _shapes(tensors: Sequence[Tensor]) -> Shapes:
 
 
 def _cells(q: Tensor, local: Mask, heads: int) -> int:
-    """Return the visible cells, over all sequences and this rank's query heads."""
     return local.area * q.shape[0] * q.shape[2] // heads
 
 
 def _local_mask(
     declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Mask, int]:
-    """Return the mask between the queries that this rank computes and all keys, and the number of
-    ranks that share the heads.
+    """Return the mask between the queries that this rank computes and all keys, and the ranks that
+    share the heads.
     """
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None

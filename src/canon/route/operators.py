@@ -6,25 +6,17 @@ checkpointing.
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed
                                       ones of dq, dk, dv
 
-There is a pair for each declared function, for both halves, with the tensors and the options of its
-declaration. Eager calls do not use operators, because one costs more host time than an autograd
-Function. Both run the same `Algorithm`. An operator finds its `Call` when it runs, not when it is
-traced.
+There is a pair for each declared function, for both halves. Eager calls take an autograd Function,
+which costs less host time. An operator finds its `Call` when it runs, not when it is traced.
 
-A mask or a layout is an input of the compiled graph (`opaque`), so one graph serves all masks. Both
-are made outside of the compiled region. A group travels as its name. Results own their memory and
-are contiguous, as the fake implementations say.
-
-Over a mesh, the backward pass exchanges q, k, v, out and lse again, because an operator returns
-tensors of the rank's own tokens only.
+A mask or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one
+graph serves all masks. A group travels as its name. Results own their memory and are contiguous.
 
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. The ranks do not compare the sink of a compiled call, so a sink that does
-not fit raises on its own rank only. An option that keeps tensors, such as ``keep_kv``, keeps as
-many rows as the mask needs: a compiled graph needs
-torch._dynamo.config.capture_dynamic_output_shape_ops.
-A compiled function cannot use attributes or methods of masks and layouts, except `unshard` and
-`redistribute`. FlopCounterMode counts FLOPs by the formulas of `flops.py`.
+leave the operators out. A wrong sink of a compiled call raises on its own rank only. An option that
+keeps tensors, such as ``keep_kv``, keeps as many rows as the mask needs: a compiled graph needs
+torch._dynamo.config.capture_dynamic_output_shape_ops. A compiled function cannot use attributes or
+methods of masks and layouts, except `unshard` and `redistribute`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,15 +52,13 @@ BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can
 
 
 def is_traced() -> bool:
-    """Return whether a public function must call its operator: in a traced program, or in a
-    dispatch mode.
-    """
+    """Return whether a public function must call its operator: traced, or in a dispatch mode."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, largest scores) from the operator of a public function. Its body checks the
-    arguments.
+    """Return (out, lse, largest scores) from the operator of a public function, which checks
+    them.
     """
     # in torch.compile, `is_exporting` of old versions is True
     if not EXPORTS and torch.compiler._is_exporting_flag:
@@ -111,8 +101,8 @@ _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[repor
 def _call(
     function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]
 ) -> Iterator[Call]:
-    """Find the call, with the settings of its half inside. If it has several ranks, they agree on
-    its pass ``pass_name``.
+    """Find the call, with the settings of its half inside. Several ranks agree on its pass
+    ``pass_name``.
     """
     named = dict(zip((*PLACED, *_names(DECLARATIONS[function])), options, strict=True))
     mask, has_mask, layout, has_layout, half, settings = (named.pop(name) for name in PLACED)
@@ -129,7 +119,7 @@ def _call(
 
 
 def _check_settings(side: Side, settings: str | None) -> None:
-    """Raise RuntimeError if another backend was chosen around a compiled function than at its
+    """Raise RuntimeError if another backend surrounds a compiled function than at its
     compilation.
     """
     in_backward = torch._C._current_graph_task_id() != -1
@@ -144,12 +134,10 @@ def _check_settings(side: Side, settings: str | None) -> None:
 
 
 def _names(declaration: Declaration) -> tuple[str, ...]:
-    """Return the names of the arguments of an operator after `PLACED`."""
     return (*declaration.defaults, *(() if declaration.is_local else OF_RANKS))
 
 
 def _by_name(declaration: Declaration, values: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator after its tensors by name."""
     return dict(zip((*PLACED, *_names(declaration)), values, strict=False)) | keywords
 
 
@@ -177,7 +165,6 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
 def _parted(
     declaration: Declaration, given: Sequence[Any]
 ) -> tuple[Sequence[Tensor], Sequence[Any]]:
-    """Return the tensors of a function, and its other arguments."""
     number = len(declaration.tensors)
     return given[:number], given[number:]
 
@@ -271,7 +258,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> Declaration:
     """Declare a public attention function, and register its operators, their fakes and their
-    autograd formulas.
+    formulas.
     """
     declaration = Declaration(face, **more)
     DECLARATIONS[declaration.name] = declaration

@@ -4,8 +4,8 @@ block-diagonal mask.
 q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
 it.
 
-Several ranks pack alike: the layout of one sequence is repeated, so a rank's tokens of all
-sequences follow each other."""
+On several ranks the layout of one sequence is repeated.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,10 +29,9 @@ def attend_each(
     **options: Any,
 ) -> Any:
     """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
-    each sequence.
-
-    ``on_tiles``: each sequence must begin on a tile. Sequences of other lengths are computed one
-    after another."""
+    each sequence. ``on_tiles``: each must begin on a tile, so others are computed one after
+    another.
+    """
     refuse_compilation()
     check_masks(q, k, v, masks)
     if not (on_tiles and masks and differ(masks) and (q.shape[1] % TILE or k.shape[1] % TILE)):
@@ -77,9 +76,7 @@ def differentiate_each(
     delta: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return dq, dk and dv as `attention_backward`, here ``differentiate``, with a mask for each
-    sequence.
-    """
+    """As `attention_backward`, here ``differentiate``, with a mask for each sequence."""
     check_masks(q, k, v, masks)
     if not differ(masks):
         return differentiate(dout, q, k, v, out, lse, masks[0], dlse=dlse, delta=delta, **options)
@@ -97,8 +94,8 @@ def differentiate_each(
 
 
 def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a mask
-    that fits.
+    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a fitting
+    mask.
     """
     check_tensors(q, k, v)
     check_each_mask(q, k, masks, check_mask)
@@ -107,8 +104,8 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
 def check_each_mask(
     q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]
 ) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that fits: ``check(q, k, mask,
-    name)`` raises otherwise.
+    """Raise TypeError or ValueError unless each sequence has a mask that passes ``check(q, k, mask,
+    name)``.
     """
     refuse_numbers(masks)
     if q.ndim == 3:

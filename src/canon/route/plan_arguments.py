@@ -45,9 +45,7 @@ def check_rows(
     received: bool = False,
 ) -> tuple[int, Sizes]:
     """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the
-    plan and the rows of ``x``.
-
-    ``x`` has the rows of the rank or, with ``received``, those that it receives.
+    plan and the rows of ``x``, with ``received`` those that the rank receives.
     """
     _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
@@ -68,9 +66,7 @@ def check_rows(
 
 
 def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
-    """Raise ValueError unless ``into`` has a row for each token of the rank, of the shape of the
-    rows of ``y``.
-    """
+    """Raise ValueError unless ``into`` has a row like those of ``y`` for each token of the rank."""
     expected = (plan.layout.size(rank), *y.shape[1:])
     if tuple(into.shape) != expected:
         raise ValueError(
@@ -95,10 +91,8 @@ def default_chunk(tokens: int, ranks: int) -> int:
 
 
 def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
-    """Return the mask that `dispatch` plans, and its number of sequences: masks that differ become
-    one block-diagonal mask.
-
-    Raise TypeError or ValueError unless all are square and of one size.
+    """Return the mask that `dispatch` plans, and its number of sequences: different masks become
+    one block-diagonal mask. Raise TypeError or ValueError unless all are square and of one size.
     """
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
@@ -137,9 +131,7 @@ def checked_dispatch(
     rank_invariant: bool = False,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
-    one fraction.
-
-    ``mask``, ``sequences``: of `one_mask`.
+    one fraction, for the results of `one_mask`.
 
     Warn if an explicit chunk leaves a rank empty although a shorter one would not.
     """
@@ -194,7 +186,7 @@ def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
 
 def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
     """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
-    fits this rank's tokens.
+    fits.
     """
     planned = (
         PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
@@ -225,11 +217,10 @@ def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
 
 
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
-    """Return the two options of a cast plan with their defaults. Own keys come first before several
-    casts.
-
-    None for a single cast: by `own_keys_come_first`. Raise TypeError or ValueError if the options
-    do not fit together."""
+    """Return the options of a cast plan with their defaults: own keys first before several casts,
+    and before a single one by `own_keys_come_first` (None). Raise TypeError or ValueError if they
+    do not fit.
+    """
     casts = 1 if casts is None else whole("casts", casts, 1)
     if own_keys_first is None:
         return casts, True if casts > 1 else None

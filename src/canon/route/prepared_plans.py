@@ -27,7 +27,7 @@ from canon.route.plan_arguments import check_size
 
 @dataclass(frozen=True, eq=False)
 class PreparedPlans:
-    """The plans of one call on one rank, as pairs of a key in the cache and a plan. They can be
+    """The plans of one call on one rank, as pairs of a key in the cache and a plan, to be
     pickled.
     """
 
@@ -44,8 +44,8 @@ class PreparedPlans:
         return object.__new__(cls)
 
     def load(self) -> None:
-        """Put the plans into the cache of this process, shortly before the call: the cache keeps
-        its limit of bytes.
+        """Put the plans into the cache of this process, shortly before the call: it keeps its limit
+        of bytes.
 
         Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to
         compare.
@@ -61,9 +61,7 @@ class PreparedPlans:
 
 @dataclass(frozen=True)
 class Preparation:
-    """The arguments of `prepare`. ``heads``: of queries and of keys. ``widths``: of keys and of
-    values.
-    """
+    """The arguments of `prepare`."""
 
     function: str
     mask: Mask
@@ -79,7 +77,7 @@ class Preparation:
 
     def call(self, side: Side) -> Call:
         """Return the call, of tensors without memory. Raise ValueError or TypeError unless the
-        arguments fit together.
+        arguments fit.
         """
         if self.function not in DECLARATIONS:
             expected = ", ".join(map(repr, DECLARATIONS))
@@ -124,14 +122,14 @@ class Preparation:
         return made_call(algorithm, given, place, side.settings(None))
 
     def prepared(self, plans: dict[Hashable, Any]) -> PreparedPlans:
-        """Return these plans. Make the digests, by which the ranks compare a call, ahead too."""
+        """Return these plans, and the digests by which the ranks compare a call."""
         if self.layout is not None:
             _ = self.mask.digest, self.layout.digest
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
 
     def _place(self, declaration: Declaration) -> Place:
-        """Return the rank: by default this process's rank, if its process group has as many ranks
-        as the layout.
+        """Return the rank: by default this process's, if its group has as many ranks as the
+        layout.
         """
         layout, rank = self.layout, self.rank
         if declaration.is_local:

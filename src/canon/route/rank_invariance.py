@@ -4,7 +4,7 @@
 it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
 dtype, widths, kernel backend, GPU model and versions. They depend on nothing else.
 return_max_logits=True selects the Triton backend. A document that moves by a multiple of 128 tokens
-keeps its bits. One that moves by 100 may change them.
+keeps its bits.
 
     equal bits                                       call
     training on any number of ranks                  `strided_attention`, `magi_attention`, layouts
@@ -34,8 +34,7 @@ A row of a tile of queries has a state: maximum m, sum l, output o.
 4. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
    there.
 5. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
-   0. Before the first visible key the state is (-inf, 0, 0), and the first step multiplies it by
-      exp(-inf) = 0.
+   0. Before the first visible key it is (-inf, 0, 0), which the first step multiplies by 0.
 6. By 1 to 5 the sequence of states is a function of the visible keys by column of their tile. Rows
    of a tile, their class, the packing of heads and the order of work tiles occur nowhere.
 7. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
@@ -50,8 +49,8 @@ tile is visited once for each of its bands. CPU products need one thread.
 Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs
 compute the weights of their keys at once, and sum them in the order of the keys
 (`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights follow from its scores and the
-maximum of its first visible tile, and columns of o do not mix. Elsewhere one CTA visits all keys of
-a tile of queries."""
+maximum of its first visible tile, and columns of o do not mix.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -88,10 +87,8 @@ def contiguous_tiles(tokens: int, ranks: int) -> Layout:
 def check_rank_invariant(
     function: str, contradictions: Contradictions, options: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do
-    not contradict.
-
-    ``contradictions``: those of this function, besides `COMMON`.
+    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options, by
+    `COMMON` and ``contradictions`` of the function, do not contradict.
     """
     rank_invariant = options.get("rank_invariant", False)
     if not isinstance(rank_invariant, bool):
@@ -131,17 +128,15 @@ def check_tiled(function: str, layout: Layout) -> None:
 
 @cached_plan
 def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    """Return (row, tokens) of each piece of a rank, in local order. A piece that continues the
-    previous one is joined to it.
+    """Return (row, tokens) of each piece of a rank, in local order, joined where one continues
+    another.
     """
     return tuple(placed(layout.ranges_per_rank[rank]))
 
 
 @cached_plan
 def transposed(mask: Mask) -> Mask:
-    """Return the mask with queries and keys exchanged: its `needed_keys` are the queries that see
-    some keys.
-    """
+    """Return the mask with queries and keys exchanged."""
     bands = [Band(b.k_start, b.k_stop, b.q_start, b.q_stop, -b.hi, -b.lo) for b in mask.bands]
     return Mask.of_disjoint(bands, mask.keys, mask.queries)
 

@@ -1,5 +1,5 @@
-"""The weight a = sigmoid(lse - sink) of attention under a sink, for torch.compile.
-`canon.reference.local` explains it.
+"""The weight a = sigmoid(lse - sink) of attention under a sink (`canon.reference.local`), for
+torch.compile.
 """
 
 import torch
@@ -19,10 +19,9 @@ def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid. Its float32 bits do not depend on the number of elements.
-
-    A CPU takes another exponential for the last elements of a tensor. In float64 the difference
-    vanishes in the rounding."""
+    """Return the sigmoid. Its float32 bits do not depend on the number of elements, as a CPU's,
+    which takes another exponential for the last ones. float64 hides the difference.
+    """
     return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
 

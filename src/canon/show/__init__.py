@@ -1,3 +1,3 @@
-"""Pictures of masks, layouts, plans and timelines. Each function returns the figure.
+"""Pictures of masks, layouts and plans. Each function returns the figure.
 
-`Mask.plot`, `Layout.plot` and `canon show` call them. They need matplotlib; `spans` does not."""
+`Mask.plot`, `Layout.plot` and `canon show` call them. They need matplotlib."""

@@ -35,8 +35,8 @@ def band_numbers(mask: "Mask") -> Tensor:
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
     """Return the least n such that every n-th of so many tokens are at most `CELLS`.
 
-    n has no factor in common with the ``strides`` of a layout: otherwise all samples could lie on
-    one rank. Raises ValueError if a size is 0.
+    n has no factor in common with ``strides``, so that samples lie on all ranks. Raises ValueError
+    if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")
@@ -47,8 +47,8 @@ def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
 
 
 def cells(ax, values: Tensor, colours: Sequence[str], mask: "Mask", step: int) -> None:
-    """Draw a matrix of colour indices, the cells of every ``step``-th query and key of a mask. Axes
-    count tokens.
+    """Draw the cells of every ``step``-th query and key of a mask, by colour index. Axes count
+    tokens.
     """
     right, bottom = (step * size for size in (values.shape[1], values.shape[0]))
     look: dict[str, Any] = dict(
@@ -69,9 +69,7 @@ def counted(number: int, noun: str) -> str:
 
 @styled
 def plot_mask(mask: "Mask", ax=None):
-    """Draw a mask of any size with one colour for each band, and return the axes.
-    See `Mask.plot`.
-    """
+    """Draw a mask of any size, and return the axes. See `Mask.plot`."""
     if ax is None:
         ax = plt.subplots(figsize=(4.6, 4.6), layout="constrained")[1]
     step = sample_step((mask.queries, mask.keys))

@@ -15,8 +15,7 @@ wait) or at "random" times. The simulator raises `Fault` with the kernel's lines
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, changes by the compiler, clusters, races in global memory, and time. Other
-features raise an error with their name.
+Not simulated: layouts, changes by the compiler, clusters, races in global memory, and time.
 """
 
 import ast

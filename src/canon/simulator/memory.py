@@ -8,10 +8,11 @@ the phase of a barrier for TMA loads. This finds three errors in every interleav
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value (NaN) and drop it, as pipelines do before the first tile
-arrives. To store it, to branch on it or to use it as an address raises the fault.
+A kernel may compute with a tainted value (NaN) and drop it. To store it, to branch on it or to use
+it as an address raises the fault.
 
-Not simulated: alignment, banks, reuse of freed memory, and fences after reads and mbarrier.init."""
+Not simulated: alignment, banks, reuse of freed memory, and fences after reads and mbarrier.init.
+"""
 
 import math
 from functools import lru_cache

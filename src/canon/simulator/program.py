@@ -1,14 +1,15 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something. A seeded generator draws the next partition.
+sometimes after it starts or signals something; a seeded generator draws the next one.
 
 Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits
 join them into partitions: `canon.simulator.memory` compares the clocks of accesses.
 
 Sources: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering
 (1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
-(2009)."""
+(2009).
+"""
 
 import ast
 import linecache
@@ -276,7 +277,6 @@ class Program:
             self.paused.release()
 
     def let_others(self) -> None:
-        """Offer a switch to another program."""
         self.paused.release()
         self.going.acquire()
         if self.abandoned:

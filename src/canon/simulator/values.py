@@ -1,8 +1,8 @@
 """Values of simulated kernels: blocks are torch tensors, scalars Python numbers, with Triton types.
 
-Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Unsigned
-integers wrap. Triton's own rules promote types. `//` and `%` of values truncate, as in C. Constants
-are Python numbers."""
+Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Triton's own
+rules promote types. `//` and `%` of values truncate, as in C.
+"""
 
 import ctypes
 import math

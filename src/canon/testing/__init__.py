@@ -1,5 +1,4 @@
-"""Test implementations of attention: a judge, ranks as threads and processes, recordings of
-messages and of calls.
+"""Test implementations of attention: a judge, and ranks as threads and processes.
 
 from canon.testing import agreement, oracle, orders, process_groups
 """

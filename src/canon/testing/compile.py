@@ -78,7 +78,6 @@ class Case:
     key_order: bool = False  # with rank_invariant=True
 
     def cells(self, mask: Mask) -> Cells:
-        """Return the cells of the mask, for this kind of call."""
         return Cells(mask, in_place(mask) if self.key_order else None)
 
 
@@ -185,9 +184,7 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile each variant of `few_queries_launch` once: slices of V, few and many rows, one rank
-    and several.
-    """
+    """Compile each variant of `few_queries_launch` once."""
     few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose(
         "forward", case.d, case.dv, seen=float("inf"), most_rows=128

@@ -14,8 +14,8 @@ _open: list[tuple[bool, bool, bool]] = []  # the settings before each open block
 def deterministic(warn_only: bool = False) -> Iterator[None]:
     """Use deterministic algorithms, without filling new memory with NaN.
 
-    Ranks that are threads share the switch. The last one to leave its block restores it, so they
-    must enter before one of them needs it, and leave after all have used it.
+    Ranks that are threads share the switch: they must enter before one needs it, and leave after
+    all have used it.
     """
     filling = torch.utils.deterministic
     with _lock:

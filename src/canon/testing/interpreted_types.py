@@ -1,7 +1,6 @@
 """Make the types of interpreted tensors once: Triton's interpreter spends a third of its time on
 them.
-
-They are equal for all tensors of one shape and dtype, and nothing writes them."""
+"""
 
 from triton.language import core
 

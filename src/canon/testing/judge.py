@@ -19,14 +19,11 @@ are float32, in base 2.
 products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis,
 Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 
-**Soft-caps.** A `CappedScale` as ``scale`` turns scores s into softcap tanh(s / softcap).
-
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
 
 **NaN and infinities** reach exactly the results of the cells that see them. The judge compares
-their places, and the errors everywhere else. A module that multiplies hidden elements by 0 spreads
-them: ``spread`` holds the places where it may.
+their places, and the errors everywhere else.
 
 ``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
 """
@@ -210,7 +207,6 @@ def _attend(
 
 
 def _capped(scores: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | float]:
-    """Return scores in base 2 under a soft-cap, and their derivative."""
     if softcap is None:
         return scores, 1.0
     ratio = torch.tanh(scores / (softcap * LOG2E))
@@ -388,8 +384,9 @@ def agreement(
     judged.
 
     The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds. ``spread``:
-    booleans, more places where ``got`` may be NaN or infinite. Raises ValueError if all tensors are
-    None, or a shape is wrong."""
+    booleans, more places where ``got`` may be NaN or infinite, from a module that multiplies hidden
+    elements by 0. Raises ValueError if all tensors are None, or a shape is wrong.
+    """
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, more, *theirs in zip(

@@ -110,8 +110,7 @@ def _attend(
 def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
     """Return the distances of `roundings`, with the roundings of K, V and the projected gradients.
 
-    K and V move up or down by one rounding, drawn at random, four times: the largest change is
-    their distance. Independent distances of dK and dV add as root of the sum of squares.
+    K and V move by one rounding up or down, drawn four times: the largest change is their distance.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT

@@ -7,7 +7,8 @@
 
 Results and output are in rank order. RuntimeError names the first rank that fails, with its
 exception as the cause. Threads that all wait for each other raise at once. Processes end at a
-timeout, whose error has the stacks of the unfinished ranks."""
+timeout, whose error has their stacks.
+"""
 
 import contextvars
 import os
@@ -32,8 +33,8 @@ Program = Callable[[], Any]
 def threads(program: Program, ranks: int = 4) -> list[Any]:
     """Run ``program()`` on threads, on the CPU or one shared GPU.
 
-    Backward passes run in the thread of their rank. The ranks get a copy of the caller's context
-    variables. Raises RuntimeError that names the first failed rank, or the waits of all ranks.
+    The ranks get a copy of the caller's context variables. Raises RuntimeError that names the first
+    failed rank, or the waits of all ranks.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -183,7 +184,7 @@ def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
     """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU. Raises
-    the errors of `processes`, and ValueError if there are fewer GPUs than ranks.
+    the errors of `processes`, and ValueError for too few GPUs.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():

@@ -1,7 +1,6 @@
 """Run a program on processes as ranks, with a timeout.
 
-A child joins the group through a file (no ports), and writes its result, output and error into
-another.
+A child joins the group through a file (no ports), and writes its results into another.
 """
 
 import contextlib

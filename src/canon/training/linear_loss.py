@@ -94,13 +94,13 @@ def linear_sequence_loss(
         vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
             this rank with ``group``.
 
-    The gradient of hidden is complete on every rank of ``vocab_group``. Logits are float32 (float64
-    for float64). In bfloat16 and float16 the gradient of a chunk's logits is rounded to this dtype,
-    as an operand of both products. Sums are float32.
+    The gradient of hidden is complete on every rank of ``vocab_group``. Logits and sums are float32
+    (float64 for float64). In 16 bits the gradient of a chunk's logits is rounded, as an operand of
+    both products.
 
-    One backward pass is possible. A second one, and a second derivative, raise RuntimeError. The
-    errors are otherwise those of `sequence_loss`; on a GPU, a label outside the vocabulary counts
-    as a token whose label has the logit 0."""
+    A second backward pass, and a second derivative, raise RuntimeError. Other errors are those of
+    `sequence_loss`; on a GPU, a label outside the vocabulary has the logit 0.
+    """
     name = "linear_sequence_loss"
     group, _, ranks = place_in(name, group)
     vocab_group, place, slices = (
@@ -168,7 +168,7 @@ def linear_sequence_loss(
 @dataclass(frozen=True)
 class _Terms:
     """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first
-    row in the vocabulary.
+    row.
     """
 
     labels: Tensor
@@ -193,8 +193,8 @@ class _Terms:
         )
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two at or below the largest factor: gradients of logits are divided
-        by it, to fit in float16.
+        """Return the power of two at or below the largest factor: gradients of logits, divided by
+        it, fit in float16.
         """
         largest = (
             self.factors(slice(None), dtype).abs().amax()
@@ -232,9 +232,7 @@ class _Terms:
 
 
 class _LinearSum(torch.autograd.Function):
-    """The sum of this rank's losses, with gradients computed in the forward pass and scaled in the
-    backward pass.
-    """
+    """The sum of this rank's losses, with gradients computed in the forward pass."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, terms, needs):
@@ -310,7 +308,6 @@ def _project(
     logits: Tensor,
     block: slice,
 ) -> None:
-    """Write the logits of a block of columns."""
     columns = logits[:, block]
     columns.copy_(_product(x, weight[block].t()))
     if bias is not None:
@@ -320,8 +317,8 @@ def _project(
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-    """Return the gradient of the uncapped logits of a block of columns. ``labels`` count from its
-    first column.
+    """Return the gradient of the uncapped logits of a block of columns, from which ``labels``
+    count.
     """
     found = (logits - lse[:, None]).exp_().mul_((factor * (1 + 2 * terms.z_loss * lse))[:, None])
     if terms.smoothing:
@@ -335,7 +332,6 @@ def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix product in float32 (float64 for float64)."""
     if accumulate_dtype(a.dtype) == a.dtype:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
@@ -344,9 +340,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 def _place_in_vocabulary(
     weight: Tensor, group: Any, place: int, slices: int
 ) -> tuple[int | Tensor, int | Tensor]:
-    """Return the first row of this rank in the vocabulary, and the size of the vocabulary. Reads
-    nothing from a GPU.
-    """
+    """Return this rank's first row in the vocabulary, and its size. Reads nothing from a GPU."""
     if slices == 1:
         return 0, weight.shape[0]
     size = torch.full((1,), weight.shape[0], dtype=torch.int64, device=weight.device)
@@ -358,7 +352,6 @@ def _place_in_vocabulary(
 
 
 def _check_head(hidden: Tensor, weight: Any, bias: Any) -> None:
-    """Raise TypeError or ValueError unless the output head fits hidden."""
     given = {"linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, x in given.items():
         check_tensor(name, x)

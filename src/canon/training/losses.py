@@ -117,7 +117,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the number of valid tokens of this rank, or the sum of their weights, in float64."""
+    """Return the number of valid tokens of this rank, or the sum of their weights."""
     valid = labels != ignore_index
     return (
         (valid if weights is None else torch.where(valid, weights.flatten().double(), 0))
@@ -134,8 +134,8 @@ def agree(name: str, group: Any, ranks: int, x: Tensor, fields: tuple) -> None:
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
-    """Return `num_items_in_batch` as a float, a tensor on a GPU unread. Raise unless it is a number
-    >= 0 or None.
+    """Return `num_items_in_batch` as a float, or a tensor on a GPU unread. Raise unless it is >= 0
+    or None.
     """
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
@@ -147,8 +147,8 @@ def number_of_items(value: Any) -> float | Tensor | None:
 
 
 def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``. Raise TypeError or ValueError
-    for anything else.
+    """Return a finite number from 0 to ``most``, or above ``above``, or raise TypeError or
+    ValueError.
     """
     expected = (
         f">= 0{'' if most == math.inf else f' and <= {most}'}" if above is None else f"> {above}"
@@ -162,8 +162,8 @@ def number(name: str, value: Any, most: float = math.inf, above: float | None = 
 
 
 def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None:
-    """Raise TypeError or ValueError unless x, labels and weights fit together. ``expected``: name
-    and axes of x.
+    """Raise TypeError or ValueError unless x, labels and weights fit. ``expected``: name and axes
+    of x.
     """
     name = expected.split()[0]
     given = {name: x, "shift_labels": shift_labels} | (
@@ -202,9 +202,7 @@ def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None
 def check_weights(
     weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int
 ) -> None:
-    """Raise ValueError if the mean divides by weights that could cancel, or whose products with
-    losses lose digits.
-    """
+    """Raise ValueError if the weights of a mean could cancel, or lose digits."""
     if (
         weights is None
         or items is not None
@@ -226,7 +224,7 @@ def check_weights(
 
 
 def check_range(shift_labels: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Raise ValueError for a label outside the vocabulary. Labels on a GPU are not read."""
+    """Raise ValueError for a label outside the vocabulary, unless on a GPU."""
     if shift_labels.device.type == "cpu":
         wrong = (shift_labels != ignore_index) & ((shift_labels < 0) | (shift_labels >= vocabulary))
         if wrong.any():

@@ -1,6 +1,6 @@
 """The CUDA backend agrees with dense attention in every schedule, repeats its bits, and replays.
 
-On a CPU, the source of the kernels runs in an emulation (`canon.testing.cuda_emulation`), on short
+On a CPU, the source of the kernels runs in an emulation (`cuda_emulation`), on short
 sequences."""
 
 import pytest

@@ -1,5 +1,5 @@
 """The CUDA kernels on a CPU: g++ compiles the .cu files, and fibers stand for threads. See
-canon.testing.cuda_emulation.
+cuda_emulation.
 """
 
 import functools
@@ -10,13 +10,13 @@ from math import gcd
 import hopper
 import pytest
 import torch
+from cuda_emulation import KERNELS, emulated
 
 from canon import Mask
 from canon.fast import backward, local
 from canon.fast.kernels.cuda import launch
 from canon.fast.kernels.cuda.config import Config, shared_bytes
 from canon.fast.kernels.launcher import Gpu
-from canon.testing.cuda_emulation import KERNELS, emulated
 from canon.testing.judge import Attended, agreement, oracle, orders
 
 if shutil.which("g++") is None:

@@ -42,8 +42,8 @@ class Event:
     """The ``number``-th message ("gather", "reduce", "hop") or computation ("forward", "backward")
     of a kind.
 
-    ``items`` and ``nbytes`` count what a rank receives; ``items`` of a computation, visible cells
-    times query heads."""
+    ``items`` and ``nbytes`` count what a rank receives; of a computation, cells times query heads.
+    """
 
     rank: int
     what: str  # "posted", "waited", "computed" or "finished"

@@ -1,8 +1,8 @@
 """Pictures of measured runs over time."""
 
 from matplotlib.patches import Patch, Rectangle
+from spans import KIND_NAMES
 
-from canon.show.spans import KIND_NAMES
 from canon.show.style import RANKS, plt, styled
 
 KIND_COLOURS = dict(zip(KIND_NAMES, (RANKS[0], RANKS[3], "#8f8f8a", RANKS[1]), strict=True))
