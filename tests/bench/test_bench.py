@@ -8,12 +8,9 @@ from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
 from canon.bench import bench_command, decoding, kernels, mask_time, shapes, timing
-from canon.bench.forced_tiles import tiles_of
 from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
-from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.launcher import Gpu
-from canon.fast.kernels.triton.config import Config
 from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups, simulated_kernels
 
@@ -154,38 +151,7 @@ def test_plans_made_ahead_are_those_of_another_process(empty_cache):
     assert set(PLANS.plans) == {"a recording", *(key for key, _ in copy.plans)}
 
 
-def test_other_tiles_are_contenders_that_must_agree(monkeypatch):
-    """They have a forward time of their own if they are tiles of the forward kernel."""
-    from canon.fast.kernels.triton import launch
-
-    configs = "forward=32,16,4,1", "dkdv=16,32,4,1"
-    shape, used = shapes.shape_of("1,40,2,1,16", "causal"), set()
-    plan = launch.plan
-
-    def noted(kernel, *given):
-        used.add((kernel, plan(kernel, *given)[0]))
-        return plan(kernel, *given)
-
-    monkeypatch.setattr(launch, "plan", noted)
-    rows = kernels.measure(shape, on_cpu("canon triton split", configs=configs))
-    names = ["canon triton split", *(f"canon triton split, {text}" for text in configs)]
-    assert [row["contender"] for row in rows] == names
-    assert all(row["agrees"] and row["backward_ms"] for row in rows)
-    assert ["forward_ms" in row for row in rows] == [True, True, False]
-    assert {("forward", Config(32, 16, 4, 1)), ("dkdv", Config(16, 32, 4, 1))} <= used
-    forward = launch.forward
-
-    def wrong(q, k, v, mask, scale, out, lse, *more):
-        forward(q, k, v, mask, scale, out, lse, *more)
-        if plan("forward", q, v, mask, k, v)[0] == Config(32, 16, 4, 1):
-            out.mul_(1.01)
-
-    monkeypatch.setattr(launch, "forward", wrong)
-    rows = kernels.measure(shape, on_cpu("canon triton split", configs=configs))
-    assert ["failed" in row for row in rows] == [False, True, False]
-
-
-def test_tiles_of_the_hopper_kernels_are_contenders_alike():
+def test_a_backend_without_the_dtype_declines():
     shape = shapes.shape_of("1,140,2,1,64", "causal")
     for dtype, agrees in ((torch.bfloat16, True), (torch.float32, None)):
         with simulated_kernels.simulated():
