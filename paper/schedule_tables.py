@@ -93,6 +93,19 @@ def of_two(name: str, n: int, clock: str = "both_wall") -> float:
     return median(schedule(TWO, name, n)[f"{clock}_ms"])
 
 
+OF_FOUR = {
+    "magi": "magi, no options",
+    "strided": "strided zigzag, no options",
+    "mesh": "mesh 2 x 2, strided zigzag",
+    "ring": "ring zigzag",
+}
+
+
+def wall_of_four(name: str) -> float:
+    """Return the median wall ms of both passes of the longest sequence on four GPUs."""
+    return median(schedule("schedules_defaults_four_h200", name, LENGTHS[-1])["both_wall_ms"])
+
+
 def two_gpus() -> dict[str, str]:
     """Return the table of two GPUs, and ratios of wall times to the least of Canon's."""
     rows = []
@@ -108,6 +121,7 @@ def two_gpus() -> dict[str, str]:
     return {
         "two": table((*header, "MB, longest"), rows),
         "two_wall": f"{max(ring):.0%}",
+        **{f"four_{x}": f"{wall_of_four(name):.1f}" for x, name in OF_FOUR.items()},
         "mesh_over_best": over("mesh 1 x 2, strided zigzag"),
         "ring_peer_over_best": over("ring-flash-attn zigzag"),
         "torch_over_best": over("torch cudnn allgather"),
