@@ -65,6 +65,8 @@ class Model:
         group, most = self.heads[0] // self.heads[1], self.packs[-1]
         if self.depends_on_strides:
             return self.heads
+        if self.rank_invariant:  # a constant of the Triton kernel of dk and dv
+            return group, 1
         return min(group, 3) if most == 1 else most, 1
 
     @property
@@ -146,7 +148,8 @@ def identities(model: Model) -> list[tuple]:
     h, g = model.heads
     reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
     shared = {"functions": (), "ranks": (), "has_sink": True, "over_mesh": False}
-    heads = model.heads if model.depends_on_strides else (0, 0)
+    varies = model.depends_on_strides or model.rank_invariant
+    heads = model.fewest_heads if varies else (0, 0)
     key = replace(model, heads=heads, reduce_dtype=reduced, **shared)
     usual = [*model.packs, *(["groups"] if h > g else [])]
     of_steps = {rank_sums: model.ranks, cast_rows: [model.heads]}

@@ -96,7 +96,7 @@ def run(
                 model,
                 ranks=tuple(range(least_ranks, 5)),
                 reduce_dtype=reduced,
-                over_mesh=not invariant,
+                over_mesh=heads[1] > 1 and not invariant,
             ),
             "cpu",
         )

@@ -155,6 +155,7 @@ def dkdv_kernel(
     FUSED: tl.constexpr,
     MAKE_DK: tl.constexpr,
     MAKE_DV: tl.constexpr,
+    HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     D_PAD: tl.constexpr,
@@ -171,7 +172,7 @@ def dkdv_kernel(
     PARTIAL_BN: tl.constexpr,
 ):
     """Write dk (b, s, o, d) and dv (b, s, o, dv) of ``heads`` = o owners with ``each`` query
-    heads.
+    heads, with KEY_ORDER HEADS.
 
     A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0."""
     tile, batch, owner = cta_work_tile(tiles, tile_count, heads, l2_heads)
@@ -179,6 +180,8 @@ def dkdv_kernel(
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
+    if KEY_ORDER:
+        each = HEADS
     head_first = owner * each
     rows = first + tl.arange(0, BM)
     valid = rows < stop
@@ -248,7 +251,9 @@ def dkdv_kernel(
                 )
         # tiles with one band; queries outside of it may be NaN: load 0
         i, head = begin, 0
-        for _ in tl.range(steps, num_stages=PARTIAL_STAGES):
+        for step in tl.range(steps, num_stages=PARTIAL_STAGES):
+            if KEY_ORDER:  # carried numbers would spill registers
+                i, head = begin + step // each * PARTIAL_BN, step % each
             queries = i + tl.arange(0, PARTIAL_BN)
             in_band = (queries >= query_start) & (queries < query_stop)
             q_at = q_head + row_start(head, q_strides[2], ALIGN)
@@ -292,7 +297,8 @@ def dkdv_kernel(
                     D_PAD,
                     PRECISION,
                 )
-            i, head = next_head(i, head, each, PARTIAL_BN)
+            if not KEY_ORDER:
+                i, head = next_head(i, head, each, PARTIAL_BN)
 
     # full tiles
     for index in range(full, end):

@@ -231,6 +231,7 @@ def dkdv(
     sizes = len(table.tiles), dk.shape[2], q.shape[2] // k.shape[2], heads
     arguments = (*tensors, table.tiles, table.spans, scale, *sizes)
     options = {"FUSED": dq is not None, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
+    options["HEADS"] = heads if table.key_order else 0
     options |= mma_options(config, q, v, k, dout, dq_or_any, dk, dv)
     l2_heads = heads_in_l2(batch_heads(dk), 1, heads * head_bytes(q, dout))
     strided = (q, k, v, dout, lse, dq_or_any, dk, dv)
