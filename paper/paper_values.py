@@ -26,6 +26,7 @@ MUTATED = {  # name in the tests: name in the paper
     "ordered by halves": "fused, ordered, half tiles",
     "dkdv_hdim256": "dk, dv, width 256",
 }
+PEERS = "SDPA cudnn", "SDPA flash", "flash-attn-4"  # of eager calls
 TABLED = (  # records behind tables and numbers that no figure has
     *(
         "plans",
@@ -80,7 +81,6 @@ def values() -> dict[str, str]:
 def tables() -> dict[str, Table]:
     """Return every table by name."""
     parts = (
-        kernels,
         checks,
         schedules,
         packs,
@@ -144,7 +144,7 @@ def wall() -> dict[str, str]:
     for key in ("forward", "both", "chain"):
         time = {(row["shape"], row["contender"]): median(row[f"{key}_wall_ms"]) for row in rows}
         peers = {
-            s: min(ms for (shape, who), ms in time.items() if shape == s and "SDPA" in who)
+            s: min(ms for (shape, who), ms in time.items() if shape == s and who in PEERS)
             for s in shapes
         }
         found[f"wall_{key}"] = span([time[s, "canon auto"] / peers[s] for s in shapes])
@@ -235,15 +235,6 @@ def cells(markdown: str, columns: Sequence[int] | None = None) -> list[list[str]
     return plain if columns is None else [[row[column] for column in columns] for row in plain]
 
 
-def kernels() -> Table:
-    """Return the speeds of kernels and peers on each shape."""
-    header = ["batch × tokens, heads, width, mask", "Canon", "cuDNN", "FA4"]
-    header += ["Canon", "cuDNN", "FA4", "Canon, same bits", "FA4, same bits"]
-    shown = set(map(named, kernel_tables.SHAPES))
-    rows = [x for x in cells(kernel_tables.beside_peers()["peers"]) if x[0] in shown]
-    return {"header": header, "rows": [[_short(row[0]), *row[1:]] for row in rows]}
-
-
 def checks() -> Table:
     """Return the cases of every check."""
     header = ["run", "dtypes", "agree", "same bits", "largest error / bound"]
@@ -284,10 +275,11 @@ def others() -> Table:
 def wall_times() -> Table:
     """Return wall and host times of eager calls, by shape and contender."""
     names = {"canon auto": "Canon", "SDPA cudnn": "cuDNN", "SDPA flash": "FA2"}
-    names["canon auto, rank invariant"] = "Canon, rank invariant"
+    names |= {"flash-attn-4": "FA4", "no kernels": "no kernels"}
     rows = [
-        [_short(named(row[0])), names.get(row[1], row[1]), *row[2:]]
+        [_short(named(row[0])), names[row[1]], *row[2:]]
         for row in cells(schedule_tables.host()["host_calls"])
+        if row[1] in names
     ]
     return {
         "header": ["wall (host) ms", "", "forward", "both passes", "chain of 8, per layer"],
