@@ -13,6 +13,7 @@ from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
 from canon.check.placement import Placement
+from canon.check.repetition import RUNS
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 
@@ -95,7 +96,10 @@ class FixedCheck:
         """Return the results, and whether Ctrl-C came."""
         kind, ranks = self.placement.kind, self.placement.ranks
         name, *given = self.given
-        settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
+        settings = {
+            "backend": self.arguments.backend,
+            "runs": self.arguments.runs or RUNS[self.placement.device],
+        }
         runner = CaseRunner(name, tuple(cases), *given, **settings)
         try:
             if cases and warming.worth_it(self.placement.device, self.module):
@@ -130,7 +134,7 @@ class FixedCheck:
     def write_record(self, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> Path:
         given, ranks = {key: getattr(self.arguments, key) for key in KEPT}, self.placement.ranks
         given |= {"documents": tuple(path.name for path in self.arguments.documents)}
-        given |= {"runs": self.arguments.runs} if self.arguments.runs != 2 else {}
+        given |= {"runs": self.arguments.runs}
         names = (Path(x).name if Path(x).is_absolute() else x for x in self.documents.names)
         return record.write(
             self.path,

@@ -23,6 +23,7 @@ from canon.check.cases import accepts, covered, matches
 from canon.check.check_report import NEITHER, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
+from canon.check.repetition import RUNS
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 from canon.testing.judge import short
@@ -53,7 +54,7 @@ def run(
         raise ValueError(f"--random: no function or mask of these cases has {only!r}")
     run = _head(arguments, ranks, table, kind) | {"cases": [], "failures": []}
     check = _RandomCheck(arguments, console, kind, run)
-    settings = {"backend": arguments.backend, "runs": arguments.runs}
+    settings = {"backend": arguments.backend, "runs": arguments.runs or RUNS[device]}
     runner = CaseRunner(arguments.module, (), RandomSource(), device, **settings)
     if warming.worth_it(device, module):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in wanted[:BLOCK]]
@@ -100,7 +101,7 @@ def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> d
 
 def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
     module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": 2, "features": None}
+    defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": None, "features": None}
     given = {name: getattr(arguments, name) for name in defaults}
     given = {name: value for name, value in given.items() if value != defaults[name]}
     given |= {"only": arguments.only} if count > 1 else {}

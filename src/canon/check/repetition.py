@@ -4,7 +4,8 @@
     run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`
 
 PyTorch's switch promises equal bits, so runs 2, 3, ... must have them. If runs 1 and 2 have equal
-bits, two runs are enough. Otherwise there is one more, and the results of both ways are judged.
+bits, two runs are enough, or three on a GPU: steps of schedules are recorded in their second call.
+Otherwise there is one more, and the results of both ways are judged.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 from canon.testing.deterministic import deterministic
 
+RUNS = {"cpu": 2, "cuda": 3}  # by default
 SWITCH = "torch.use_deterministic_algorithms"
 
 
