@@ -59,6 +59,12 @@ CUT_OFF = (  # text records of runs that a time limit ended
         "4 ranks as threads on 1 H200, cut off by a time limit",
         "bf16, fp16, fp32",
     ),
+    (
+        "check_later_cut_off_one_h200.txt",
+        "the same at commit d19d5ba, cut off earlier",
+        "bf16, fp16, fp32",
+    ),
+    ("check_cut_off_two_h200.txt", "2 H200s, NCCL, cut off by a time limit", "bf16, fp16, fp32"),
     ("check_runs_cut_off_eight_h200.txt", "8 H200s, NCCL, cut off by a time limit", "bf16"),
 )
 
@@ -166,12 +172,12 @@ def agreement() -> dict[str, str]:
             ]
         )
     for record, what, dtypes in CUT_OFF:
-        agree, planned = cut_off_cases(record)
+        agree, judged, planned = cut_off_cases(record)
         rows.append(
             [
                 f"{what} ([record](data/{record}))",
                 dtypes,
-                f"{agree} of {agree}; {planned} planned",
+                f"{agree} of {judged}; {planned} planned",
                 "",
                 "",
             ]

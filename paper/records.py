@@ -23,6 +23,8 @@ PROFILER = "Nsight Compute"
 # it
 TEXTS = {
     "check_cut_off_one_h200.txt": ("40ed6ab", "2026-11-28", "1 H200", "canon check"),
+    "check_later_cut_off_one_h200.txt": ("d19d5ba", "2026-11-28", "1 H200", "canon check"),
+    "check_cut_off_two_h200.txt": ("a16ff87", "2026-11-28", "2 H200", "canon check"),
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
     "tests_cpu.txt": ("c739b04", "2026-11-28", "none", "make test"),
     "tests_h200.txt": ("948a06a", "2026-11-28", "1 and 2 H200", "pytest --gpu tests"),
@@ -221,13 +223,12 @@ def index() -> str:
     return INDEX.format(table=table(header, rows, left=5), commands=commands)
 
 
-def cut_off_cases(name: str) -> tuple[int, int]:
-    """Return (cases that agree, cases planned) of the printed table of `canon check`. Raises
-    ValueError if one disagrees.
+def cut_off_cases(name: str) -> tuple[int, int, int]:
+    """Return the numbers of cases that agree, were judged and were planned, of the printed table of
+    `canon check`.
     """
     found = [re.match(r"(\d+)/(\d+) .+ (\w+)$", line) for line in lines(name)]
     cases = [match.groups() for match in found if match]
-    if any(verdict != "agrees" for _, _, verdict in cases):
-        raise ValueError(f"{name}: a case disagrees")
     planned = re.findall(r"^(\d+) cases of", "\n".join(lines(name)), re.MULTILINE)
-    return len(cases), sum(map(int, planned))
+    agree = sum(verdict == "agrees" for _, _, verdict in cases)
+    return agree, len(cases), sum(map(int, planned))
