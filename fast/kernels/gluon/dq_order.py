@@ -91,7 +91,7 @@ def alternation(
     ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
     cost = costs.cost[costs.active]
     if (
-        not len(cost)
+        not len(cost) * groups
         or 4 * mean_additions(costs.spans, columns) < len(cost)
         or cost.max() <= UNEVEN * cost.mean()
     ):

@@ -133,8 +133,9 @@ def rows_and_heads_in_flight(mask, heads, each, columns=64):
         (Mask.causal(65536), Heads(1, 8, 1), 4, 1),  # one key head has work for all SMs
         (Mask.causal(8192), Heads(4, 16, 1), 1, 16),
         (Mask.causal(700), Heads(1, 3, 1), 2, 3),  # not all sets are full
+        (Mask.causal(20480), Heads(1, 4, 1), 5, 4),  # with 2 heads, most SMs would idle at the end
     ],
-    ids=["16384", "65536", "8192, one query head each", "700"],
+    ids=["16384", "65536", "8192, one query head each", "700", "20480"],
 )
 def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_flight):
     rows, found = rows_and_heads_in_flight(mask, heads, each)
@@ -148,6 +149,10 @@ def test_ordered_work_tiles_of_unequal_length_alternate(mask, heads, each, in_fl
         "and the longest, the longest of all first"
     )
     assert sorted(rows) == starts, "each once"
+
+
+def test_an_empty_batch_has_an_ordered_schedule_without_work():
+    assert ordered_schedule(Mask.causal(16384), Heads(0, 8, 1), 4).work_tiles == 0
 
 
 @pytest.mark.parametrize(
