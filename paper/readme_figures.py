@@ -115,7 +115,7 @@ def _box(
 
 # --- speed
 
-EIGHT, STEP_OF_TWO = "schedules_eight_h200", "swap_causal_two_h200"
+EIGHT = "schedules_eight_h200"
 ONE = kernel_tables.BESIDE
 DETERMINISTIC = kernel_tables.DETERMINISTIC
 PEERS = "SDPA cudnn", "flash-attn-4"
@@ -123,22 +123,16 @@ LENGTHS = (131072, 32768)  # tokens on eight GPUs
 OF_PAIR, of_two = schedule_tables.LENGTHS, schedule_tables.of_two
 PACK_CLOCKS = "both_wall", "both_gpu"
 # of the table of ratios
-FASTER = ("both passes", "against", "Canon's", "wall time", "GPU time")
+FASTER = ("both passes", "against", "Canon's function", "wall time", "GPU time")
 
 
 def numbers() -> dict[str, str]:
     """Return the numbers of `README.md` by name, computed from single times. Lengths are in tokens
     on eight GPUs.
     """
-    two = {
-        row["function"]: median(row["seconds"][row["steps"] // 2 :])
-        for row in load(STEP_OF_TWO)["results"]
-    }
     both = lambda name, n: median(schedule_tables.schedule(EIGHT, name, n)["both_ms"])
     share = lambda name, n: f"{100 * both('one GPU', n) / 8 / both(name, n):.0f} %"
-    found = {
-        f"two {name}": f"{two['torch'] / two[name]:.2f}" for name in ("zigzag", "strided", "magi")
-    }
+    found = {}
     for n in LENGTHS:
         found[f"share {n}"], found[f"zigzag share {n}"] = (
             share("strided zigzag 8", n),

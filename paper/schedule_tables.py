@@ -3,6 +3,7 @@ host time and plans.
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 from records import load, median, only, span, table, tokens
 
@@ -120,7 +121,7 @@ def two_gpus() -> dict[str, str]:
     ring = [of_two("ring zigzag", n) / of_two(default, n) - 1 for n in LENGTHS]
     return {
         "two": table((*header, "MB, longest"), rows),
-        "two_wall": f"{max(ring):.0%}",
+        "two_wall": f"{ceil(100 * max(ring))}%",
         **{f"four_{x}": f"{wall_of_four(name):.1f}" for x, name in OF_FOUR.items()},
         "mesh_over_best": over("mesh 1 x 2, strided zigzag"),
         "ring_peer_over_best": over("ring-flash-attn zigzag"),
