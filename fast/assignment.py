@@ -4,13 +4,10 @@ that moves most.
 - Each rank has two prefix sums: over its *missing* cells, which none of its chunks needs, and over
   those that exactly *one* needs. The keys that a chunk would add to a rank, or take away, are
   differences of two entries.
-
 - Swaps of one rank with some others are scored at once. The first with a gain swaps, the others are
   scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`.
-
 - A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
   within their limits.
-
 - Two ranks are skipped if unchanged since their last comparison, or if a lower bound shows no gain.
 """
 
@@ -218,8 +215,8 @@ class Assignment:
         return swaps
 
     def _may_gain(self, rank, others):
-        """Return which of ``others`` may gain, and the keys that their chunks and the rank's add
-        (others, chunks).
+        """Return which of ``others`` may gain, and the keys that its chunks add there, and theirs
+        here (others, chunks).
         """
         chunks = self.chunks
         mine = self.slots[rank]

@@ -11,10 +11,11 @@ are no parts: on Hopper `canon.fast.kernels.gluon.few_queries` shares the keys a
 elsewhere one SM visits all keys of a tile of queries.
 
 **Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
-above, so long sequences have few parts to merge. Its tiles begin at multiples of their size, are
-visited in order, and run the same instructions whether a query sees all of a tile or a part. A tile
-that a query does not see leaves its state as it is. So the bits of a query depend on the positions
-of its keys, and not on other queries, sequences or heads, nor on the number of SMs.
+above: 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Tiles
+begin at multiples of their size, are visited in order, and run the same instructions whether a
+query sees all of a tile or a part. A tile that a query does not see leaves its state as it is. So
+the bits of a query depend on the positions of its keys, and not on other queries, sequences or
+heads, nor on the number of SMs.
 
 **Memory.** Scratch, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of
 parts with a visible cell, or 1. The table, a bit for each query and key, takes t s / 8 bytes."""
