@@ -100,9 +100,7 @@ def _part_of_words(words: int, part: int) -> np.ndarray:
 
 
 def visible_words(mask: Mask) -> np.ndarray:
-    """Return uint64 words (keys / 64, queries): bit j of word i, query q, is set if q sees key 64 i
-    + j.
-    """
+    """Return the ``words`` of `PartTable` for all queries, as uint64."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     band, place = counted(q_stop - q_start)
     query = q_start[band] + place

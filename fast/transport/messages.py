@@ -48,7 +48,7 @@ class Pending:
         self.works, self.received, self.sent = works, received, sent
 
     def wait(self) -> Sequence[Any]:
-        """Make later kernels wait for the messages, and return ``received``."""
+        """Make later kernels wait for the messages. Return ``received``."""
         for work in self.works:
             work.wait()
         self.works = self.sent = ()  # the works hold the sent tensors, too
@@ -156,7 +156,7 @@ class HeadGroup:
         return self._views(buffer, self.rank * self.room, tokens)
 
     def by_rank(self, buffer: Tensor, tokens: int) -> list[Tensor]:
-        """Return both tensors (b, W, tokens, heads, width): the first tokens of all ranks."""
+        """Return both tensors (b, W, tokens, heads, width): the first tokens of each rank."""
         return [x.unflatten(1, (self.ranks, self.room))[:, :, :tokens] for x in self.views(buffer)]
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
@@ -206,7 +206,7 @@ class AllGather:
             ):
                 target.copy_(source[:, :, first:stop])
             works = [self.transport.all_gather(buffer[: group.elements])]
-        if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
+        if step:
             self.transport.wait_until_started()
         return Pending(works, [buffer])
 
@@ -325,7 +325,7 @@ class Transport:
 
     def wait_until_started(self) -> None:
         """Make later kernels wait for the communication stream, and usually start after its
-        messages.
+        messages. Those kernels fill all SMs: a message that starts later would wait for their end.
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -334,7 +334,7 @@ class Transport:
             self.join()
 
     def join(self) -> None:
-        """Make later kernels wait for the communication stream."""
+        """Make later kernels wait for the stream."""
         if self.stream is not None:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 

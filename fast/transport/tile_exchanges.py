@@ -88,7 +88,6 @@ class TileGather:
                     target.copy_(source)
                 tensors += group.views(flat[-1])
             works = [transport.all_gather(x) for x in flat]
-        # the next kernel fills all SMs: a gather that starts later would wait for its end
         if number:
             transport.wait_until_started()
         return Pending(works, tensors)
@@ -122,7 +121,7 @@ class TileCast:
         casts = [
             begin_cast(*pair, plan, rows[plan.own :], self.call.group) for pair, rows in messages
         ]
-        if number:  # the next kernel fills all SMs: a cast that starts later would wait for its end
+        if number:
             transport_for(self.call.group, brought[0].device).wait_until_started()
         for pair, rows in zip(pairs, brought, strict=True):  # while the others are in flight
             for target, source in zip(_columns(rows, pair[0].shape[-1]), pair, strict=True):

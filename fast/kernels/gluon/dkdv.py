@@ -219,7 +219,7 @@ def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, c):
     N: gl.constexpr = c.ROWS // 2
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([N, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS

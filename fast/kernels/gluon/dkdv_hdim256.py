@@ -96,7 +96,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
 def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
     """Compute dP, dS and dk of every work tile, with the other warpgroup's P."""
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS

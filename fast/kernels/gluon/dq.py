@@ -9,8 +9,7 @@ of keys.
 Each of two warpgroups owns half of the rows. Rows that see no key get 0. V is free after dP, K only
 at the end of the tile, so V may have fewer buffers (``v_stages``).
 
-Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
-pull request 177."""
+Sources: as `dkdv`; a kernel for dq alone: jax-ml/jax-triton, pull request 177."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -171,7 +170,7 @@ def differentiate(
     BN: gl.constexpr = buffers.k.tiles.shape[2]
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([M, BN], gl.float32, mma_layout(BN))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), 0)
     while work_tile > 0:
         first, end_row, _, _ = position_of(work, work_tile)

@@ -84,9 +84,10 @@ def alternation(
     queries: int,
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits, misses and idle ends
-    (share of the time); or None, not to alternate.
-
-    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
+    (share of the time); or None, not to alternate, if few work tiles add to one tile of dq or all
+    are about equally long. ``repeat``: query heads per key head; ``bytes_per_group``: of q and
+    dout.
+    """
     cost = costs.cost[costs.active]
     if (
         not len(cost) * groups

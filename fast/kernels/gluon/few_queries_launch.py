@@ -158,9 +158,7 @@ def launch_sums(
     lse: Tensor,
     second: int = 0,
 ) -> None:
-    """Launch `sums_kernel`; CONTINUED with the sums of P minus rounded P ``second`` numbers behind
-    lse.
-    """
+    """Launch `sums_kernel`, CONTINUED with ``second`` numbers between its sums."""
     (b, t, h, _), dv, pack, rows = q.shape, v.shape[3], plan.pack, plan.tokens * plan.pack
     sets = b * h // pack
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
@@ -202,8 +200,8 @@ def write_results(
     ranks: int,
     stride: int,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all
-    ranks. Set ``repeat``, an int32 number, to 1 if an o is not finite.
+    """Launch `results_kernel`, which sets the int32 number ``repeat`` to 1 if an o is not
+    finite.
     """
     (_, t, h, dv), rows = out.shape, lse.numel()
     arguments = (o, sums, maxima, out, lse, repeat, ranks, stride, rows, h, t)

@@ -120,9 +120,7 @@ def add_products(
     PACK: gl.constexpr,
     CONTINUED: gl.constexpr,
 ):
-    """Add P V of all visits, in order, and write (CONTINUED: add to) a slice of out (a
-    warpgroup).
-    """
+    """Add P V of all visits, in order, and write (CONTINUED: add to) a slice of out."""
     p = buffers.p
     SLICE: gl.constexpr = buffers.v.shape[4]
     STAGES: gl.constexpr = buffers.v.shape[0]
@@ -229,7 +227,7 @@ def add_sums(
     CONTINUED: gl.constexpr,
 ):
     """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse``.
-    CONTINUED: add them to sums (b, h, t, 4) in place of lse, and others ``second`` numbers behind.
+    CONTINUED: as in `sums_kernel`.
     """
     ROWS: gl.constexpr = per_row_layout(64)
     SLICE: gl.constexpr = buffers.v.shape[4]
@@ -307,8 +305,7 @@ def sums_kernel(
     STAGES: gl.constexpr,
     CONTINUED: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) from the results of
-    `weights_kernel`. The batch stride of ``out`` is tokens * stride_t.
+    """Write ``out`` and ``lse`` as `forward_kernel`, from the results of `weights_kernel`.
 
     CONTINUED: instead add P V to ``out``, float32, and sums of P to ``lse`` (b, h, t, 4), of P
     minus rounded P ``second`` numbers behind it."""

@@ -187,9 +187,7 @@ def attend(wg):
 
 @gluon.jit
 def visit_span(state, wg, ring, tile, partial):
-    """Add the tiles of a span from ``tile`` on. Return the state and the next position in the
-    ring.
-    """
+    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
     partial_stop = gl.where(partial, tile.stop, tile.column)
     for column in range(tile.column, partial_stop, wg.BN):
         state, ring = step(state, wg, ring, tile.at(column), 0, True, False)
@@ -313,12 +311,10 @@ def forward_kernel(
     MATH_REGISTERS: gl.constexpr,
     REPEAT: gl.constexpr = False,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
-    ``work``.
+    """Write ``out`` and ``lse`` as `forward_plain_kernel`, of all work tiles in ``work``.
 
-    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. The batch
-    stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read. ``group`` query
-    heads share a key head."""
+    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. ``counter``
+    is 0 at launch, or not read."""
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(

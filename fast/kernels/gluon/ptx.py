@@ -297,7 +297,7 @@ def rescale_rows_ptx(number):
 @gluon.jit
 def rescale_rows(x, factors):
     """Return the accumulator x times ``factors`` (its shape, equal within a row)."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
         rescale_rows_ptx(N),
         in_place_constraints(N),
@@ -325,7 +325,7 @@ def zero_rows_ptx(number):
 @gluon.jit
 def zero_rows(x, factors):
     """Return x with 0 in rows whose factor is 0: a fully masked row may hold NaN."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    N: gl.constexpr = x.shape[1] // 2
     factors, _ = gl.broadcast(factors, x)
     return gl.inline_asm_elementwise(
         zero_rows_ptx(N),
@@ -399,7 +399,7 @@ def round_and_keep(p, like, W: gl.constexpr):
     """Return P in the dtype of ``like``, and keep a copy in registers for `add_rounding_excess`:
     Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped.
     """
-    N: gl.constexpr = p.shape[1] // 2  # elements of a thread
+    N: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
         round_and_keep_ptx(W, N, like.dtype),
         round_and_keep_constraints(N),

@@ -55,9 +55,7 @@ def sum_so_far(l, like):
 
 @gluon.jit
 def visit_span_stale(state, wg, ring, tile, partial):
-    """Add the tiles of a span from ``tile`` on. Return the state and the next position in the
-    ring.
-    """
+    """Add the tiles of a span, as `forward.visit_span`."""
     column = tile.column
     while column < tile.stop:
         if partial:

@@ -47,7 +47,7 @@ def last_of(region: Region) -> int:
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
-    """Return whether two regions of an allocation meet."""
+    """Return whether two regions of an allocation share elements."""
     if a == b:
         return True
     if a[0] > last_of(b) or b[0] > last_of(a):

@@ -115,7 +115,7 @@ class Partition:
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
         self.stores: list[Any] = []
-        self.acquired = False  # by an acquire without a later fence
+        self.acquired = False  # by an acquire, until a proxy fence
         # writes without a later fence for the async proxy
         self.unfenced: list[Any] = []
         self.baton = threading.Lock()

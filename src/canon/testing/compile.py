@@ -70,8 +70,8 @@ class Case:
     dv: int = 128
     describable: bool = False  # tensor descriptors may be used
     backend: str = "triton"
-    short: bool = False  # documents: query heads share a Hopper tile
-    seen: int = 0  # a query sees more tiles: a key of `hopper_config.LONG_TABLE`
+    short: bool = False  # documents, so query heads share a Hopper tile
+    seen: int = 0  # tiles, a key of `hopper_config.LONG_TABLE`: queries see more
     ordered: bool = False  # dq is reduced in a fixed order
     plain: bool = False  # the forward of `forward_plain`
     key_order: bool = False  # with rank_invariant=True

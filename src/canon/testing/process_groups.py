@@ -32,7 +32,7 @@ Program = Callable[[], Any]
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
     """Run ``program()`` on threads, on the CPU or one shared GPU, with copies of the caller's
-    context variables. Raises RuntimeError that names the first failed rank, or the waits of all.
+    context variables. Raises RuntimeError.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
