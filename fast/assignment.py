@@ -159,7 +159,7 @@ class Assignment:
         others, chunks, cells.
         """
         chunks = self.chunks
-        holder = np.empty(self.slots.size, np.int64)  # of each chunk
+        holder = np.empty(self.slots.size, np.int64)
         holder[self.slots] = np.arange(chunks.ranks)[:, None]
         # only the demand for these cells may change
         cells = np.flatnonzero(needs[0].any((0, 1)) | needs[1].any((0, 1)))
@@ -188,7 +188,7 @@ class Assignment:
         while swaps < most:
             before = swaps
             for rank in range(ranks):
-                after = rank + 1  # the first rank to compare with
+                after = rank + 1
                 while swaps < most and len(
                     others := after + np.flatnonzero(~settled[rank, after:])[: 4 * together]
                 ):

@@ -79,7 +79,6 @@ class PreparedPass:
             native_module()
 
     def without_plans(self) -> "PreparedPass":
-        """Return the launches without a mask, for `of`."""
         made = copy.copy(self)
         made._hold([], [])
         return made
@@ -204,7 +203,6 @@ def replayed(
 
 
 def _is_first_call(key: Hashable) -> bool:
-    """Return whether a key is new, and note it."""
     mark = object()
     return plan_cache.PLANS.put((key, ONCE), mark) is mark
 

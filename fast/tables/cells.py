@@ -177,13 +177,15 @@ def in_place(mask: Mask) -> Places:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d) or a contiguous copy that TMA can load, for one configuration."""
+    """Return x (b, t, h, d), or a contiguous copy if TMA cannot load it: it would get another
+    configuration.
+    """
     return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x or a contiguous copy, aligned and strided as a new tensor, which fixes the order of
-    sums.
+    """Return x or a contiguous copy, aligned and strided as a new tensor: this decides the order in
+    which delta is added.
     """
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)

@@ -99,8 +99,8 @@ def pinned_arrays(on: bool) -> Iterator[None]:
 
 
 def uploaded(plan: Any, device: torch.device | str) -> Any:
-    """Return the plan with its arrays on the device. The host does not wait, as for pageable
-    memory. PyTorch keeps the pinned source until the copy is complete.
+    """Return the plan with its arrays on the device. The host does not wait, as it would for a copy
+    from pageable memory. PyTorch keeps the pinned source until the copy is complete.
     """
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)

@@ -39,7 +39,7 @@ class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
     tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans
-        spans[partial:full], full spans spans[full:end]. Each row is in one tile.
+        spans[partial:full], full spans spans[full:end]. Fully masked rows are in tiles, too.
     spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the
         band in the table's orientation: row start, stop, column start, stop, lo, hi; zeros if full.
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. With
@@ -73,7 +73,7 @@ def host_table(
 ) -> WorkTable:
     """Return the table of ``cells`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x
     queries if ``transposed``. With places, these are the own tiles of the whole mask's
-    `ordered_table`.
+    `ordered_table`, and tiles and spans begin at multiples of their sizes.
 
     Args:
         small: columns of partial tiles, a divisor of ``columns``; with places, ``columns`` instead.
@@ -106,7 +106,7 @@ def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=1)
 def native_tables() -> ModuleType | None:
-    """Return `schedule.c`, or None where it cannot be compiled, for the same tables in NumPy."""
+    """Return `schedule.c`, or None where it cannot be compiled: NumPy makes the same tables."""
     try:
         return c_module(*map(Path(__file__).with_name, ("tables.c", "schedule.c")))
     except Exception:
@@ -117,7 +117,9 @@ def native_tables() -> ModuleType | None:
 def visits(
     cells: Cells, rows: int, columns: int, transposed: bool = False, boxes: int = 0
 ) -> tuple[float, int]:
-    """Return the ``visits`` and number of tiles of `work_table` without the table."""
+    """Return the ``visits`` and number of tiles of `work_table` without the table. With places, the
+    whole mask counts.
+    """
     if cells.places is not None:
         cut = _even_cut(cells.mask, rows, columns, transposed)
     elif (native := native_tables()) is not None:

@@ -170,7 +170,6 @@ class HeadGroup:
         return [x[:, keys] for x in self.views(buffer)]
 
     def zero_behind(self, buffer: Tensor, tokens: int) -> None:
-        """Set the room of this rank behind its ``tokens`` to 0."""
         first = self.rank * self.room
         buffer[(first + tokens) * self.token : (first + self.room) * self.token].zero_()
 

@@ -215,7 +215,6 @@ def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Join pieces that are neighbours in the sequence and in the buffer."""
     joined: list[Piece] = []
     for row, tokens in pieces:
         if (

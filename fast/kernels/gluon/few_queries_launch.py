@@ -180,8 +180,8 @@ def launch_sums(
 
 # ------------------------------------------------------------------ several ranks
 def few_rows(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call on several ranks has few enough queries, and rows of a key head, but
-    some.
+    """Return whether a call on several ranks has few enough queries, and rows of a key head, but at
+    least one.
     """
     return (
         q.numel() > 0

@@ -313,7 +313,6 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
 
 
 def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
-    """Return the order with the shortest work tiles from ``first`` on last."""
     by_cost = first + np.argsort(cost[first:], kind="stable")
     number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * np.cumsum(cost)[-1], "right")
     last = np.sort(by_cost[:number])

@@ -79,7 +79,6 @@ def statement(file: str, line: int) -> str:
 
 @lru_cache
 def _statements(file: str) -> list[tuple[int, int]]:
-    """Return the first and last lines of statements without a body."""
     nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
     return [(x.lineno, x.end_lineno or x.lineno) for x in simple]

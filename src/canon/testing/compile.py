@@ -183,7 +183,6 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile each variant of `few_queries_launch` once."""
     few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose(
         "forward", case.d, case.dv, seen=float("inf"), most_rows=128
