@@ -100,7 +100,7 @@ class Model:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return PyTorch's precision of products, for float32."""
+    """Return PyTorch's precision of float32 products; other dtypes do not depend on it."""
     return torch.backends.cuda.matmul.fp32_precision if dtype == torch.float32 else "none"
 
 

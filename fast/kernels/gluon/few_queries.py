@@ -18,8 +18,7 @@ after S, and waits there itself before it loads the next K.
 Where several ranks divide the keys (`canon.fast.decode_in_order`), the kernel runs twice on each:
 for the maxima of first visible tiles, and, once those of all ranks are known, for the weights.
 
-Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a
-repetition if it fails."""
+Source: Hong et al., FlashDecoding++ (2023), section 3, also chooses a maximum ahead and repeats."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

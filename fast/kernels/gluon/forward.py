@@ -8,7 +8,8 @@ heads) after another. Read `forward_plain` first, a kernel without these refinem
 
 A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA
 with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers are
-those of `forward_plain`; q.free follows a work tile's last S.
+those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
+released once the sums of P are verified.
 
 m is the row maximum of the scores in base 2, or an older one (`softmax`). Partial spans come first
 (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally many steps, so

@@ -52,7 +52,9 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane, after the writes that `wait_for_reductions` has ordered."""
+    """Store an int32 from one lane. The barrier of `wait_for_reductions` orders other lanes before
+    it.
+    """
     gl.inline_asm_elementwise(
         "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; "
         "mov.u32 $0, 0; }",
@@ -370,7 +372,7 @@ def vote_ptx(warpgroup):
 
 @gluon.jit
 def any_above(x, limit, W: gl.constexpr):
-    """Return not 0 if an element of x (64, 4) is above its limit."""
+    """Return a number that is not 0 if an element of x (64, 4) is above its limit."""
     gl.inline_asm_elementwise(
         compare_ptx(W), "=r,=r,f,f,f,f", [x, limit], dtype=gl.int32, is_pure=False, pack=2
     )
