@@ -12,7 +12,7 @@ runs as written while a `Recorder` notes
 
 If a pass takes `Cells`, this is the first call of its kind, and the recording serves other masks,
 too (`sharing`): their first call is a replay. Other passes, such as the steps of a schedule, serve
-one mask and layout, and are recorded in the second call: a mask of a single step costs no recording.
+one mask and layout, and are recorded in the second call, so a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one

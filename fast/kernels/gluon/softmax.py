@@ -1,11 +1,10 @@
-"""The online softmax of the forward kernel, on the registers of one warpgroup. Scores are in base
-2.
+"""The online softmax of the forward kernel, on the registers of one warpgroup.
 
-The four lanes of a quad share a row and exchange its maximum m. The sum l stays four partial sums.
-Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m
-while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`), so a warp
-seldom rescales O. That is as accurate as the true maximum: a key whose P has a rounding error has
-at most half the weight of its row."""
+Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
+stays four partial sums. Any m gives the same result up to rounding, unless P overflows or
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far
+(`highest_kept`), so a warp seldom rescales O. That is as accurate as the true maximum: a key whose
+P has a rounding error has at most half the weight of its row."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
