@@ -4,9 +4,8 @@ that moves most.
 - Each rank has two prefix sums: over its *missing* cells, which none of its chunks needs, and over
   those that exactly *one* needs. The keys that a chunk would add to a rank, or take away, are
   differences of two entries.
-- Swaps of one rank with some others are scored at once. The first with a gain swaps; the others are
-  scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`. Lower
-  bounds exclude most swaps before keys that two chunks share are counted.
+- Swaps of one rank with some others are scored at once. The first with a gain swaps, the others are
+  scored again. Without a gain, the next scoring takes twice as many, up to `MOST_TOGETHER`.
 - A relief counts the ranks that need each cell: before, and after each swap that keeps both ranks
   within their limits.
 - Two ranks are skipped if unchanged since their last comparison, or if a lower bound shows no gain.
@@ -32,7 +31,7 @@ class Assignment:
         self.chunks, self.slots = chunks, slots.copy()
         self.load, self.received, self.cost = np.zeros((3, chunks.ranks), np.int64)
         self.has_small = np.zeros(chunks.ranks, bool)
-        self.settled = np.zeros((chunks.ranks,) * 2, bool)  # pairs unchanged since they had no gain
+        self.settled = np.zeros((chunks.ranks,) * 2, bool)  # pairs without a gain
         self.missing, self.once = np.zeros((2, chunks.ranks, len(chunks.cells) + 1), np.int64)
         # for each chunk: keys that only it needs on its rank
         self.sole_needs = np.zeros(slots.size, np.int64)
@@ -81,8 +80,8 @@ class Assignment:
         return max(peak, chunks.allowed), peak * (traffic // chunks.cells_per_us)
 
     def relieve(self) -> bool:
-        """Make the best swap of the rank that moves most, if it improves the score. Return whether
-        one does.
+        """Make the best swap of the rank that moves most, and return True, if it improves the
+        score.
         """
         chunks, moved, best = self.chunks, self.moved(), self.score()
         rank = int(moved.argmax())
@@ -156,12 +155,11 @@ class Assignment:
 
     def _held_cells(self, mine, theirs, needs):
         """Return the ranks that hold cells which the chunks need, and the sizes of these cells,
-        filled up with 0; also which chunks need them, and the sizes of own ones.
-
-        Axes: holders, others, chunks, cells.
+        filled up with 0; also which chunks need them, and the sizes of own ones. Axes: holders,
+        others, chunks, cells.
         """
         chunks = self.chunks
-        holder = np.empty(self.slots.size, np.int64)  # of each chunk
+        holder = np.empty(self.slots.size, np.int64)
         holder[self.slots] = np.arange(chunks.ranks)[:, None]
         # only the demand for these cells may change
         cells = np.flatnonzero(needs[0].any((0, 1)) | needs[1].any((0, 1)))
@@ -190,7 +188,7 @@ class Assignment:
         while swaps < most:
             before = swaps
             for rank in range(ranks):
-                after = rank + 1  # the first rank to compare with
+                after = rank + 1
                 while swaps < most and len(
                     others := after + np.flatnonzero(~settled[rank, after:])[: 4 * together]
                 ):
@@ -217,8 +215,8 @@ class Assignment:
         return swaps
 
     def _may_gain(self, rank, others):
-        """Return which of ``others`` may gain, and the keys that its chunks and theirs add there
-        and here (others, chunks).
+        """Return which of ``others`` may gain, and the keys that its chunks add there, and theirs
+        here (others, chunks).
         """
         chunks = self.chunks
         mine = self.slots[rank]
@@ -281,8 +279,8 @@ class Assignment:
         return ~too_many & (small | ~theirs | ~self.has_small[rank])
 
     def _shared(self, rank, others, mine, theirs):
-        """Return the keys shared by each pair of chunks, here and there, where no other chunk needs
-        them.
+        """Return the keys shared by each pair of chunks, here and there, and needed by no other
+        chunk.
         """
         first, last = self.chunks.first, self.chunks.last
         if len(self.sole):

@@ -1,8 +1,7 @@
-"""The chunks of a mask over NumPy arrays: areas, and needed keys as intervals of cells.
+"""The chunks of a mask over NumPy arrays: areas, and needed keys as intervals of *cells*.
 
-Keys are cut into *cells* at the ends of all chunks' intervals. So a sum over the keys of a chunk is
-a difference of two entries of a prefix sum over cells, for each of its intervals.
-"""
+Keys are cut into cells at the ends of all chunks' intervals. So a sum over the keys of a chunk is a
+difference of two entries of a prefix sum, for each of its intervals."""
 
 import numpy as np
 
@@ -14,9 +13,7 @@ LARGEST_TABLE = 1 << 25  # chunks x cells
 
 class Chunks:
     """The chunks of a mask, or of each of its sequences, filled up with empty ones to a multiple of
-    the ranks.
-
-    Work, cells, needs and moved tokens are times, as in `canon.reference.planner.Aim`.
+    the ranks. Work, cells, needs and moved tokens are times, as in `canon.reference.planner.Aim`.
     """
 
     def __init__(self, mask, sequences, ranks, chunk, imbalance, cells_per_us, tokens_per_us):
@@ -50,8 +47,8 @@ class Chunks:
         self.work, self.own = self.area * tokens_per_us, self.size * sequences * self.cells_per_us
 
     def _cut_into_cells(self, owner, first, last, total, own):
-        """Store each chunk's intervals of keys as (first, last) cells, filled up with empty ones,
-        and those of own tokens.
+        """Store each chunk's intervals of keys as (first, last) cells, with empty ones, and those
+        of own tokens.
         """
         edges = np.unique(np.concatenate([first, last, *own]))
         self.own_first, self.own_last = np.zeros((2, total, len(own[0]) // self.count), np.int64)

@@ -8,8 +8,7 @@ plans are equal.
     *.c              the same plans, compiled: dispatch makes them so where it can
 
 Cost: O(chunks x ranks + chunks x cells) for a start; O(ranks x c^2 + cells) for a swap with c
-chunks a rank. Source: as `canon.reference.planner`.
-"""
+chunks a rank. Source: as `canon.reference.planner`."""
 
 from fractions import Fraction
 from functools import lru_cache
@@ -66,7 +65,7 @@ def _dispatch(
 
 @lru_cache(maxsize=1)
 def native_planner() -> ModuleType | None:
-    """Return `planner.c`, or None where it cannot be compiled: NumPy then makes the same plans."""
+    """Return `planner.c`, or None where it cannot be compiled."""
     parts = "chunks.c", "assignment.c", "planner.c"
     try:
         return c_module(*map(Path(__file__).with_name, parts))
@@ -75,7 +74,6 @@ def native_planner() -> ModuleType | None:
 
 
 def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:
-    """Return the tokens of ascending chunks, in as few ranges as possible."""
     ranges: list[range] = []
     for number in numbers:
         start, stop = min(number * chunk, n), min(number * chunk + chunk, n)
@@ -92,9 +90,7 @@ def _contiguous(chunks: Chunks) -> np.ndarray:
 
 
 def _zigzag(chunks: Chunks) -> np.ndarray:
-    """Deal early and late halves. The last ranks get the empty chunks, as the first gets the short
-    one.
-    """
+    """Deal early and late halves. The last ranks get the empty chunks."""
     counts = _counts(chunks, empty_first=chunks.slots == 1)
     return _filled(chunks, counts, lambda counts: [(counts + 1) // 2, counts // 2])
 
@@ -106,7 +102,7 @@ def _counts(chunks, empty_first):
 
 
 def _filled(chunks, counts, halves):
-    """Deal chunks to ranks 0, 1, ... for the first half, then to ..., 1, 0; empty ones last."""
+    """Deal chunks to ranks up for the first half, then down; empty ones last."""
     held: list[list[int]] = [[] for _ in counts]
     numbers = iter(range(chunks.ranks * chunks.slots))
     for second, half in enumerate(halves(counts)):

@@ -4,9 +4,9 @@
     process    calls `collect`; each launch records its compilation, and launches nothing
     forks      one per core: each compiles the next recorded job
 
-Forks inherit the jobs' live objects without pickling, and never use the GPU. The first process is
-new: a fork of a process with threads may deadlock. Processes of one host take turns: the first
-compiles and leaves stamp files."""
+Forks inherit the jobs without pickling, and never use the GPU. The first process is new, because a
+fork of a process with threads may deadlock. Processes of one host take turns: the first compiles
+and leaves stamp files."""
 
 import fcntl
 import hashlib
@@ -51,7 +51,7 @@ _jobs: list[Job] = []  # inherited by forks
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of variants: ``of`` is 0 if they were compiled before; ``error`` is a process's last
+    """Counts of variants: ``of`` is 0 if all were compiled before; ``error`` is a process's last
     line.
     """
 
@@ -73,7 +73,7 @@ def compile_ahead(
     processes: int | None = None,
     progress: bool = True,
 ) -> Outcome:
-    """Compile the kernels that ``collect``, picklable, launches. It calls ``progress`` for each
+    """Compile the kernels that ``collect``, picklable, launches, with a call of ``progress`` a
     step.
 
     ``identities``: values with a stable repr that decide the work besides code and GPU. Each one
@@ -97,7 +97,6 @@ def are_stamped(identities: Sequence[Any]) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables of the new process: the same imports and the same cache."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return os.environ | {
         "PYTHONPATH": paths,

@@ -1,10 +1,10 @@
 """Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
 for a compiler.
 
-A model is all that fixes the variants of its kernels. Its first call compiles the same set as
-`warm_up`, by `compile_ahead`, in new interpreters: scripts need no main guard. The first process of
-a host compiles for all. Rank 0 writes a line. A stamp file in the cache ends this in later
-processes. CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used."""
+A model is all that fixes the variants of its kernels: those that `warm_up` compiles. New
+interpreters do it (`compile_ahead`), so scripts need no main guard. The first process of a host
+compiles for all, and leaves a stamp file for later ones. Rank 0 writes a line.
+CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ _compiled: set[tuple] = set()  # `identities`
 
 
 def compile_for(call: Call) -> None:
-    """Compile the kernels of the model of a call on a GPU, once. Warn if some do not compile."""
+    """Compile the kernels of a call's model on a GPU, once. Warn if some do not compile."""
     if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
         return
     model = replace(model_of(call.computed), over_mesh=call.columns > 1)
@@ -97,7 +97,7 @@ def _compile(model: Model, device: torch.device) -> None:
 
 
 def make_cache_writable() -> None:
-    """Use another folder for Triton's cache, and warn, if its folder cannot be written."""
+    """Use another folder for Triton's cache, and warn, if its own cannot be written."""
     folder = Path(knobs.cache.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)

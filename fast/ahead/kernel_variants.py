@@ -1,9 +1,9 @@
 """Enumerate the kernel variants that a model can need, whatever the masks.
 
 `collect` launches each kernel on small tensors, while compilations are recorded, in every way that
-a mask, a size or a layout may choose: methods, configurations, packed heads, dtypes of parts of a
-sum, widths of `as_heads`, empty shards (which TMA cannot describe). Other strides and addresses,
-and several sequences of 2^31 elements each, compile when first used."""
+a mask, a size or a layout may choose: methods, configurations, packed heads, dtypes of parts,
+widths of `as_heads`, empty shards (which TMA cannot describe). Other strides and addresses, and
+several sequences of 2^31 elements each, compile when first used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +54,6 @@ class Model:
 
     @property
     def method(self) -> str:
-        """The backward method, for the masks of `Inputs`."""
         return (
             backward.rank_invariant_method(self.backward) if self.rank_invariant else self.backward
         )
@@ -71,18 +70,17 @@ class Model:
 
     @property
     def depends_on_strides(self) -> bool:
-        """Whether the number of heads decides what divides the strides of a token."""
+        """Whether the number of heads decides what divides a token's strides."""
         return self.d % 16 + self.dv % 16 > 0
 
     @property
     def packs(self) -> list[int]:
-        """How many query heads of a group may share a tile of a Gluon kernel."""
+        """How many query heads of a group may share a Gluon tile."""
         group = self.heads[0] // self.heads[1]
         return [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
 
     @property
     def scale(self) -> Scale:
-        """Any scale, with the soft-cap."""
         return 1.0 if self.softcap is None else CappedScale(1.0, self.softcap)
 
     @property
@@ -91,12 +89,11 @@ class Model:
 
     @property
     def result_dtypes(self) -> set[torch.dtype]:
-        """The dtypes of whole results and of parts. With ``rank_invariant`` there are no parts."""
+        """The dtypes of whole results and of parts; with ``rank_invariant`` there are no parts."""
         return {self.dtype} if self.rank_invariant else {self.dtype, self.accumulate}
 
     @property
     def key_grad_dtypes(self) -> set[torch.dtype]:
-        """The dtypes of dk and dv, of results, parts and messages."""
         return self.result_dtypes | (
             set() if self.rank_invariant else {self.reduce_dtype or self.accumulate}
         )
@@ -109,9 +106,8 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
     """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    step.
-
-    Raises ValueError if no kernel supports the model on this device."""
+    step. Raises ValueError if no kernel supports the model on this device.
+    """
     torch.use_deterministic_algorithms(model.deterministic)
     torch.backends.cuda.matmul.fp32_precision = model.precision
     if torch.device(device).type == "cuda":
@@ -142,8 +138,8 @@ def _is_ring(function: str) -> bool:
 
 
 def identities(model: Model) -> list[tuple]:
-    """Return all that decides the variants of each step, for stamps. A step has several, so that
-    ratios of heads share their kernels.
+    """Return all that decides the variants of each step, for stamps. Ratios of heads share
+    kernels.
     """
     h, g = model.heads
     reduced = None if model.reduce_dtype in model.result_dtypes else model.reduce_dtype
@@ -184,7 +180,7 @@ class Inputs:
         )
 
     def of_all_sizes(self) -> list["Inputs"]:
-        """Return these inputs, and some without queries or keys, which TMA cannot describe."""
+        """Return these inputs, and some without queries or keys."""
         return [
             self,
             *(Inputs(self.model, self.q.device, *sizes) for sizes in ((0, TOKENS), (TOKENS, 0))),
@@ -192,12 +188,12 @@ class Inputs:
 
 
 def whole_forward(inputs: Inputs) -> None:
-    """Launch the forward for all keys: out has the dtype of q."""
+    """Launch the forward for all keys."""
     _forward(inputs, inputs.model.dtype)
 
 
 def forward_parts(inputs: Inputs) -> None:
-    """Launch the forward for some keys: out has the accumulation dtype."""
+    """Launch the forward for some keys, into the accumulation dtype."""
     _forward(inputs, inputs.model.accumulate)
 
 
@@ -214,7 +210,7 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
 
 
 def few_queries(x: Inputs) -> None:
-    """Launch the kernels of parts of the keys. Keys that no query sees exclude descriptors."""
+    """Launch the kernels of parts. Keys that no query sees exclude descriptors."""
     if "parts" in (found := backend_for(x.q, x.v, extra="parts")).extras:
         for mask, dtype in product(
             (x.mask, Mask([Band(0, TOKENS, 1, TOKENS)], TOKENS, TOKENS)), x.model.result_dtypes
@@ -225,9 +221,7 @@ def few_queries(x: Inputs) -> None:
 
 
 def few_queries_in_order(x: Inputs) -> None:
-    """Launch the Hopper kernels for few queries with rank_invariant=True, and the forward after
-    them.
-    """
+    """Launch the Hopper kernels for few queries in key order, and the forward after them."""
     kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
         return
@@ -266,7 +260,7 @@ def few_queries_on_ranks(x: Inputs) -> None:
 
 
 def whole_backward(inputs: Inputs) -> None:
-    """Launch the backward of one rank: gradients have the dtype of q."""
+    """Launch the backward of one rank."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -289,7 +283,7 @@ def whole_backward(inputs: Inputs) -> None:
 
 
 def backward_parts(inputs: Inputs) -> None:
-    """Launch the backward for some keys: gradients may have the accumulation dtype."""
+    """Launch the backward for some keys, perhaps into the accumulation dtype."""
     model = inputs.model
     for x in inputs.of_all_sizes():
         lse = x.statistic()
@@ -308,7 +302,7 @@ def backward_parts(inputs: Inputs) -> None:
 
 
 def masked_rows(x: Inputs) -> None:
-    """Launch the copies and fills that Gluon kernels need where a mask hides rows."""
+    """Launch Gluon's copies and fills for masked rows."""
     if not packs_heads(backend_for(x.q, x.v).module):
         return
     from canon.fast.kernels.triton.rows import (
@@ -328,7 +322,7 @@ def masked_rows(x: Inputs) -> None:
 
 
 def merges(x: Inputs) -> None:
-    """Launch the merges of parts, of all tokens and of some."""
+    """Launch the merges of parts."""
     out, lse = x.out.to(x.model.accumulate), x.statistic()
     for rows in (None, x.indices):
         merge_into(out, lse, out, lse, rows)
@@ -337,13 +331,13 @@ def merges(x: Inputs) -> None:
 
 
 def whole_merges(x: Inputs) -> None:
-    """Launch `merge`: each out may have both dtypes."""
+    """Launch `merge` in both dtypes."""
     for dtype, other in product(x.model.result_dtypes, x.model.result_dtypes):
         merge(x.out.to(dtype), x.statistic(), x.out.to(other), x.statistic())
 
 
 def active_rows(x: Inputs) -> None:
-    """Launch the kernels that take active queries, and add to dq, dk and dv."""
+    """Launch the kernels that take active queries."""
     for y in (x.q, x.out):
         pick_rows(y, x.indices)
     operations = rows_for(x.q)
@@ -357,7 +351,7 @@ def active_rows(x: Inputs) -> None:
 
 
 def sinks(x: Inputs) -> None:
-    """Launch the kernels of a sink, in both dtypes."""
+    """Launch the kernels of a sink."""
     lse, operations = x.statistic(), rows_for(x.q)
     for dtype in {x.model.dtype, x.model.accumulate}:
         sink = torch.zeros(x.q.shape[2], dtype=dtype, device=lse.device)
@@ -373,7 +367,7 @@ def rank_sums(x: Inputs) -> None:
 
 
 def cast_rows(x: Inputs) -> None:
-    """Launch the kernels of group casts and group reduces."""
+    """Launch the kernels of group collectives."""
     (h, g), accumulate, operations = x.model.heads, x.model.accumulate, rows_for(x.q)
     operations.take_rows(x.k, x.v, x.indices, torch.cat([x.k, x.v], -1))
     # it can change the widths of `as_heads`
@@ -391,7 +385,7 @@ def cast_rows(x: Inputs) -> None:
 
 
 def exchanged_rows(x: Inputs) -> None:
-    """Launch the copies to and from the messages of a mesh."""
+    """Launch the copies for messages of a mesh."""
     for y in (x.q, x.k, x.v, x.out, x.statistic().transpose(1, 2)[..., None]):
         operations = rows_for(y)
         operations.copy_tokens(y, torch.empty_like(y))
@@ -399,14 +393,12 @@ def exchanged_rows(x: Inputs) -> None:
 
 
 def packs_heads(kernels: ModuleType) -> bool:
-    """Return whether query heads may share a tile: in the Gluon kernels."""
+    """Return whether query heads may share a tile."""
     return hasattr(kernels, "packing")
 
 
 def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
-    """Yield while each number of heads in a Gluon tile, and each forward configuration,
-    is forced.
-    """
+    """Yield while each packing and forward configuration is forced."""
     kernels, configs = backend_for(x.q, x.v).module, [{}]
     if not packs_heads(kernels):
         yield
@@ -421,7 +413,7 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
 
 
 def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
-    """Yield the needed gradients, while each method of "auto" and each tile of dq is forced."""
+    """Yield the needed gradients, while each method of "auto" and tile of dq is forced."""
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
     if packs_heads(backend_for(x.q, x.v, "fused").module) and gluon_config.padded_to(
         "fused", x.q.shape[3], x.v.shape[3]
@@ -435,7 +427,6 @@ def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
 
 @contextmanager
 def _replaced(module: ModuleType, name: str, result: object) -> Iterator[None]:
-    """Let a function of a module return ``result``."""
     original = getattr(module, name)
     setattr(module, name, lambda *_: result)
     try:
@@ -461,7 +452,7 @@ LOCAL = {  # functions that are no algorithms
 
 
 def variants_of(function: str) -> list[Callable[[Inputs], None]]:
-    """Return the groups of launches that a function needs."""
+    """Return a function's groups of launches."""
     names = LOCAL[function] if function in LOCAL else ALGORITHMS["fast", function].variants
     return [globals()[name] for name in names]
 

@@ -42,8 +42,7 @@ def warm_up(
     call compiled.
 
     Later calls of ``functions`` compile nothing, whatever their masks, sizes, layouts and scales.
-    The first call of a function does the same for its own model (`canon.fast.ahead.first_call`). It
-    is no collective: the first process of a host compiles for all. Without a CUDA device it only
+    It is no collective: the first process of a host compiles for all. Without a CUDA device it only
     prints a line. Call it after setting `torch.use_deterministic_algorithms` and
     `torch.backends.cuda.matmul.fp32_precision`.
 
@@ -53,19 +52,17 @@ def warm_up(
         functions: the functions of `canon.fast` that the model calls.
         backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the
             automatic choice.
-        backward: the option of the functions.
+        backward, softcap, return_max_logits: the options of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
         reduce_dtype: the option of the functions, besides None.
         rank_invariant: compile for calls with this option, not for those without it.
-        softcap, return_max_logits: the options of the functions. Each value has kernels of its own.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
     Raises:
         ValueError: an argument is not as described.
         RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives
-            the cause.
-    """
+            the cause."""
     options = {
         "reduce_dtype": reduce_dtype,
         "rank_invariant": rank_invariant,
@@ -111,7 +108,6 @@ def _checked_model(
     softcap=None,
     **options,
 ) -> Model:
-    """Return the model. Raise ValueError if an argument of `warm_up` is not as described."""
     functions = (functions,) if isinstance(functions, str) else tuple(functions)
     sizes: tuple[int, ...] = tuple(heads) if isinstance(heads, Sequence) else ()
     paired = (

@@ -83,7 +83,6 @@ def _add(
     launch: Launch,
     place: Callable[[Place], Place],
 ) -> None:
-    """Add what a kernel reads of an argument."""
     if isinstance(kind, tuple):
         for some, x in zip(kind, value, strict=True):
             _add(parameters, some, x, maps, launch, place)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Most bytes of temporaries in a replayed pass, whose workspace holds all at once. Larger passes run
+# Most bytes of temporaries in a replayed pass, which holds all at once. Larger passes run
 # as written and free each one early; the GPU hides their host time.
 MOST_BYTES = 1 << 28
 
@@ -104,7 +104,6 @@ class Recorder(TorchDispatchMode):
         return result
 
     def give_up(self, reason: str) -> None:
-        """Note the first reason, and release the temporaries."""
         self.reason = self.reason or reason
         self.temporaries.clear()
 
@@ -151,7 +150,6 @@ class Recorder(TorchDispatchMode):
             self.zeroed.add(-1 - place.slot)
 
     def _begins(self, x: Tensor, place: Place) -> None:
-        """Note the place of a whole tensor, so that `_place` need not search for it."""
         if x.numel():  # empty tensors may share an address
             self.places.setdefault(x.data_ptr(), place)
 

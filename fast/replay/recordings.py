@@ -10,10 +10,9 @@ runs as written while a `Recorder` notes
     zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
     plans          tensors of `device_plan`: the prepared pass keeps them alive
 
-If a pass takes `Cells`, this is the first call of its kind. The recording serves other masks whose
-launches are the same but for the plans' addresses (`sharing`): their first call is a replay, too.
-Other passes, such as the steps of a schedule, serve one mask and layout alone. So these are
-recorded in the second call: a mask of a single step costs no recording.
+If a pass takes `Cells`, this is the first call of its kind, and the recording serves other masks,
+too (`sharing`): their first call is a replay. Other passes, such as the steps of a schedule, serve
+one mask and layout, and are recorded in the second call, so a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
@@ -46,7 +45,7 @@ ONCE = "called once"
 
 
 class PreparedPass:
-    """The launches of one pass, for tensors of one kind. ``held``: the plans that they read."""
+    """The launches of one pass, for tensors of one kind, and the plans ``held``."""
 
     def __init__(self, recorder: Recorder, uploads: list[Upload], look_ups: LookUps | None = None):
         self.device, self.look_ups = recorder.tensors[0].device, look_ups
@@ -66,7 +65,7 @@ class PreparedPass:
         self._addresses = [x.data_ptr() for x in plans]
 
     def of(self, mask: Mask) -> "PreparedPass | None":
-        """Return the same launches for another mask, or None if its plans need others."""
+        """Return the launches for another mask, or None if its plans need others."""
         if self.look_ups is None or (found := self.look_ups.of(mask)) is None:
             return None
         made = copy.copy(self)
@@ -75,12 +74,11 @@ class PreparedPass:
 
     @staticmethod
     def load() -> None:
-        """Compile what a recording needs: no call after the first one waits for a compiler."""
+        """Compile what a recording needs, so that only the first call waits for a compiler."""
         with suppress(NotReplayable):
             native_module()
 
     def without_plans(self) -> "PreparedPass":
-        """Return the launches without a mask, for `of`."""
         made = copy.copy(self)
         made._hold([], [])
         return made
@@ -90,7 +88,7 @@ class PreparedPass:
         return 2048 if self.reason else 8192
 
     def replay(self, tensors: tuple[Tensor, ...], addresses: list[int]) -> None:
-        """Enqueue the launches on the current stream. ``addresses`` are those of the tensors."""
+        """Enqueue the launches on the current stream. ``addresses``: of the tensors."""
         room = (
             torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
         )
@@ -133,7 +131,6 @@ class PreparedPass:
 
 
 def _laid_out(recorder: Recorder) -> tuple[dict[int, int], int, int]:
-    """Return each temporary's offset, zeroed ones first, and the bytes of these and of all."""
     offsets, zeros, end = {}, 0, 0
     for number in sorted(
         range(len(recorder.temporaries)), key=lambda number: number not in recorder.zeroed
@@ -161,9 +158,9 @@ def replayed(
 ) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one.
 
-    ``body`` writes into given tensors. The first tensor is not None; all are on its device. All
-    else that the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key
-    for all of this; None makes one."""
+    ``body`` writes into given tensors. The first one is not None; all are on its device. All else
+    that the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for it,
+    or None."""
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (
@@ -206,7 +203,6 @@ def replayed(
 
 
 def _is_first_call(key: Hashable) -> bool:
-    """Return whether this is the first call with a key, and note it."""
     mark = object()
     return plan_cache.PLANS.put((key, ONCE), mark) is mark
 

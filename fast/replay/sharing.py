@@ -1,15 +1,13 @@
 """Recorded passes that serve other masks.
 
-A pass depends on its mask only through the sizes of the mask and through the plans that it looks
-up. If another mask has plans of the same *structure*, which differ only in the contents of tensors,
-its launches are the same but for the addresses of these tensors. So the first call with a new mask
-looks up the plans that a recorded pass has looked up, in the same order, and compares structures:
+A pass depends on its mask only through the mask's sizes and the plans that it looks up. If another
+mask has plans of the same *structure*, only the addresses of their tensors differ. So the first
+call with a new mask looks up the same plans in the same order, and compares structures:
 
     plan                            structure
     a tensor                        shape, dtype, alignment
     a tuple                         structures of its parts, or its property ``structure``
-    anything else                   itself
-"""
+    anything else                   itself"""
 
 from typing import Any
 
@@ -25,8 +23,7 @@ NO_MASK = Mask([], 0, 0)  # in place of a mask that may be dropped
 
 class LookUps:
     """The plans that a pass looks up for a mask: functions, arguments and structures, in order.
-
-    ``serves_others``: whether another mask can take the place of this one in all arguments.
+    ``serves_others``: another mask can take its place in all arguments.
     """
 
     def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):
@@ -36,7 +33,7 @@ class LookUps:
         self.structures, self.tensors = [structure(plan) for plan in seen.values()], tensors
 
     def of(self, mask: Mask) -> tuple[list[Tensor], list[Upload]] | None:
-        """Return the tensors and uploads of another mask's plans, or None if structures differ."""
+        """Return the tensors and uploads of another mask's plans; None if structures differ."""
         tensors: list[Tensor] = []
         with seen_plans() as seen, observed(tensors.extend):
             for (function, arguments), expected in zip(self.keys, self.structures, strict=True):
@@ -70,7 +67,6 @@ def _mask_in(argument: Any) -> Mask | None:
 
 
 def _moved(arguments: tuple, mask: Mask) -> tuple:
-    """Return the arguments with another mask."""
     return tuple(
         x._replace(mask=mask) if isinstance(x, Cells) else mask if isinstance(x, Mask) else x
         for x in arguments

@@ -1,3 +1,1 @@
-"""What the kernels read beside tensors, built on the host: which tiles to visit, in which order,
-and where.
-"""
+"""Tables that kernels read beside tensors: which tiles to visit, in which order, and where."""

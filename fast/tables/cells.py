@@ -31,9 +31,7 @@ from canon.route.rank_invariance import TILE, Piece
 
 class Placement(NamedTuple):
     """The pieces of a buffer in sequence order: tokens ``start:stop`` are in the rows from ``start
-    + shift`` on.
-
-    ``end``: ``stop`` rounded up to whole tiles.
+    + shift`` on. ``end``: ``stop`` rounded up to whole tiles.
     """
 
     start: np.ndarray
@@ -44,10 +42,9 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True)
 class Places:
-    """The tokens that a buffer of ``queries`` rows and one of ``keys`` rows hold.
-
-    ``query_pieces``, ``key_pieces``: (first row, tokens) of each piece. Raises ValueError if one
-    does not begin at a multiple of 128, in the sequence and in the buffer.
+    """The tokens that a buffer of ``queries`` rows and one of ``keys`` rows hold, in pieces (first
+    row, tokens). Raises ValueError if one does not begin at a multiple of 128, in the sequence and
+    in the buffer.
     """
 
     query_pieces: tuple[Piece, ...]
@@ -71,7 +68,6 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Host memory in bytes (an estimate)."""
         return 500 + 200 * (len(self.query_pieces) + len(self.key_pieces))
 
     def placement(self, keys: bool) -> Placement:
@@ -94,10 +90,8 @@ class Places:
     def moved(
         self, tiles: np.ndarray, spans: np.ndarray, columns: int, transposed: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the own tiles and their spans of an `ordered_table` of the whole mask, in rows of
-        the buffers.
-
-        Raises RuntimeError if a buffer lacks visited tokens.
+        """Return the own tiles and spans of the whole mask's `ordered_table`, in rows of the
+        buffers. Raises RuntimeError if a buffer lacks visited tokens.
         """
         own, visited = self.placement(transposed), self.placement(not transposed)
         tiles = tiles[self.owned(tiles[:, 0], transposed)]
@@ -132,8 +126,7 @@ class Places:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the ranges of rows of a buffer without a token that the whole mask touches.
 
-        ``starts:stops`` are the untouched ones of all ``tokens``, in ranges that do not meet.
-        """
+        ``starts:stops`` are the untouched ones of all ``tokens``, in disjoint ranges."""
         edges = np.zeros(tokens + 1, np.int8)
         edges[starts], edges[stops] = 1, -1
         free = np.cumsum(edges, dtype=np.int8)
@@ -148,17 +141,15 @@ class Places:
 class Cells(NamedTuple):
     """The visible cells of ``mask`` between a buffer of queries and one of keys.
 
-    ``places``: the tokens that the buffers hold, of the sequence of ``mask``. Every row then sums
+    ``places``: the tokens that the buffers hold, of the sequence of ``mask``; every row then sums
     in the order of the keys' positions (`key_order`). None: the buffers are the sequence, and a
-    kernel chooses the order.
-    """
+    kernel chooses the order."""
 
     mask: Mask
     places: Places | None = None
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The rows of both buffers: queries and keys."""
         rows = self.mask if self.places is None else self.places
         return rows.queries, rows.keys
 
@@ -186,15 +177,15 @@ def in_place(mask: Mask) -> Places:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d) or a contiguous copy: tensors that TMA cannot load would get another
+    """Return x (b, t, h, d), or a contiguous copy if TMA cannot load it: it would get another
     configuration.
     """
     return x if tma_loadable(x, every_axis=True) else canonical(x)
 
 
 def canonical(x: Tensor) -> Tensor:
-    """Return x or a contiguous copy, aligned and strided as a new tensor: delta is added in an
-    order that this decides.
+    """Return x or a contiguous copy, aligned and strided as a new tensor: this decides the order in
+    which delta is added.
     """
     if x.data_ptr() % 16 or not x.is_contiguous():
         return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
@@ -202,7 +193,6 @@ def canonical(x: Tensor) -> Tensor:
 
 
 def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
-    """Return the parts of the pieces in these rows, counted from the first row."""
     parts = [
         (max(row, rows.start), tokens[max(0, rows.start - row) : max(0, rows.stop - row)])
         for row, tokens in pieces
@@ -211,5 +201,5 @@ def _kept(pieces: Iterable[Piece], rows: range) -> tuple[Piece, ...]:
 
 
 def shifted(pieces: Iterable[Piece], rows: int) -> list[Piece]:
-    """Return the pieces ``rows`` further down in a buffer."""
+    """Move the pieces down by ``rows``."""
     return [(row + rows, tokens) for row, tokens in pieces]

@@ -6,8 +6,7 @@
     a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
 A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses
-it. Another process can make the host's part ahead (`canon.fast.preparation`), with tensors on the
-meta device."""
+it. Another process can make the host's part ahead, with tensors on the meta device."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -34,12 +33,11 @@ _pinned = threading.local()
 
 
 def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a pure function of positional arguments that makes a plan on the host. A call has
-    one more, the device.
+    """Decorate a pure function of positional arguments that makes a plan (an array, or a tuple with
+    arrays) on the host. A call has one more argument, the device.
 
-    The call returns the plan with its arrays as tensors on the device, valid for later kernels of
-    the current stream. A plan is an array, or a tuple with arrays. Plans on the host are cached
-    only if they are made ahead."""
+    It returns the plan with its arrays as tensors on the device, valid for later kernels of the
+    current stream. Plans on the host are cached only if they are made ahead."""
 
     def on_host(args: tuple) -> Any:
         if are_noted():
@@ -85,14 +83,14 @@ def observed(note: Callable[[list[Tensor]], None]) -> Iterator[None]:
 
 
 def host_array(numbers: int) -> np.ndarray:
-    """Return an uninitialised array of int32 for a plan: in pinned memory if it is uploaded."""
+    """Return an uninitialised int32 array for a plan, in pinned memory if it is uploaded."""
     pinned = getattr(_pinned, "on", False)
     return torch.empty(numbers, dtype=torch.int32, device="cpu", pin_memory=pinned).numpy()
 
 
 @contextmanager
 def pinned_arrays(on: bool) -> Iterator[None]:
-    """Within the block, `host_array` returns pinned memory: it spares a copy, and new pages."""
+    """Within the block, let `host_array` pin memory, which spares a copy and new pages."""
     _pinned.on = on
     try:
         yield
@@ -101,10 +99,9 @@ def pinned_arrays(on: bool) -> Iterator[None]:
 
 
 def uploaded(plan: Any, device: torch.device | str) -> Any:
-    """Return the plan with its arrays on the device. The host does not wait.
-
-    A copy from pageable memory would wait for all queued kernels. PyTorch keeps the pinned source
-    until the copy is complete."""
+    """Return the plan with its arrays on the device. The host does not wait, as it would for a copy
+    from pageable memory. PyTorch keeps the pinned source until the copy is complete.
+    """
     if isinstance(plan, np.ndarray):
         source = torch.from_numpy(plan)
         if torch.device(device).type == "cuda" and not source.is_pinned():
@@ -128,8 +125,7 @@ class Upload:
         """Make the current stream wait for the uploads. Return False once they are known to be
         complete.
 
-        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before
-        it.
+        During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before.
         """
         event = self.event
         if event is None or torch.cuda.is_current_stream_capturing():

@@ -41,8 +41,8 @@ class Cut(NamedTuple):
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring tiles of keys: of a piece,
-    and whether all of the rows see all of them.
+    """Runs of neighbouring tiles of keys of a piece, and whether all of the rows see all of
+    them.
     """
 
     piece: np.ndarray
@@ -54,10 +54,10 @@ class Runs(NamedTuple):
 def ordered_table(
     cut: Cut, rows: int, columns: int, chained: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tiles and spans, as in `WorkTable`, in key order. All spans of a tile count as
-    partial; full ones have no band.
+    """Return tiles and spans, as in `WorkTable`, in key order. All spans count as partial; full
+    ones have no band.
 
-    ``cut``: pieces begin at multiples of ``columns``. Without ``chained``, a tile is visited once
+    Pieces of ``cut`` begin at multiples of ``columns``. Without ``chained``, a tile is visited once
     for each of its bands."""
     piece, begin, stop, shared = _segments(cut, columns)
     alone = _classified(cut, rows, columns, piece[~shared], begin[~shared], stop[~shared])
@@ -101,11 +101,9 @@ def ordered_table(
 
 
 def moved_chains(spans: np.ndarray, bands: np.ndarray, moves: np.ndarray) -> np.ndarray:
-    """Return the bands of the chained ``spans``, each moved by its span's ``moves``, and point the
-    spans to them.
-
-    ``bands``: the spans to which the fields of a chained span point. ``moves``: for the six numbers
-    of a band."""
+    """Return the bands of the chained ``spans``, moved by each span's ``moves`` (six numbers), and
+    point the spans to them. ``bands``: the spans that have them now.
+    """
     chained = np.flatnonzero(spans[:, 3] < 0)
     number = -spans[chained, 3]
     chain, place = counted(number)
@@ -116,16 +114,14 @@ def moved_chains(spans: np.ndarray, bands: np.ndarray, moves: np.ndarray) -> np.
 
 
 def everywhere_banded(spans: np.ndarray) -> np.ndarray:
-    """Return the spans with a band of all cells in full ones, for kernels that compare every tile
-    with its band.
-    """
+    """Return the spans with a band of all cells in full ones, for kernels that always compare."""
     full = (spans[:, 1] > 0) & (spans[:, 3] == 0)
     return np.concatenate([spans[:, :2], np.where(full[:, None], EVERYTHING, spans[:, 2:])], 1)
 
 
 def _segments(cut: Cut, columns: int) -> tuple[np.ndarray, ...]:
     """Cut each piece where others of its tile begin or stop. Return (piece, begin, stop, whether
-    others have the segment).
+    shared).
     """
     some = np.flatnonzero(cut.end > cut.begin)
     line, begin, end = cut.tile[some] << COLUMN_BITS, cut.begin[some], cut.end[some]
@@ -140,11 +136,11 @@ def _segments(cut: Cut, columns: int) -> tuple[np.ndarray, ...]:
 
 
 def _before(cut: Cut, piece: np.ndarray, line: np.ndarray) -> np.ndarray:
-    """Return a number for each piece: of those in one ``line`` with a common row, the one with
-    lower keys has the lower one.
+    """Return a number for each piece: of those in one ``line`` with a common row, that of lower
+    keys is lower.
 
-    Bands are disjoint, so all common rows see two pieces in one order; and no pieces follow each
-    other in a circle."""
+    Bands are disjoint, so all common rows see two pieces in one order, and no pieces form a circle.
+    """
     _, start, size = np.unique(line, return_inverse=True, return_counts=True)
     by_line = np.argsort(start, kind="stable")
     one, place = counted(size[start])
@@ -188,7 +184,6 @@ def _classified(
 
 
 def _own_bands(cut: Cut, piece: np.ndarray) -> np.ndarray:
-    """Return the band of each piece (n, 6), without the rows behind its tile's end."""
     bands = cut.bands.take(cut.band[piece], 1).T
     bands[:, 1] = cut.last[piece]
     return bands

@@ -5,23 +5,20 @@
                     out, lse                        out, lse              merged in this order
 
 **Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and
-at least 4,096 keys is computed in parts, unless it has ``rank_invariant=True`` or a backend other
-than "triton" is forced. Different masks of several sequences count as one mask over all of them.
-With ``rank_invariant=True`` there are no parts: on Hopper `canon.fast.kernels.gluon.few_queries`
-shares the keys among the SMs, elsewhere one SM visits all keys of a tile of queries.
+at least 4,096 keys is computed in parts, unless a backend other than "triton" is forced. Different
+masks of several sequences count as one mask over all of them. With ``rank_invariant=True`` there
+are no parts: on Hopper `canon.fast.kernels.gluon.few_queries` shares the keys among the SMs,
+elsewhere one SM visits all keys of a tile of queries.
 
 **Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
-above. So 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Its
-tiles begin at multiples of their size, are visited in order, and run the same instructions whether
-a query sees all of a tile or a part of it. A tile that a query does not see leaves the state of the
-query as it is. So the bits of a query depend on the positions of its keys, and not on other
-queries, sequences or heads of the call, nor on the number of SMs.
+above: 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Tiles
+begin at multiples of their size, are visited in order, and run the same instructions whether a
+query sees all of a tile or a part. A tile that a query does not see leaves its state as it is. So
+the bits of a query depend on the positions of its keys, and not on other queries, sequences or
+heads, nor on the number of SMs.
 
-**Scratch**, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of parts
-with a visible cell, or 1.
-
-**Table.** A word of 64 bits holds which of 64 keys a query sees: t s / 8 bytes on the device for t
-queries x s keys."""
+**Memory.** Scratch, in the accumulation dtype: p b t h (dv + 1) elements, where p is the number of
+parts with a visible cell, or 1. The table, a bit for each query and key, takes t s / 8 bytes."""
 
 from typing import Any, NamedTuple
 
@@ -51,15 +48,13 @@ class PartTable(NamedTuple):
     """The table that the kernel of the parts reads. A tile has ``rows`` pairs of a query and a head
     of its group.
 
-    work: (parts * row tiles, 4), int32: first row, first key, end of the keys, and the number of
-    the part among ``parts``.
+    work: (parts * row tiles, 4), int32: first row, first key, end of the keys, number of the part.
         Keys are multiples of 64, or both 0 if the rows see no key of the part.
     words: (words, queries + row tiles), int64: bit j of row i, column q: query q sees key 64 i + j.
         A further column of each row tile has the keys that it loads: those that any query sees, if
         a row of the tile sees one of the word.
     parts: number of parts with a visible cell, or 1.
-    loads_all: the work visits only keys that are loaded.
-    """
+    loads_all: the work visits only keys that are loaded."""
 
     work: Any
     words: Any
@@ -69,9 +64,7 @@ class PartTable(NamedTuple):
 
 @device_plan
 def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
-    """Return the table for ``share`` query heads of a key head, tiles of ``rows`` rows and short
-    parts of ``part`` keys.
-
+    """Return the table for ``share`` query heads of a key head and short parts of ``part`` keys.
     Raises ValueError unless ``part`` is a multiple of 64.
     """
     if part % WORD:
@@ -94,13 +87,12 @@ def part_table(mask: Mask, share: int, rows: int, part: int) -> PartTable:
         )
         loaded.append(np.where(own, seen, 0))
     table = np.ascontiguousarray(np.concatenate([words, np.stack(loaded, 1)], 1)).view(np.int64)
-    # row tiles of one part are neighbours: they share keys
+    # row tiles of one part share keys: neighbours
     ordered = np.stack(work, 1).reshape(-1, 4).astype(np.int32)
     return PartTable(ordered, table, len(parts), _loads_all(work, loaded, mask.keys))
 
 
 def _part_of_words(words: int, part: int) -> np.ndarray:
-    """Return the number of the part that holds each word of keys."""
     first, second, keys = SHORT * part, 2 * SHORT * part, words * WORD
     starts = [*range(0, first, part), *range(first, second, 2 * part)]
     starts += range(second, keys, 4 * part)
@@ -108,9 +100,7 @@ def _part_of_words(words: int, part: int) -> np.ndarray:
 
 
 def visible_words(mask: Mask) -> np.ndarray:
-    """Return uint64 words (keys / 64, queries): bit j of word i, query q, is set if q sees key 64 i
-    + j.
-    """
+    """Return the ``words`` of `PartTable` for all queries, as uint64."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     band, place = counted(q_stop - q_start)
     query = q_start[band] + place

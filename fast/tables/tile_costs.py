@@ -37,9 +37,7 @@ class TileCosts(NamedTuple):
 def tile_costs(
     cells: Cells, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
 ) -> TileCosts:
-    """Return the tables of `work_table` with costs. The spans of a tile are visited ``repeat``
-    times.
-    """
+    """Return the tables of `work_table` with costs, if spans are visited ``repeat`` times."""
     tiles, spans, *_ = host_table(cells, rows, columns, columns, transposed, boxes)
     # visited tiles before each span
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])
@@ -54,10 +52,8 @@ def tile_costs(
 def needs_more_owners(
     mask: Mask, rows: int, columns: int, key_heads: int, query_heads: int, sms: int
 ) -> bool:
-    """Return whether dk and dv need an owner for each query head, because owners per key head leave
-    SMs too unequal.
-
-    The bounds 1 <= imbalance <= `_imbalance_bound` decide most masks; margins cover rounding.
+    """Return whether dk and dv need an owner for each query head, because SMs are too unequal with
+    one for each key head. Bounds of the imbalance decide most masks; margins cover rounding.
     """
     by_key = (mask, rows, columns, key_heads, query_heads // key_heads)
     by_query = (mask, rows, columns, query_heads, 1)
@@ -75,9 +71,7 @@ def needs_more_owners(
 @cached_plan
 def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int) -> float:
     """Return the work of the busiest SM over the mean, if the longest work tile always goes to the
-    SM with the least work.
-
-    Each of the ``owners`` sums ``each`` query heads.
+    idlest SM. Each of the ``owners`` sums ``each`` query heads.
     """
     cost = np.sort(_active_costs(mask, rows, columns, each))[::-1].repeat(owners)
     load = np.zeros(sms)
@@ -90,7 +84,7 @@ def imbalance(mask: Mask, rows: int, columns: int, owners: int, each: int, sms: 
 def _imbalance_bound(
     mask: Mask, rows: int, columns: int, owners: int, each: int, sms: int
 ) -> float:
-    """Return an upper bound of `imbalance`: two SMs differ by at most the longest work tile."""
+    """Return an upper bound: two SMs differ by at most the longest work tile."""
     cost = _active_costs(mask, rows, columns, each)
     return 1 + cost.max() * sms / (cost.sum() * owners) if len(cost) else 1.0
 

@@ -12,10 +12,8 @@ All rows of a tile see all of a *full* span; a *partial* span holds its band. Ti
 ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
 dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile), in C or NumPy (`native_tables`). Device memory: 20
-bytes a tile, 32 a span.
-Source: FlexAttention (Dong et al., 2024) introduced block masks with full and partial tiles; bands
-replace its callbacks."""
+Cost: O(overlapping pairs of a band and a tile), in C or NumPy. Device memory: 20 bytes a tile, 32 a
+span. Source: the block masks of FlexAttention (Dong et al., 2024); bands replace its callbacks."""
 
 from functools import lru_cache
 from itertools import chain
@@ -41,14 +39,12 @@ class WorkTable(NamedTuple):
     """The table that a kernel reads.
 
     tiles: (n, 5), longest first: start, stop, partial, full, end: rows start:stop, partial spans
-        spans[partial:full], full spans spans[full:end]. Each row is in one tile, fully masked rows
-        included.
+        spans[partial:full], full spans spans[full:end]. Fully masked rows are in tiles, too.
     spans: (m, 8): first column, number of tiles (``columns`` wide if full, else ``small``), and the
         band in the table's orientation: row start, stop, column start, stop, lo, hi; zeros if full.
-        `key_order` has those of rows that sum in the order of keys.
     visits: tiles that a kernel computes; a partial tile counts by its share of ``columns``. With
-    places: of all ranks.
-    key_order: whether rows sum in the order of keys."""
+        places: of all ranks.
+    key_order: whether rows sum in the order of keys, with the spans of `key_order`."""
 
     tiles: Any  # an array, or a tensor on a device
     spans: Any
@@ -76,10 +72,8 @@ def host_table(
     chained: bool = True,
 ) -> WorkTable:
     """Return the table of ``cells`` for tiles of ``rows`` x ``columns``: queries x keys, or keys x
-    queries if ``transposed``.
-
-    With places, these are the own tiles of the whole mask's `ordered_table`. Tiles and spans begin
-    at multiples of their sizes.
+    queries if ``transposed``. With places, these are the own tiles of the whole mask's
+    `ordered_table`, and tiles and spans begin at multiples of their sizes.
 
     Args:
         small: columns of partial tiles, a divisor of ``columns``; with places, ``columns`` instead.
@@ -88,8 +82,7 @@ def host_table(
             rows behind its end.
         chained: as in `ordered_table`, with places.
 
-    Raises ValueError if the mask is too large for 32-bit coordinates.
-    """
+    Raises ValueError if the mask is too large for 32-bit coordinates."""
     mask, places = cells
     if places is not None:
         cut = _own_part(places, _even_cut(mask, rows, columns, transposed), transposed)
@@ -139,7 +132,7 @@ def visits(
 
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
-    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi. Columns are
+    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi; columns
     contiguous.
     """
     numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
@@ -148,7 +141,7 @@ def band_array(mask: Mask) -> np.ndarray:
 
 @cached_plan
 def area(mask: Mask) -> int:
-    """Return ``mask.area``, the number of visible cells, without a loop."""
+    """Return ``mask.area``, without a loop."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
     # diagonals outside the band
@@ -166,8 +159,8 @@ def _corners(queries: np.ndarray, keys: np.ndarray, diagonals: np.ndarray) -> np
 
 @cached_part  # `visits` and the table share a cut
 def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool, boxes: int) -> Cut:
-    """Return the cheaper cut: at multiples of ``rows``, or at the ends of bands too. A tile costs
-    about a visit.
+    """Return the cheaper cut: at multiples of ``rows``, or at ends of bands too. A tile costs a
+    visit.
     """
     bands, size = bands_and_size(mask, rows, columns, transposed)
     even, at_ends = np.arange(0, size, rows), _cut_starts(bands, size, rows)
@@ -177,8 +170,8 @@ def _best_cut(mask: Mask, rows: int, columns: int, small: int, transposed: bool,
 
 
 def _even_cut(mask: Mask, rows: int, columns: int, transposed: bool) -> Cut:
-    """Return the cut at multiples of ``rows``, spans at multiples of ``columns``. Raises ValueError
-    unless both divide 128.
+    """Return the cut at multiples of ``rows`` and ``columns``. Raises ValueError unless both divide
+    128.
     """
     if TILE % rows or TILE % columns:
         raise ValueError(
@@ -197,9 +190,8 @@ def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
 
 
 def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
-    """Return the bands (6, n) of a table, transposed or not, and the rows of its mask.
-
-    Raises ValueError if the mask is too large for 32-bit coordinates.
+    """Return the bands (6, n), transposed or not, and the rows of the mask. Raises ValueError if it
+    is too large.
     """
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(
@@ -213,9 +205,10 @@ def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tup
 
 
 def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
-    """First rows of tiles that restart where bands begin or end, if a whole tile fits before."""
+    """Return first rows of tiles that restart where bands begin or end, if a whole tile fits
+    before.
+    """
     ends = np.sort(np.append(bands[:2], [0, size]))
-    # from a cut, the next one
     following = np.searchsorted(ends, np.minimum(ends + rows, size)).tolist()
     last, cuts = following[0], [0]
     while last != cuts[-1]:  # 50 ns for each cut
@@ -229,8 +222,8 @@ def _cut_starts(bands: np.ndarray, size: int, rows: int) -> np.ndarray:
 def _cut(
     bands: np.ndarray, size: int, starts: np.ndarray, ratio: int, small: int, boxes: int
 ) -> Cut:
-    """Return the cut into tiles that begin at ``starts``. Visits count tiles of ``ratio`` times
-    ``small`` columns.
+    """Return the cut into tiles that begin at ``starts``. Visits count ``ratio`` times ``small``
+    columns.
     """
     stops = np.append(starts[1:], size)[: len(starts)]
     first_tile = np.searchsorted(starts, bands[0], "right") - 1
@@ -248,9 +241,7 @@ def _cut(
 def _table(
     cut: Cut, rows: int, columns: int, small: int, boxes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return tiles and spans, as in `WorkTable`. A piece has three spans at most: partial, full,
-    partial.
-    """
+    """Return tiles and spans. A piece has at most three spans: partial, full, partial."""
     bands, starts, stops, band, tile, first, last, begin, end, _ = cut
     _, _, start, stop, lo, hi = bands.take(band, 1)
     all_begin, all_end = (

@@ -6,18 +6,15 @@ that carry them.
     strided    `AllGather`: K and V of some heads        `ReduceScatter`: dk and dv of these heads
     magi       `begin_cast`: K and V of needed tokens    `GroupReduce`: their dk and dv
 
-Those of magi are in `group_collectives.py`: they differ in size, so each one allocates its own
-memory. The classes here have two buffers: kernels read one while the other one receives.
+Those of magi (`group_collectives.py`) differ in size, so each one allocates its own memory. The
+classes here have two buffers: kernels read one while the other one receives. Two are enough: a
+message into a buffer starts after the launch of all kernels that read its old content, and after
+the end of the message that sent it on.
 
-With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. Two buffers are
-enough: a message into a buffer starts after the launch of all kernels that read its old content,
-and after the end of the message that sent it on.
-
-On GPUs gathers and reductions have a communicator each, so that a gather never queues behind a
-reduction. Gathers and hops use the group's own one. On the communication stream of a `Transport`,
-kernels copy and sum the data of messages while attention kernels run. No message uses copy engines
-(paper/records.md).
-"""
+With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs gathers
+and reductions have a communicator each, so that a gather never queues behind a reduction. Kernels
+on a `Transport`'s communication stream copy and sum while attention kernels run. No message uses
+copy engines (paper/records.md)."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,15 +42,13 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class Pending:
-    """Messages in flight. ``received``: the tensors that they bring. ``sent`` is kept until they
-    have ended.
-    """
+    """Messages in flight, which bring ``received``. ``sent`` is kept until they have ended."""
 
     def __init__(self, works: Sequence[Any], received: Sequence[Any], sent: Sequence[Tensor] = ()):
         self.works, self.received, self.sent = works, received, sent
 
     def wait(self) -> Sequence[Any]:
-        """Make later kernels wait for the messages, and return ``received``."""
+        """Make later kernels wait for the messages. Return ``received``."""
         for work in self.works:
             work.wait()
         self.works = self.sent = ()  # the works hold the sent tensors, too
@@ -62,7 +57,7 @@ class Pending:
 
 class Blocks:
     """The places of the ranks' blocks in a flat buffer: of each rank one contiguous tensor (b,
-    tokens, *shape) for each of ``shapes``, with the rank's tokens in the layout.
+    tokens, *shape) for each of ``shapes``.
     """
 
     def __init__(self, layout: Layout, batch: int, shapes: Sequence[torch.Size]):
@@ -96,8 +91,8 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class BlockRing:
-    """Blocks that travel round the ring, through two buffers, each of b * (most tokens of a rank) *
-    (sum of prod(shape)) elements. An empty block sends no message.
+    """Blocks that travel round the ring, through two buffers of b * (most tokens of a rank) * (sum
+    of prod(shape)) elements. An empty block sends no message.
     """
 
     def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
@@ -111,9 +106,8 @@ class BlockRing:
         """Start to send the block of rank ``sent`` to the next rank, and to receive that of
         ``received``.
 
-        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, in
-        less time.
-        """
+        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, but
+        faster."""
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
         if self.coalesced and (outgoing or incoming):
@@ -127,9 +121,6 @@ class BlockRing:
         return Pending(works, [self.buffers[1 - buffer]])
 
     def _message(self, buffer: int, owner: int) -> list[Tensor]:
-        """Return the block of a rank in a buffer as a list of one flat tensor, or of none if it is
-        empty.
-        """
         elements, whole = self.blocks.elements[owner], self.buffers[buffer]
         return (
             [] if not elements else [whole] if elements == self.blocks.most else [whole[:elements]]
@@ -137,7 +128,7 @@ class BlockRing:
 
 
 def _coalesces(group: Any, device: torch.device) -> bool:
-    """Return whether a send and a receive of the group must start together, as NCCL's must."""
+    """Return whether a send and a receive must start together, as NCCL's must."""
     return type(group) is dist.ProcessGroup and group._get_backend(device).supports_coalescing
 
 
@@ -145,10 +136,9 @@ class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of
     a step.
 
-    A buffer is (W T, b, heads, d + dv), in rank order: both tensors travel in one message. Each
-    rank has room for T tokens, by default the most that a rank holds. The room behind a smaller
-    shard is not written.
-    """
+    A buffer is (W T, b, heads, d + dv), in rank order: both tensors travel in one message. T is the
+    ``room`` of each rank, by default the most tokens of one. The room behind a shard is not
+    written."""
 
     def __init__(
         self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None
@@ -166,7 +156,7 @@ class HeadGroup:
         return self._views(buffer, self.rank * self.room, tokens)
 
     def by_rank(self, buffer: Tensor, tokens: int) -> list[Tensor]:
-        """Return both tensors (b, W, tokens, heads, width): the first tokens of all ranks."""
+        """Return both tensors (b, W, tokens, heads, width): the first tokens of each rank."""
         return [x.unflatten(1, (self.ranks, self.room))[:, :, :tokens] for x in self.views(buffer)]
 
     def zero_outside(self, buffer: Tensor, keys: slice) -> list[Tensor]:
@@ -180,7 +170,6 @@ class HeadGroup:
         return [x[:, keys] for x in self.views(buffer)]
 
     def zero_behind(self, buffer: Tensor, tokens: int) -> None:
-        """Set the room of this rank behind its ``tokens`` to 0."""
         first = self.rank * self.room
         buffer[(first + tokens) * self.token : (first + self.room) * self.token].zero_()
 
@@ -207,7 +196,7 @@ class AllGather:
         self.buffers = [torch.empty(elements, dtype=k.dtype, device=k.device) for _ in slots]
 
     def fetch(self, step: int) -> Pending:
-        """Start to gather the heads of a step. The result's `wait` returns their buffer."""
+        """Start to gather the heads of a step, into the buffer that `Pending.wait` returns."""
         group, buffer = self.steps[step], self.buffers[step % 2]
         first, stop = group.heads.start, group.heads.stop
         with self.transport.on_communication_stream():
@@ -216,7 +205,7 @@ class AllGather:
             ):
                 target.copy_(source[:, :, first:stop])
             works = [self.transport.all_gather(buffer[: group.elements])]
-        if step:  # the next kernel fills all SMs: a gather that starts later would wait for its end
+        if step:
             self.transport.wait_until_started()
         return Pending(works, [buffer])
 
@@ -225,9 +214,8 @@ class ReduceScatter:
     """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i.
 
     Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype.
-    `start` exchanges them all to all. `PendingReduction.wait` sums the received parts in rank order
-    and writes dk and dv of the own keys. At most one exchange is in flight, so one buffer receives.
-    Buffers are as those of `AllGather`.
+    `start` exchanges them all to all, and `PendingReduction.wait` sums the received parts in rank
+    order. At most one exchange is in flight, so one buffer receives. Sizes are as in `AllGather`.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):
@@ -238,7 +226,7 @@ class ReduceScatter:
         self.sent, self.received = [new() for _ in range(min(2, len(steps)))], new()
 
     def start(self, step: int) -> "PendingReduction":
-        """Exchange the gradients in the step's buffer. The exchange before must be finished."""
+        """Exchange the gradients of a step. The exchange before must be finished."""
         elements = self.steps[step].elements
         work = self.transport.all_to_all(self.received[:elements], self.sent[step % 2][:elements])
         return PendingReduction(self, work, self.steps[step])
@@ -251,7 +239,7 @@ class PendingReduction:
         self.reduction, self.work, self.group = reduction, work, group
 
     def wait(self) -> None:
-        """Write the sums. Later kernels may read them in dk and dv."""
+        """Write the sums into dk and dv, for later kernels."""
         received, transport = self.reduction.received, self.reduction.transport
         with transport.on_communication_stream(after_compute=False):
             self.work.wait()
@@ -260,7 +248,6 @@ class PendingReduction:
 
 
 def _sum_parts(received: Tensor, dk: Tensor, dv: Tensor, group: HeadGroup) -> None:
-    """Write the sums over the ranks, in rank order, into the heads of dk and dv."""
     for grad, part in zip((dk, dv), group.by_rank(received, dk.shape[1]), strict=True):
         rows_for(part).sum_ranks(part, grad[:, :, group.heads.start : group.heads.stop])
 
@@ -273,8 +260,8 @@ def padded_tokens(layout: Layout) -> int:
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """Return the mask between the queries of ``rank`` and a gathered buffer, without the room
-    behind shards.
+    """Return the mask between the queries of ``rank`` and a gathered buffer, whose room behind
+    shards is hidden.
     """
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
@@ -289,9 +276,7 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
 
 class Transport:
     """The communicators and the communication stream of one group. Its methods that send are
-    collective.
-
-    ``gathers`` is the group itself; ``reductions``, on NCCL, another communicator.
+    collective. ``gathers`` is the group itself; ``reductions``, on NCCL, another communicator.
     """
 
     def __init__(self, group, device: torch.device):
@@ -314,7 +299,7 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks; this rank's is written."""
+        """Start to fill a flat buffer with equal parts of all ranks; this rank's is there."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12
@@ -322,10 +307,9 @@ class Transport:
         return gather(buffer, own, group=self.gathers, async_op=True)
 
     def all_to_all(self, received: Tensor, sent: Tensor, *sizes: list[int]) -> dist.Work:
-        """Start to send the r-th part of ``sent`` to rank r, and to receive its part for this rank.
+        """Start to send part r of ``sent`` to rank r, and to receive its part for this rank.
 
-        ``sizes``: the elements received from each rank, then those sent; by default equal parts.
-        """
+        ``sizes``: the elements received from each rank, then those sent; by default equal parts."""
         return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
@@ -339,8 +323,8 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and usually start after the
-        messages launched from it.
+        """Make later kernels wait for the communication stream, and usually start after its
+        messages. Those kernels fill all SMs: a message that starts later would wait for their end.
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -349,14 +333,12 @@ class Transport:
             self.join()
 
     def join(self) -> None:
-        """Make later kernels wait for the communication stream."""
+        """Make later kernels wait for the stream."""
         if self.stream is not None:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
     def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """Make a stream wait for the work of another one so far; `Stream.wait_stream` makes a new
-        event each time.
-        """
+        """Make a stream wait for another one; `Stream.wait_stream` makes a new event each time."""
         self._event.record(other)
         waiting.wait_event(self._event)
 

@@ -6,13 +6,9 @@ the needed tokens.
     `TileGather`   of each rank the room of the largest shard           `strided_attention`
     `TileCast`     own tokens, then needed tiles by source and by row   `magi_attention`
 
-Every piece begins at a multiple of 128 rows, so rooms are rounded up to whole tiles, and a cast
-sends whole tiles. A rank whose last tile is short sends copies of its last token behind it, which
-are masked.
-
-`TileGather` has two buffers, which alternate from leg to leg. A `TileCast` allocates one for each
-leg. On GPUs, copies into buffers run on the communication stream.
-"""
+Every piece begins at a multiple of 128 rows. A rank whose last tile is short sends copies of its
+last token behind it, which are masked. `TileGather` alternates two buffers; a `TileCast` allocates
+one for each leg. On GPUs, copies into buffers run on the communication stream."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +30,7 @@ from canon.route.rank_invariance import TILE, Piece, pieces_of, transposed
 
 
 def whole_tiles(tokens: int) -> int:
-    """Return the number of tokens, rounded up to whole tiles."""
+    """Round a number of tokens up to whole tiles."""
     return -(-tokens // TILE) * TILE
 
 
@@ -92,7 +88,6 @@ class TileGather:
                     target.copy_(source)
                 tensors += group.views(flat[-1])
             works = [transport.all_gather(x) for x in flat]
-        # the next kernel fills all SMs: a gather that starts later would wait for its end
         if number:
             transport.wait_until_started()
         return Pending(works, tensors)
@@ -101,9 +96,7 @@ class TileGather:
 class TileCast:
     """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
 
-    ``kept``: rows of keys that an earlier cast has brought. With ``keep``, `rows` holds those of
-    this one.
-    """
+    ``kept``: rows of keys from an earlier cast. With ``keep``, `rows` holds those of this one."""
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
         self.call, self.kept, self.keep, self.rows = call, kept, keep, ()
@@ -128,9 +121,9 @@ class TileCast:
         casts = [
             begin_cast(*pair, plan, rows[plan.own :], self.call.group) for pair, rows in messages
         ]
-        if number:  # the next kernel fills all SMs: a cast that starts later would wait for its end
+        if number:
             transport_for(self.call.group, brought[0].device).wait_until_started()
-        for pair, rows in zip(pairs, brought, strict=True):  # copied while the others are in flight
+        for pair, rows in zip(pairs, brought, strict=True):  # while the others are in flight
             for target, source in zip(_columns(rows, pair[0].shape[-1]), pair, strict=True):
                 target[:, : source.shape[1]].copy_(source)
             rows[pair[0].shape[1] : plan.own].zero_()
@@ -144,7 +137,7 @@ class TileCast:
         return Pending([work for work, _ in casts], columns, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
-        """Return the tensors of a leg in pairs of one dtype. A message carries a pair."""
+        """Return the tensors of a leg in pairs of one dtype, one pair a message."""
         tensors = [x for message in leg.messages for x in message]
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 
@@ -158,9 +151,8 @@ class CastOfTiles(Transfer):
     """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own
     ones first.
 
-    ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank receives a
-    tile. Receivers have queries that see the token in ``mask``.
-    """
+    ``index``: the own rows that are sent, by receiver, whose queries see the token in ``mask``.
+    ``travels``: whether any rank receives a tile."""
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
         plan = granular_plan(mask, layout, 1, False, TILE)
@@ -178,7 +170,6 @@ class CastOfTiles(Transfer):
             self.rows += whole_tiles(len(piece.tokens))
         self.pieces = _joined(pieces)
         sent = plan.send_rows(0, rank).split(tokens) if self.travels else ()
-        # Behind a short tile: its last token.
         index = [np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge") for rows in sent if len(rows)]
         self.index = np.concatenate([np.empty(0, np.int64), *index])
 
@@ -210,9 +201,6 @@ def _cast_places(layout: Layout, mask: Mask, rank: int) -> tuple[Places, Places]
 
 @cached_plan
 def _room(layout: Layout) -> int:
-    """Return the room of each rank in a gathered buffer: the most tokens of a rank,
-    in whole tiles.
-    """
     return whole_tiles(max(map(layout.size, range(layout.ranks))))
 
 
@@ -227,7 +215,6 @@ def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
 
 
 def _joined(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Join pieces that continue each other in the sequence and in the buffer."""
     joined: list[Piece] = []
     for row, tokens in pieces:
         if (

@@ -60,7 +60,6 @@ LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
     ("forward", (256, 128)): {3: Config(128, 64, 3, ping_pong=True, stale_maximum=True)},
     ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
 }
-# what `choose` tells apart of them
 TILES_SEEN = sorted({few for table in LONG_TABLE.values() for few in table})
 # For the kernel of `forward_plain`, which tests and measurements force.
 PLAIN: dict[Widths, Config] = {

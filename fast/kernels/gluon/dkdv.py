@@ -11,10 +11,9 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dK += dS Q
     fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
-Each warpgroup holds dK and dV of half of the keys in registers. An *owner* is a key head, whose
-query heads are summed in order, or with "head_parallel" a query head. Sources: Tri Dao,
-FlashAttention-2 (2023), algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3
-(2024). Measurements: paper/backward_on_hopper.md."""
+Each warpgroup holds dK and dV of half of the keys. An *owner* is a key head, whose query heads are
+summed in order, or with "head_parallel" a query head. Sources: Tri Dao, FlashAttention-2 (2023),
+algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -68,9 +67,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @aggregate
 class Constants:
-    """The constants of a launch: tiles of ROWS keys and COLUMNS queries, widths, rings,
-    switches.
-    """
+    """Constants of a launch: tiles of ROWS keys and COLUMNS queries, widths, rings, switches."""
 
     ROWS: gl.constexpr
     COLUMNS: gl.constexpr
@@ -105,7 +102,7 @@ class Buffers:
 
 @gluon.jit
 def make_buffers(descriptors, c, READERS: gl.constexpr):
-    """Allocate the buffers. READERS partitions read and release a published work tile."""
+    """Allocate the buffers; READERS partitions read and release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [c.STAGES, 1, c.COLUMNS, 1, c.D_PAD], q_desc.layout)
@@ -125,10 +122,9 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
 # ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, group, c):
-    """Load Q, lse, dO and delta of every visited tile (the loader).
-
-    K follows the first Q and V the first dO: their buffers are freed late. ``padded``: tokens in a
-    row of statistics."""
+    """Load Q, lse, dO and delta of every visited tile (the loader). K follows the first Q and V the
+    first dO, because their buffers are freed late. ``padded``: tokens in a row of statistics.
+    """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     t, done = 0, 0  # tiles visited, work tiles done
@@ -223,7 +219,7 @@ def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, c):
     N: gl.constexpr = c.ROWS // 2
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([N, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS
@@ -331,8 +327,8 @@ def dkdv_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of ``heads`` query
-    heads, of ``group`` that share a key head.
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of ``heads`` query heads,
+    of ``group`` that share a key head.
 
     ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d).
     ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``."""

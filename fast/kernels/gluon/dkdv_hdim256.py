@@ -1,16 +1,15 @@
 """The dk and dv kernel for heads wider than 128.
 
 128 keys x 256 columns of dK and dV would fill all registers. So a CTA holds 64 keys, and each
-warpgroup holds one result:
+warpgroup one result:
 
     warpgroup of dV        S^T = K Q^T,  P = exp(scale S - lse)      write P to shared memory
                            dV += P dO                                P stays in registers
     warpgroup of dK        dP^T = V dO^T - delta                     while the other one computes P
                            dS = P * dP,  dK += dS Q                  dS stays in registers
 
-Each slot of Q has a buffer of P. The slot's ``free`` guards both: the warpgroup of dK reads P
-before it releases Q. Source: one warpgroup for each result: flash-attention pull request 2889
-(2025)."""
+Each slot of Q has a buffer of P, which its ``free`` guards too: the warpgroup of dK reads P before
+it releases Q. Source: flash-attention pull request 2889 (2025)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -47,7 +46,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @gluon.jit
 def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
-    """Compute P and dv of every work tile, and share P, under a soft-cap times the slope of the
+    """Compute P and dv of every work tile; share P, under a soft-cap times the slope of the
     scores.
     """
     scale_log2 = scale * LOG2E
@@ -97,7 +96,7 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
 def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
     """Compute dP, dS and dk of every work tile, with the other warpgroup's P."""
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive_after(buffers.published, buffers.k.full, 0)
     while work_tile > 0:
         b = done % c.BUFFERS

@@ -6,11 +6,10 @@ of keys.
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. Bits repeat. Rows that see no key get 0. V is free
-after dP, K only at the end of the tile, so V may have fewer buffers (``v_stages``).
+Each of two warpgroups owns half of the rows. Rows that see no key get 0. V is free after dP, K only
+at the end of the tile, so V may have fewer buffers (``v_stages``).
 
-Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; a kernel for dq alone: jax-ml/jax-triton,
-pull request 177."""
+Sources: as `dkdv`; a kernel for dq alone: jax-ml/jax-triton, pull request 177."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -68,7 +67,7 @@ class Buffers:
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, group):
-    """Load K and V of every visited tile, Q after the first K and dO after the first V (the
+    """Load K and V of every visited tile, Q after the first K, dO after the first V (the
     loader).
     """
     q_desc, dout_desc, k_desc, v_desc = descriptors
@@ -123,8 +122,8 @@ def load_tiles(descriptors, work, counter, buffers, group):
 def load_statistics(
     stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr
 ):
-    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows, 0 behind
-    ``stop``.
+    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows; 0 from
+    ``stop`` on.
     """
     r = gl.arange(0, M, per_row_layout(BN))
     at = stats + (batch_head * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
@@ -171,7 +170,7 @@ def differentiate(
     BN: gl.constexpr = buffers.k.tiles.shape[2]
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([M, BN], gl.float32, mma_layout(BN))
-    t, done = 0, 0  # tiles visited, work tiles done
+    t, done = 0, 0
     work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), 0)
     while work_tile > 0:
         first, end_row, _, _ = position_of(work, work_tile)
@@ -257,9 +256,7 @@ def dq_kernel(
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dq (b, t, h, d) of the work tiles, batch stride t times token stride. ``stats``: (b, h,
-    2, padded).
-    """
+    """Write dq (b, t, h, d), batch stride t token strides. ``stats``: (b, h, 2, padded)."""
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
     dout = gl.allocate_shared_memory(

@@ -11,8 +11,8 @@ once the semaphore holds the predecessor's ticket (0 if none), then writes its o
     tiles of dq visited     0 1 2 3            2 3          1 2 3
     predecessor's ticket    0 0 0 0            1 1          1 2 2
 
-**Same bits.** Predecessors follow from the mask and the shapes, not from timing or the number of
-SMs. A span whose tiles have different predecessors is cut (C above); its pieces keep one ticket.
+**Same bits.** Predecessors follow from the mask and the shapes alone. A span whose tiles have
+different predecessors is cut (C above); its pieces keep one ticket.
 
 **No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. Take the
 first unfinished one: a running CTA has claimed it, or the next idle one will. Its predecessors are
@@ -33,7 +33,7 @@ from canon.fast.tables.work_tables import visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
-SMS = 132  # of an H200; constant, so that a method has one order, and one set of bits, on all GPUs
+SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
 # Waits grow with the CTAs of one head; with more heads, CTAs of a head share fewer L2 reads. So
 # additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
@@ -60,10 +60,9 @@ LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
-    """Return how many groups of heads are in flight: as many as fit the L2 cache, or more if dq is
-    ordered.
-
-    A group is the query heads of a key head. ``additions``: mean additions to one tile of dq."""
+    """Return how many groups of heads (the query heads of a key head) are in flight: as many as fit
+    the L2 cache, or more if dq is ordered. ``additions``: mean additions to one tile of dq.
+    """
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
         return fitting
@@ -85,10 +84,10 @@ def alternation(
     queries: int,
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits, misses and idle ends
-    (share of the time); or None, not to alternate: few work tiles add to one tile of dq, or all are
-    about equally long.
-
-    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout."""
+    (share of the time); or None, not to alternate, if few work tiles add to one tile of dq or all
+    are about equally long. ``repeat``: query heads per key head; ``bytes_per_group``: of q and
+    dout.
+    """
     cost = costs.cost[costs.active]
     if (
         not len(cost) * groups
@@ -110,8 +109,8 @@ def alternation(
 
 
 def idle_end(cost: np.ndarray) -> float:
-    """Return how long CTAs idle at the end, as a share of the time, if an idle one claims the next
-    work tile.
+    """Return how long CTAs idle at the end, as a share of the time, if idle ones claim the next
+    tile.
     """
     free = [0.0] * SMS
     for each in cost.tolist():
@@ -124,7 +123,7 @@ def alternate(order: np.ndarray, together: int) -> np.ndarray:
     alternating.
 
     Causal work tiles all end at the last query, so a short one waits for a longer predecessor. The
-    shortest come ascending, the longest after them descending: ends and starts are staggered."""
+    shortest come ascending, the longest after them descending, which staggers starts and ends."""
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long or the short ones
@@ -178,8 +177,8 @@ def cut_by_tickets(
     """Cut spans where the predecessor changes: behind a span that starts or ends between two tiles
     of dq, the next one that covers both.
 
-    Return the cut spans, begin and end for each work tile, and the tickets (predecessor's, own).
-    ``spans[begin[i]:end[i]]`` are those of tile i; ``order`` is that of one head's tiles."""
+    ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles. Return the cut
+    spans, begin and end for each work tile, and the tickets (predecessor's, own)."""
     number = (end - begin)[order]
     work_tile, place = counted(number)
     along = spans[begin[order][work_tile] + place]
@@ -205,8 +204,8 @@ def cut_by_tickets(
 def _next_covering_interval(
     begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
 ) -> np.ndarray:
-    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i];
-    len(begin) if none. A table gives for each block of intervals the next that holds a point.
+    """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i], or
+    len(begin). A table has, for each block of intervals, the next block that holds a point.
     """
     n, width = len(begin), int(end.max(initial=0)) + 1
     size = 1 << max(4, (width // 3).bit_length() // 2)
@@ -220,7 +219,7 @@ def _next_covering_interval(
     block = np.arange(blocks)[:, None]
     np.add.at(following, (block, begin), 1)
     np.add.at(following, (block, end), -1)
-    np.cumsum(following, 1, out=following)  # intervals of a block that hold a point
+    np.cumsum(following, 1, out=following)
     following[:] = np.where(
         following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks)
     )

@@ -20,9 +20,7 @@ def row_offset(batch, row, head, strides):
 
 @gluon.jit
 def even_strides(tokens, stride_t, stride_h):
-    """Return 64-bit strides (b, t, h) of a tensor with a batch stride of ``tokens`` token
-    strides.
-    """
+    """Return 64-bit strides (b, t, h), with a batch stride of ``tokens`` token strides."""
     return tokens.to(gl.int64) * stride_t, stride_t, stride_h
 
 

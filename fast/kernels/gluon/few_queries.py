@@ -9,8 +9,8 @@ in order.
 `forward` gives a tile of queries to one CTA, so few queries leave most SMs idle. But only its sums
 depend on the order of tiles. The maximum m is that of a row's first visible tile, as long as no P
 is too large. So a CTA computes the first visible tiles of its rows, then the weights of its chunk.
-If a lane's sum of P is too large, `forward` would raise m. Then this kernel sets a number on the
-device, and a last launch of `forward` computes the whole call (REPEAT).
+Where `forward` would raise m, this kernel sets a number on the device, and a last launch of
+`forward` computes the whole call (REPEAT).
 
 There is no loader, so that an SM holds two CTAs: the warpgroup waits for k.full, arrives at k.free
 after S, and waits there itself before it loads the next K.
@@ -18,8 +18,7 @@ after S, and waits there itself before it loads the next K.
 Where several ranks divide the keys (`canon.fast.decode_in_order`), the kernel runs twice on each:
 for the maxima of first visible tiles, and, once those of all ranks are known, for the weights.
 
-Source: Hong et al., FlashDecoding++ (2023), section 3: a maximum that is chosen ahead, and a
-repetition if it fails."""
+Source: Hong et al., FlashDecoding++ (2023), section 3, also chooses a maximum ahead and repeats."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -83,8 +82,8 @@ def place_of_set(set_, heads, PACK: gl.constexpr):
 
 @gluon.jit
 def first_maximum(maxima, ranks, stride, place, valid):
-    """Return the maxima of the first rank that has one, or -inf. Infinity stands for none: as a
-    score, it repeats the call. Rank r's are ``stride`` numbers after rank r - 1's.
+    """Return the maxima of the first rank that has one, or -inf; rank r's are ``stride`` numbers
+    after rank r - 1's. Infinity stands for none: as a score, it repeats the call.
     """
     m = gl.load(maxima + place, mask=valid, other=float("inf"))
     for _ in range(1, ranks):

@@ -1,11 +1,10 @@
 """Launches of `few_queries`, for calls with ``rank_invariant=True`` whose queries give too few CTAs
 work.
 
-Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5), of which sums take 0.25 (0.5). The
-number of weights is query heads x queries x keys that any of these queries sees. Calls with more
-than 2^27 weights run `forward`. On several ranks the scratch has no limit. With 256 rows for a key
-head, the most, it is 1.1 times as large as K and V of the rank at D 128, and 2.25 times at D 64.
-"""
+Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5). The weights are query heads x
+queries x keys that any of these queries sees. Calls with more than 2^27 of them run `forward`. On
+several ranks the scratch has no limit: with 256 rows for a key head, the most, it is 1.1 times as
+large as K and V of the rank at D 128, and 2.25 times at D 64."""
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ Widths = tuple[int, int]
 def few_queries(
     q: Tensor, k: Tensor, cells: Cells, config: Config, work_tiles: int, ctas: int
 ) -> FewQueriesPlan | None:
-    """Return the plan, or None if `forward` is as fast, which has ``work_tiles`` for ``ctas``."""
+    """Return the plan, or None if `forward` is as fast, with ``work_tiles`` for ``ctas``."""
     columns = config.columns
     if not (config.stale_maximum and is_few(cells, columns)) or work_tiles > ctas // 2:
         return None
@@ -56,8 +55,8 @@ def plan_for(q: Tensor, k: Tensor, cells: Cells, columns: int, ctas: int) -> Few
 
 
 def tiling(q: Tensor, k: Tensor, cells: Cells, columns: int) -> tuple[int, int, int]:
-    """Return the heads and the tokens of a tile of queries, and the number of visits of all heads
-    and sequences.
+    """Return the heads and the tokens of a tile of queries, and the visits of all heads and
+    sequences.
     """
     pack = heads_of_tile(q, k)
     tokens = tokens_of_tile(cells, pack, columns)
@@ -65,15 +64,15 @@ def tiling(q: Tensor, k: Tensor, cells: Cells, columns: int) -> tuple[int, int, 
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:
-    """Return how many query heads of a group share a tile: the largest power of two, up to 16, that
-    divides their number.
+    """Return how many query heads of a group share a tile: the largest power of two that divides
+    their number, up to 16.
     """
     group = q.shape[2] // k.shape[2]
     return min(16, group & -group)
 
 
 def slice_width(columns: int, ctas: int) -> int:
-    """Return the columns of a CTA of `sums_kernel`, if all tiles of queries have ``columns`` of V
+    """Return the columns of a CTA of `sums_kernel`, for ``columns`` of V in all tiles of queries
     together.
     """
     return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
@@ -123,9 +122,8 @@ def launch_weights(
     ranks: int = 1,
     stride: int = 0,
 ) -> None:
-    """Launch `weights_kernel` with this STEP. ``written``: p, sums and counter.
-
-    ``maxima`` of a rank are ``stride`` numbers behind those of the rank before.
+    """Launch `weights_kernel`. ``written``: p, sums and counter; ``maxima`` of each rank are
+    ``stride`` numbers behind those of the rank before.
     """
     (b, t, h, d), pack = q.shape, plan.pack
     sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
@@ -160,9 +158,7 @@ def launch_sums(
     lse: Tensor,
     second: int = 0,
 ) -> None:
-    """Launch `sums_kernel`; CONTINUED with sums of P minus rounded P ``second`` numbers behind
-    ``lse``.
-    """
+    """Launch `sums_kernel`, CONTINUED with ``second`` numbers between its sums."""
     (b, t, h, _), dv, pack, rows = q.shape, v.shape[3], plan.pack, plan.tokens * plan.pack
     sets = b * h // pack
     all_columns = (len(plan.tiles) - 1) * sets * pads[1]
@@ -204,10 +200,8 @@ def write_results(
     ranks: int,
     stride: int,
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t), contiguous, from the sums over the keys of all
-    ranks.
-
-    Set ``repeat``, an int32 number, to 1 if an o is not finite.
+    """Launch `results_kernel`, which sets the int32 number ``repeat`` to 1 if an o is not
+    finite.
     """
     (_, t, h, dv), rows = out.shape, lse.numel()
     arguments = (o, sums, maxima, out, lse, repeat, ranks, stride, rows, h, t)

@@ -1,14 +1,10 @@
 """The tables of `few_queries`: the tiles of keys that each tile of queries visits, in order, and
-chunks of them.
+chunks of them. No size here changes a bit of finite results.
 
     tile of queries 0 visits   0   1   2   3   4   5   6     its rows see keys from tile 0 or 4 on
     chunk 0                    0   1   2
     chunk 1                   (0)          3   4   5         (0): again, for the maximum
-    chunk 2                   (0)             (4)      6
-
-Nothing here changes a bit of finite results: not the sizes of tiles and chunks, nor whether a call
-takes these kernels or `forward`.
-"""
+    chunk 2                   (0)             (4)      6"""
 
 from typing import Any, NamedTuple
 
@@ -66,13 +62,13 @@ class FewQueriesPlan(NamedTuple):
 
 @device_plan
 def few_queries_plan(cells: Cells, pack: int, columns: int, each: int) -> FewQueriesPlan:
-    """Return the plan for ``pack`` heads in a tile, tiles of ``columns`` keys, and chunks of at
-    most ``each`` tiles.
+    """Return the plan for ``pack`` heads in a tile, ``columns`` keys in a tile, at most ``each``
+    tiles in a chunk.
     """
     tokens = tokens_of_tile(cells, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
     schedule = tile_schedule.__wrapped__(cells, traversal)
-    records = schedule.work.reshape(-1, WORK_TILE)  # a header, the tiles of queries, their spans
+    records = schedule.work.reshape(-1, WORK_TILE)
     tiles = records[1 : 1 + schedule.work_tiles]
     tile, span = expanded(tiles[:, FIRST_SPAN] // WORK_TILE, tiles[:, SPANS_END] // WORK_TILE)
     of_span, place = counted(records[span, int(TILES)])
@@ -129,9 +125,7 @@ def is_few(cells: Cells, columns: int) -> bool:
 @cached_plan
 def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
     """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
-    visits.
-
-    A tile of queries that see different keys would visit all of them, one after another.
+    visits. A tile visits all keys that any of its queries sees.
     """
     most = min(ROWS // pack, 1 << (cells.sizes[0] - 1).bit_length())
     found = {
@@ -143,9 +137,7 @@ def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
 
 
 def seen_keys(mask: Mask) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first key that each query sees, and the end of the last. They are equal if it sees
-    none.
-    """
+    """Return the first key that each query sees, and the end of the last; equal if it sees none."""
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     query = np.arange(mask.queries)[:, None]
     left, right = np.maximum(k_start, query + lo), np.minimum(k_stop, query + hi + 1)

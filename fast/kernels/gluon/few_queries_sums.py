@@ -5,11 +5,9 @@
     add_sums        l += sums of P, several visits at a time; then the factors of O -> ready
 
 A column of O depends on no other, so a CTA computes 16 to 64 of them. The MMAs of two visits are in
-flight: with the same accumulator they follow each other without a wait. The boxes leave out rows of
-P that do not exist; these are 0 from the start. `add_sums` loads its numbers ahead of their use.
-
-Where several ranks divide the keys, `sums_kernel` continues the sums of the rank before, and
-`results_kernel` divides the sums over all keys."""
+flight: with the same accumulator they follow each other without a wait. Boxes leave out rows of P
+that do not exist, which are 0 from the start. Where several ranks divide the keys, `sums_kernel`
+continues the sums of the rank before, and `results_kernel` divides the sums over all keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -122,9 +120,7 @@ def add_products(
     PACK: gl.constexpr,
     CONTINUED: gl.constexpr,
 ):
-    """Add P V of all visits, in order, and write (CONTINUED: add to) a slice of out (a
-    warpgroup).
-    """
+    """Add P V of all visits, in order, and write (CONTINUED: add to) a slice of out."""
     p = buffers.p
     SLICE: gl.constexpr = buffers.v.shape[4]
     STAGES: gl.constexpr = buffers.v.shape[0]
@@ -231,9 +227,8 @@ def add_sums(
     CONTINUED: gl.constexpr,
 ):
     """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse``.
-
-    CONTINUED: add them instead to sums (b, h, t, 4) in place of lse, and others ``second`` numbers
-    behind."""
+    CONTINUED: as in `sums_kernel`.
+    """
     ROWS: gl.constexpr = per_row_layout(64)
     SLICE: gl.constexpr = buffers.v.shape[4]
     first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
@@ -310,12 +305,10 @@ def sums_kernel(
     STAGES: gl.constexpr,
     CONTINUED: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) from the results of
-    `weights_kernel`.
+    """Write ``out`` and ``lse`` as `forward_kernel`, from the results of `weights_kernel`.
 
-    The batch stride of ``out`` is tokens * stride_t. CONTINUED: add P V to ``out``, float32, and
-    sums of P to ``lse`` (b, h, t, 4), of P minus rounded P ``second`` numbers behind it, instead.
-    """
+    CONTINUED: instead add P V to ``out``, float32, and sums of P to ``lse`` (b, h, t, 4), of P
+    minus rounded P ``second`` numbers behind it."""
     dtype: gl.constexpr = v_desc.dtype
     p_tiles = gl.allocate_shared_memory(dtype, [STAGES * COLUMNS // 64, 1, M, 1, 64], p_desc.layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
@@ -414,9 +407,9 @@ def results_kernel(
     """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t) of ``rows`` rows of (b, h, t), from
     the sums over all keys.
 
-    ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4): those of `sums_kernel`. ``maxima`` (b, h, t) of
-    each rank. All contiguous. Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows
-    of its tile, and ranks have other tiles of queries."""
+    ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4) and each rank's ``maxima`` (b, h, t) are
+    contiguous. Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows of its tile, and
+    ranks have other tiles of queries."""
     WIDTH: gl.constexpr = M  # columns at a time
     ROWS: gl.constexpr = per_row_layout(WIDTH)
     row = gl.program_id(0) * M + gl.arange(0, M, ROWS)

@@ -1,7 +1,5 @@
 """The forward kernel for Hopper: each CTA processes one work tile (queries of one head, or of PACK
-heads) after another.
-
-Read `forward_plain` first, a kernel without these refinements.
+heads) after another. Read `forward_plain` first, a kernel without these refinements.
 
     loader        K 0   Q    V 0   K 1   V 1   K 2   ...   K n   V n | next work tile: K 0   Q   ...
     warpgroup     wait for K j:   issue S = Q K^T (tile j), rescale O, issue O += P V (tile j - 1)
@@ -13,9 +11,9 @@ with V is one tile late, even across work tiles, so a ring has two stages or mor
 those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
 released once the sums of P are verified.
 
-Scores are in base 2. m is the row maximum, or an older one that the row keeps (`softmax`). Partial
-spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally
-many steps, so the named barriers match. Compile-time switches:
+m is the row maximum of the scores in base 2, or an older one (`softmax`). Partial spans come first
+(STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally many steps, so
+the named barriers match. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
                     with rank_invariant; exponentials then wait for the MMA with V (P_AFTER_O)
@@ -24,8 +22,7 @@ many steps, so the named barriers match. Compile-time switches:
     KEY_ORDER       with rank_invariant: some tiles have several bands (`key_order`)
     PACK            query heads that share a tile (`launch.packing`)
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S
-    REPEAT          for few queries with rank_invariant: only if a number on the device says so
-                    (`few_queries`)
+    REPEAT          only if a number on the device says so (`few_queries`)
 
 Source: Shah et al., FlashAttention-3 (2024), sections 3.1 and 3.2."""
 
@@ -146,7 +143,7 @@ def load_tiles(
 def attend(wg):
     """Compute this warpgroup's rows of every work tile."""
     state = empty_state(wg)
-    previous, done = 0, 0  # the previous work tile, and how many are done
+    previous, done = 0, 0
     ring = first_position()
     if wg.STALE_MAXIMUM:
         declare_registers(state.p, wg.INDEX)
@@ -202,10 +199,9 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state. Return it and the next ring position.
-
-    The MMA with V belongs to the tile before. FIRST: O of ``previous`` (if not 0) is then complete
-    and written."""
+    """Add one tile to the state. Return it and the next ring position. FIRST: O of ``previous`` (if
+    not 0) is complete with the MMA of the tile before, and written.
+    """
     P_AFTER_O: gl.constexpr = wg.COUNT == 3
     # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
@@ -267,7 +263,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
 # ------------------------------------------------------------------ epilogue
 @gluon.jit
 def write_result(o, state, wg, work_tile):
-    """Divide the complete o by the sums, and write ``out`` and ``lse`` of a work tile."""
+    """Divide the complete o by the sums, and write ``out`` and ``lse``."""
     output = wg.output
     first, stop, batch, head = position_of(wg.work, work_tile)
     batch_head = batch_head_of(wg.work, work_tile)
@@ -316,12 +312,10 @@ def forward_kernel(
     MATH_REGISTERS: gl.constexpr,
     REPEAT: gl.constexpr = False,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
-    ``work``.
+    """Write ``out`` and ``lse`` as `forward_plain_kernel`, of all work tiles in ``work``.
 
-    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. The batch
-    stride of ``out`` is tokens * stride_t. ``counter`` is 0 at launch, or not read. ``group`` query
-    heads share a key head."""
+    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. ``counter``
+    is 0 at launch, or not read."""
     WARPGROUPS: gl.constexpr = ROWS // 64
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(

@@ -13,9 +13,7 @@ from canon.fast.kernels.gluon.tile_ring import Ring, aggregate, issue_contractio
 
 @aggregate
 class Buffers:
-    """The rings of Q (BUFFERS tiles for each warpgroup), K and V, and the work tiles published with
-    each Q tile.
-    """
+    """The rings of Q (BUFFERS tiles for each warpgroup), K and V, and the published work tiles."""
 
     q: Ring
     k: Ring
@@ -25,9 +23,7 @@ class Buffers:
 
 @aggregate
 class Output:
-    """Pointers to out (b, t, h, dv) and lse (b, h, t), the tokens of a sequence, and strides of
-    out.
-    """
+    """Pointers to out (b, t, h, dv) and lse (b, h, t), tokens of a sequence, strides of out."""
 
     out: gl.tensor
     lse: gl.tensor
@@ -38,10 +34,9 @@ class Output:
 
 @aggregate
 class Warpgroup:
-    """Constants of warpgroup INDEX of COUNT.
-
-    M rows (TOKENS tokens of PACK heads), BN columns of a tile, widths D, DV and DV_PAD, BUFFERS of
-    Q, STAGES of K and V. SOFTCAP: None or the limit of the scores."""
+    """Constants of warpgroup INDEX of COUNT: M rows (TOKENS tokens of PACK heads), BN columns of a
+    tile, widths D, DV and DV_PAD, BUFFERS of Q, STAGES of K and V, SOFTCAP (None or the limit).
+    """
 
     q: Ring
     k: Ring
@@ -142,7 +137,7 @@ def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
 
 @gluon.jit
 def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
-    """Issue o += p V of the previous tile. In the very first step V is undefined, and the result
+    """Issue o += p V of the previous tile. In the very first step the result is undefined and
     unused.
     """
     v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])

@@ -2,9 +2,9 @@
 same arguments, ranges and NaN.
 
 TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
-copied. Tokens that tiles load but the mask does not touch may hold NaN, so they are copied as 0.
-Results that kernels cannot write in place are copied. ValueError unless elements have two bytes,
-heads at most 256 columns, and the device is sm_90."""
+copied, as are results that kernels cannot write in place. Tokens that tiles load but the mask does
+not touch may hold NaN, so they are copied as 0. ValueError unless elements have two bytes, heads at
+most 256 columns, and the device is sm_90."""
 
 from dataclasses import replace
 
@@ -136,8 +136,8 @@ def forward(
 # The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
 # keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors,
-    whatever the keys and masks of the ranks.
+    """Return whether there are kernels for such tensors, whatever the keys and masks of the
+    ranks.
     """
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
@@ -267,10 +267,9 @@ def dkdv(
     ordered: bool = False,
 ) -> None:
     """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a
-    fixed order if ``ordered``.
+    fixed order if ``ordered``. ``stats``: from `row_statistics`.
 
-    Owners are key heads, or query heads for "head_parallel". ``stats``: from `row_statistics`.
-    """
+    Owners are key heads, or query heads for "head_parallel"."""
     check(q)
     scale, softcap = split_scale(scale)
     d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
@@ -361,8 +360,8 @@ def forward_config(q: Tensor, v: Tensor, cells: Cells) -> tuple[Config, int, int
 def query_plan(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, config: Config
 ) -> tuple[int, int, TileSchedule]:
-    """Return the query heads of a group, how many of them share a tile, and the schedule over tiles
-    of queries.
+    """Return the query heads of a group, how many share a tile, and the schedule over tiles of
+    queries.
     """
     group = q.shape[2] // k.shape[2]
     pack = 1 if config.plain else packing(cells, config.rows, config.columns, group)
@@ -399,10 +398,8 @@ def check_runs(q: Tensor) -> None:
 
 
 def zero_masked(x: Tensor, cells: Cells, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
-    """Return x (b, t, h, d). If the plan loads tokens that the mask does not touch, return a copy
-    with 0 there.
-
-    The copy has only the tokens that a tile may load. Others are uninitialised.
+    """Return x (b, t, h, d), or a copy with 0 in the tokens that the plan loads but the mask does
+    not touch. Tokens that no tile loads are uninitialised in the copy.
     """
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -427,8 +424,8 @@ def token_states(cells: Cells, keys: bool) -> np.ndarray:
 
 @cached_plan
 def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
-    """Return how many query heads of a group share a tile: more than one if that saves a tenth of
-    the visits.
+    """Return how many query heads of a group share a tile: several if that saves a tenth of the
+    visits.
 
     A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents
     waste less. With rank_invariant=True a twentieth is enough: tiles of keys do not begin with a
@@ -446,7 +443,7 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def about_tiles_seen(mask: Mask, heads: int, sms: int) -> int:
-    """Return `tiles_seen`, rounded up to what `choose` tells apart: masks with one number share a
+    """Return `tiles_seen`, rounded up to a bound of `LONG_TABLE`: masks with one number share a
     recorded pass.
     """
     seen = tiles_seen(mask, heads, sms)
@@ -466,10 +463,10 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def writable(x: Tensor, even_batches: bool = False) -> Tensor:
-    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it.
-
-    They need a last stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride
-    of t token strides."""
+    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it. They need a last
+    stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token
+    strides.
+    """
     even = (
         x.shape[0] == 1
         or not x.numel()
@@ -491,12 +488,11 @@ def resident_ctas(x: Tensor) -> int:
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq, in
-    one allocation.
+    """Return the work of a launch, and zeros in one allocation: the counter of claims, then the
+    semaphores of dq; ``work`` twice if no CTA reads them.
 
-    If no CTA reads the zeros, ``work`` is returned twice. Raises ValueError if a CTA could visit
-    2^30 tiles: the kernels use higher bits of that number as zeros.
-    """
+    Raises ValueError if a CTA could visit 2^30 tiles: kernels use higher bits of that number as
+    zeros."""
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
             f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: "
@@ -521,8 +517,6 @@ def constants(kernel, config: Config) -> dict:
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``. The plain forward has a CTA for each
-    work tile.
-    """
+    """Launch a CTA on every SM, but at most ``work_tiles``; the plain forward has one for each."""
     ctas = work_tiles if config.plain else min(work_tiles, resident_ctas(q))
     launch(kernel, ctas, q.device, arguments, **constants(kernel, config), **options)

@@ -64,7 +64,7 @@ def scalar_layout(warps):
 
 @gluon.constexpr_function
 def contracted_width(d, padded):
-    """Return how many of ``padded`` columns MMAs contract: 192 of 256 and 96 of 128 if d
-    allows it.
+    """Return how many of ``padded`` columns MMAs contract: three quarters of 128 or 256 if d allows
+    it.
     """
     return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

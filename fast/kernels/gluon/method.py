@@ -1,10 +1,9 @@
 """The method of a backward pass for "auto", and when one kernel is faster than two, if dq is added
 in any order.
 
-"fused" saves two of seven MMAs a tile. It costs float32 sums of dq, which are set to zero, added to
-in L2 and cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other
-ranks, a kernel of dq also hides their message, and "fused" has no such kernel.
-"""
+"fused" saves two of seven MMAs a tile, but sums dq in float32, which is cleared, added to in L2 and
+cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other ranks,
+the dq kernel of "split" hides their message."""
 
 from torch import Tensor
 
@@ -35,8 +34,8 @@ def choose_method(
     repeats: bool,
     sends: bool,
 ) -> str:
-    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with
-    dq in a fixed order if ``repeats``.
+    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with dq
+    in a fixed order if ``repeats``.
     """
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
@@ -57,10 +56,9 @@ def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
     """Return whether "fused" with dq in any order is faster than "split".
 
     ``share``: query heads that share a key head; ``width`` is padded; ``sends``: dk and dv are sent
-    to other ranks afterwards. Records: paper/data/kernels_h200.json, kernels_peers_h200.json and
-    kernels_sweep_widths_h200.json; for ``sends`` methods_two_and_four_h200.json. On each of their
-    shapes the faster method takes at most 3 % less time (tests/test_method_records.py).
-    """
+    to other ranks afterwards. Records: paper/data/kernels_h200.json, kernels_peers_h200.json,
+    kernels_sweep_widths_h200.json and methods_two_and_four_h200.json (``sends``), compared in
+    tests/test_method_records.py."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
     if visited <= least * tiles:

@@ -13,9 +13,7 @@ from canon.fast.kernels.triton.blocks import TANH
 
 @gluon.jit
 def run_ptx(PTX: gl.constexpr):
-    """Run PTX that has neither operands nor a result. `gl.inline_asm_elementwise` must
-    return one.
-    """
+    """Run PTX without operands and result; `gl.inline_asm_elementwise` must return one."""
     TEXT: gl.constexpr = PTX + " mov.u32 $0, 0;"
     gl.inline_asm_elementwise(TEXT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -32,10 +30,9 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def wait_for_reductions():
-    """Wait until all TMA reductions of this warp are complete in global memory.
-
-    Completion implies a proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after
-    the issuing one."""
+    """Wait until all TMA reductions of this warp are complete in global memory, which implies a
+    proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after the issuing one.
+    """
     run_ptx("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff;")
 
 
@@ -55,7 +52,7 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane. The barrier of `wait_for_reductions` puts other lanes' before
+    """Store an int32 from one lane. The barrier of `wait_for_reductions` orders other lanes before
     it.
     """
     gl.inline_asm_elementwise(
@@ -104,8 +101,8 @@ def ping_pong_arrive(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
 # ------------------------------------------------------------------ operations with a fixed place
 @gluon.jit
 def broadcast_rows(x, like):
-    """Return x in every row of a block like ``like``. Only volatile moves stay before the
-    next MMA.
+    """Return x in every row of a block like ``like``. Only volatile moves stay before the next
+    MMA.
     """
     x, _ = gl.broadcast(gl.expand_dims(x, 0), like)
     return gl.inline_asm_elementwise(
@@ -132,8 +129,8 @@ def keep_between_ptx(number, value):
     """Return the PTX of `keep_between` for ``number`` elements of two rows.
 
     A lane holds columns 8 i + c + e of a row, with e = 0 and 1, and c = 2 (lane % 4): bit 2 i + e
-    of a word. With row after row, the assembler copies 7 bits to predicates at a time (R2P). That
-    takes another register, which narrow tiles of wide heads do not have: they alternate rows."""
+    of a word. Row after row, the assembler copies 7 bits to predicates at a time (R2P), with
+    another register. Narrow tiles of wide heads have none left, and alternate rows."""
     hidden = "0fFF800000" if value < 0.0 else "0f00000000"
     lines = [
         "{ .reg .pred keep; .reg .b32 c, bit, end, rest, word_<2>; mov.u32 c, %laneid; and.b32 c, "
@@ -163,14 +160,14 @@ def keep_between_ptx(number, value):
 
 @gluon.constexpr_function
 def keep_between_constraints(number):
-    """Return the constraints of results, inputs in the same registers, and both bounds."""
+    """Return the constraints of results, inputs in place, and both bounds."""
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["r"] * 2 * number)
 
 
 @gluon.jit
 def keep_between(x, left, right, HIDDEN: gl.constexpr):
-    """Return x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns left <= j
-    < right.
+    """Return x (at most 128 columns) with HIDDEN, 0 or -inf, except in columns left <= j <
+    right.
     """
     N: gl.constexpr = x.shape[1] // 2  # elements of a thread
     left, _ = gl.broadcast(left, x)
@@ -188,9 +185,9 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
 # ------------------------------------------------------------------ soft-caps
 @gluon.constexpr_function
 def tanh_ptx(x):
-    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`).
-
-    One element after another: the compiler would interleave all of a tile, and spill registers."""
+    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`), one
+    element after another: the compiler would interleave all of a tile, and spill registers.
+    """
     polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
     small = (
         f"mul.f32 y, {x}, {x}; mov.f32 t, {TANH[-1]};{polynomial} mul.f32 y, y, {x}; "
@@ -245,7 +242,7 @@ def capped_weights(x, lse, LIMIT: gl.constexpr):
 # ------------------------------------------------------------------ transpose within a quad
 @gluon.constexpr_function
 def transpose_words_ptx():
-    """Return PTX that makes word i of lane j of a quad word j of lane i, in two rows,
+    """Return PTX that makes word i of lane j of a quad word j of lane i, in two rows
     alternately.
     """
     lines = [
@@ -284,13 +281,13 @@ def transpose_words(x):
 # ------------------------------------------------------------------ rows of the output accumulator
 @gluon.constexpr_function
 def in_place_constraints(number):
-    """Return the constraints of results, inputs in the same registers, and factors."""
+    """Return the constraints of results, inputs in place, and factors."""
     return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
 
 
 @gluon.constexpr_function
 def rescale_rows_ptx(number):
-    """Return the PTX of `rescale_rows`, which skips products if all factors of the warp are 1."""
+    """Return the PTX of `rescale_rows`. A warp whose factors are all 1 skips it."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
     return (
         f"{{ .reg .pred some, any; setp.neu.f32 some, ${2 * number}, 1.0; "
@@ -301,8 +298,8 @@ def rescale_rows_ptx(number):
 
 @gluon.jit
 def rescale_rows(x, factors):
-    """Return the accumulator x times ``factors`` (of its shape, equal within a row)."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    """Return the accumulator x times ``factors`` (its shape, equal within a row)."""
+    N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
         rescale_rows_ptx(N),
         in_place_constraints(N),
@@ -330,7 +327,7 @@ def zero_rows_ptx(number):
 @gluon.jit
 def zero_rows(x, factors):
     """Return x with 0 in rows whose factor is 0: a fully masked row may hold NaN."""
-    N: gl.constexpr = x.shape[1] // 2  # elements of a thread
+    N: gl.constexpr = x.shape[1] // 2
     factors, _ = gl.broadcast(factors, x)
     return gl.inline_asm_elementwise(
         zero_rows_ptx(N),
@@ -345,20 +342,22 @@ def zero_rows(x, factors):
 # ------------------------------------------------------------------ the stale maximum
 @gluon.constexpr_function
 def declare_registers_ptx(warpgroup, columns):
-    """Return PTX that declares a flag and a copy of rounded P."""
+    """Return the PTX of `declare_registers`."""
     names = f"high_{warpgroup}, p_{warpgroup}_<{columns // 4}>"
     return f".reg .b32 {names}; mov.b32 high_{warpgroup}, 0;"
 
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare a warpgroup's registers once: Gluon has no scalars that differ among threads."""
+    """Declare once a warpgroup's flag and copy of rounded P: Gluon has no scalars that differ by
+    thread.
+    """
     run_ptx(declare_registers_ptx(W, p.shape[1]))
 
 
 @gluon.constexpr_function
 def compare_ptx(warpgroup):
-    """Return PTX that sets the flag if one of two elements is above its limit."""
+    """Return PTX that sets the flag if one of two elements exceeds its limit."""
     compare = "setp.gt.f32 some, $2, $4; setp.gt.or.f32 some, $3, $5, some;"
     choose = f"selp.b32 high_{warpgroup}, 1, 0, some;"
     return f"{{ .reg .pred some; {compare} {choose} mov.u32 $0, 0; mov.u32 $1, 0; }}"
@@ -366,7 +365,7 @@ def compare_ptx(warpgroup):
 
 @gluon.constexpr_function
 def vote_ptx(warpgroup):
-    """Return PTX that is not 0 if any flag of the warpgroup is set. A ballot is uniform."""
+    """Return PTX that is not 0 if any flag of the warpgroup is set; a ballot is uniform."""
     vote = f"bar.red.or.pred some, {11 + warpgroup}, 128, some; vote.sync.ballot.b32 $0, some, -1;"
     return f"{{ .reg .pred some; setp.ne.u32 some, high_{warpgroup}, 0; {vote} }}"
 
@@ -382,7 +381,7 @@ def any_above(x, limit, W: gl.constexpr):
 
 @gluon.constexpr_function
 def round_and_keep_ptx(warpgroup, number, dtype):
-    """Return the PTX of `round_and_keep`, for ``number`` elements."""
+    """Return the PTX of `round_and_keep`."""
     words, kind = number // 2, "bf16" if dtype == gl.bfloat16 else "f16"
     pairs = ((i, words + 2 * i) for i in range(words))
     return " ".join(
@@ -399,10 +398,10 @@ def round_and_keep_constraints(number):
 
 @gluon.jit
 def round_and_keep(p, like, W: gl.constexpr):
-    """Return P in the dtype of ``like``, and keep a copy in registers for `add_rounding_excess`.
-
-    Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped."""
-    N: gl.constexpr = p.shape[1] // 2  # elements of a thread
+    """Return P in the dtype of ``like``, and keep a copy in registers for `add_rounding_excess`:
+    Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped.
+    """
+    N: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
         round_and_keep_ptx(W, N, like.dtype),
         round_and_keep_constraints(N),
@@ -436,8 +435,8 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` of P by lane minus those of rounded P, where ``sums``
-    > ``limit``. Rounded P is the copy of the last `round_and_keep`.
+    """Return ``excess`` (64, 4) plus ``sums`` of P by lane minus those of the P that
+    `round_and_keep` kept last, where ``sums`` > ``limit``.
     """
     return gl.inline_asm_elementwise(
         add_rounding_excess_ptx(W, p.shape[1], p.dtype),

@@ -1,12 +1,10 @@
 """The online softmax of the forward kernel, on the registers of one warpgroup.
 
 Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
-stays four partial sums.
-
-Any m gives the same result up to rounding, unless P overflows or underflows. A row keeps its m
-while the largest P is at most 2^8 and at most the row's sum so far (`highest_kept`), so a warp
-seldom rescales O. That is as accurate as the true maximum: a key whose P has a rounding error has
-at most half the weight of its row."""
+stays four partial sums. Any m gives the same result up to rounding, unless P overflows or
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far
+(`highest_kept`), so a warp seldom rescales O. That is as accurate as the true maximum: a key whose
+P has a rounding error has at most half the weight of its row."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -105,7 +103,7 @@ def lane_sum(x):
 
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
-    """Return P as an MMA operand, and its sums by lane. KEEP: for `add_rounding_excess`."""
+    """Return P as an MMA operand, and its sums by lane. KEEP: `round_and_keep`."""
     p = powers(s, m, wg.scale_log2, wg.SOFTCAP)
     sums = lane_sum(p)
     if KEEP:

@@ -14,8 +14,8 @@ Second case: a key may weigh more than half, so O's divisor counts these P as ro
 lse uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys, so values up to 1e21 give a
 finite o.
 
-K and Q stay until the sums are verified, which delays loads. So neither launches whose queries see
-few tiles have a stale maximum, except with rank_invariant=True, nor a work tile's first tile. A
+K and Q stay until the sums are verified, which delays loads. So a launch whose queries see few
+tiles has no stale maximum, except with rank_invariant=True, nor has a work tile's first tile. A
 row's m, l and excess follow from its own scores alone: a vote of other rows repeats the tile with
 the row's m as it is."""
 
@@ -55,7 +55,7 @@ def sum_so_far(l, like):
 
 @gluon.jit
 def visit_span_stale(state, wg, ring, tile, partial):
-    """Add the tiles of a span from ``tile`` on. Return the state and the next ring position."""
+    """Add the tiles of a span, as `forward.visit_span`."""
     column = tile.column
     while column < tile.stop:
         if partial:

@@ -1,8 +1,7 @@
 """The tile queue of the Hopper kernels: how a CTA finds its work tiles and the spans of tiles that
 each one visits.
 
-One int32 tensor ``work`` (a single pointer saves registers) holds the schedule that
-`tile_scheduler` writes:
+One int32 tensor ``work`` (a single pointer saves registers) holds the schedule of `tile_scheduler`:
 
     header        8 numbers: the end of the work tiles, six zeros, start of the tickets
     work tiles    8 numbers each: FIRST_TOKEN to FIRST_COLUMN below; HEAD is the first one if heads
@@ -44,7 +43,7 @@ def first_work_tile():
 
 @gluon.jit
 def claim_work_tile(work, counter):
-    """Claim the next work tile after the first ones of all CTAs. Return 0 if none is left."""
+    """Claim the next work tile after the first ones of all CTAs; 0 if none is left."""
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.num_programs(0))
     if work_tile < end:
@@ -54,9 +53,9 @@ def claim_work_tile(work, counter):
 
 @gluon.jit
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
-    """Claim the next work tile, even if it is this CTA's FIRST one. Return 0 if none is left.
-
-    With at most one work tile per CTA and not ORDERED, there is no counter."""
+    """Claim the next work tile, even if it is this CTA's FIRST one; 0 if none is left. With at most
+    one work tile per CTA and not ORDERED, there is no counter.
+    """
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
     if ORDERED or WORK_TILE * (1 + gl.num_programs(0)) < end:
@@ -73,9 +72,7 @@ def allocate_published(NUMBER: gl.constexpr):
 
 @gluon.jit
 def publish(published, work_tile):
-    """Publish a work tile. Every thread stores the number, also the one that arrives at
-    ``full``.
-    """
+    """Publish a work tile. Every thread stores it, also the one that arrives at ``full``."""
     published.store(gl.full([1], work_tile, gl.int32, scalar_layout(gl.num_warps())))
 
 

@@ -24,9 +24,7 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 
 
 def aggregate(declared: type) -> type:
-    """Decorate an aggregate. Unless it has a constructor, its constructor takes all fields in
-    order.
-    """
+    """Decorate an aggregate. Without a constructor of its own, it takes all fields in order."""
     fields = list(declared.__annotations__)  # part of the hash by which Triton caches kernels
     constants = [kind is gl.constexpr for kind in declared.__annotations__.values()]
 
@@ -50,9 +48,7 @@ class Ring:
 
 @aggregate
 class RingPosition:
-    """A reader's previous and own slot, and the parity of its phase, counted up without
-    divisions.
-    """
+    """A reader's previous and own slot, and the parity of its phase, without divisions."""
 
     previous: gl.tensor
     slot: gl.tensor

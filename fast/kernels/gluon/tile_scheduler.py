@@ -3,12 +3,11 @@ persistent CTAs claim them.
 
 Heads that share keys come together while their tensors fit the L2 cache. Within such a set, the
 longest work tiles come first, so the last set starts its longest tile late. Where that costs more
-than 2 %, launches of dk and dv in any order have the shortest tenth of their work last
-(`_even_ends`). `dq_order` has the order of launches with ordered dq.
+than 2 %, launches of dk and dv in any order have the shortest tenth of their work last. `dq_order`
+has the order of launches with ordered dq.
 
-Cost: O(work tiles + spans), in C or NumPy; on the device 32 bytes for each work tile and span, and
-8 for each ticket. Source: Graham, Bounds on multiprocessing timing anomalies (1969): longest
-processing time first."""
+On the device: 32 bytes for each work tile and span, 8 for each ticket. Source: Graham, Bounds on
+multiprocessing timing anomalies (1969): longest processing time first."""
 
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -144,9 +143,7 @@ def tile_schedule(cells: Cells, t: Traversal) -> TileSchedule:
 
 
 class _Made(NamedTuple):
-    """A schedule and its table, with ``active`` tiles that have spans, which visit ``visited``
-    tiles.
-    """
+    """A schedule and its table: ``active`` tiles have spans, and visit ``visited`` tiles."""
 
     work: np.ndarray
     tiles: np.ndarray
@@ -207,7 +204,7 @@ def _work(
     sets: Sets,
     t: Traversal,
 ) -> np.ndarray:
-    """Return the numbers that `tile_queue` reads: what `tables.c` writes, for every schedule."""
+    """Return the numbers that `tile_queue` reads, as `tables.c` writes them."""
     tiles, begin, end = costs.tiles, costs.tiles[:, 2], costs.tiles[:, 4]
     if t.full_first:
         spans = _full_first(spans, begin, costs.active)
@@ -260,14 +257,12 @@ def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarra
 
 def _regions(t: Traversal, groups: int) -> int:
     """Return in how many regions so many groups of heads traverse the mask: each fits the L2 cache.
-
-    If dq is ordered, a region's last tile would wait.
+    With ordered dq it is one, because a region's last tile would wait.
     """
     return 1 if t.ordered else -(-groups * t.bytes_per_group // L2_BYTES)
 
 
 def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
-    """Return the tiles by region, longest first."""
     longest = np.zeros(int(region.max(initial=0)) + 1)
     np.maximum.at(longest, region, cost)
     return np.lexsort((-cost, region, -longest[region]))
@@ -276,7 +271,7 @@ def _longest_first(cost: np.ndarray, region: np.ndarray) -> np.ndarray:
 def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: int) -> None:
     """Move every second short work tile to the last CTAs, which start late if NCCL holds SMs.
 
-    ``work_tiles`` (sets of heads, tiles, heads of a set, numbers); ``cost``: of each tile."""
+    ``work_tiles``: (sets of heads, tiles, heads of a set, numbers)."""
     sets, tiles, heads, _ = work_tiles.shape
     late = min(LATE_CTAS, ctas)
     shortest = np.argsort(cost, kind="stable")[: -(-2 * late // (sets * heads))]
@@ -294,7 +289,7 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
 def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None:
     """Move the shortest work tiles, SHORT of all work, to the end, if it gains more than GAIN.
 
-    All sets take part if there are at most ``last_sets``, else as few (two or more) as come within
+    All sets take part if there are at most ``last_sets``, else as few (at least two) as come within
     half of GAIN of the best."""
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
@@ -318,7 +313,6 @@ def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None
 
 
 def _short_ones_last(cost: np.ndarray, first: int) -> np.ndarray:
-    """Return the order with the shortest work tiles from ``first`` on last."""
     by_cost = first + np.argsort(cost[first:], kind="stable")
     number = np.searchsorted(np.cumsum(cost[by_cost]), SHORT * np.cumsum(cost)[-1], "right")
     last = np.sort(by_cost[:number])
@@ -350,7 +344,6 @@ def _time(cost: np.ndarray) -> float:
 
 # ------------------------------------------------------------------ spans
 def _full_first(spans: np.ndarray, begin: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Return the spans with the full ones of each tile first."""
     owner = np.searchsorted(np.sort(begin[active]), np.arange(len(spans)), side="right")
     return spans[np.argsort(2 * owner + (spans[:, ROW_STOP] > 0), kind="stable")]
 

@@ -3,10 +3,9 @@
 A kernel takes as long as the mean SM, or as its longest work tile. Work is counted in full tiles of
 128 x 128 cells (`canon.fast.tables.tile_costs`). A step takes some time more, in which SMs idle.
 
-`RATES` and the latency inside a host, in `network.ASSUMED`, were fitted together to the times on
-two H200s in paper/data/schedules_two_h200.json and schedules_later_two_h200.json, and to nothing
-else. tests/costs/test_cost_records.py compares the model with the records of four and eight.
-"""
+`RATES` and the latency inside a host, in `network.ASSUMED`, were fitted together to
+paper/data/schedules_two_h200.json and schedules_later_two_h200.json, and to nothing else.
+tests/costs/test_cost_records.py compares the model with the records of four and eight GPUs."""
 
 import numpy as np
 
@@ -26,9 +25,7 @@ RATES = np.array([[1.498e-6, 33.4e-6], [4.92e-6, 102e-6]])
 
 @cached_plan
 def tile_work(mask: Mask, key_heads: int, share: int, backward: bool) -> float:
-    """Return the full tiles that an SM computes one after another. ``share``: query heads of a key
-    head.
-    """
+    """Return the full tiles that an SM computes in turn. ``share``: query heads of a key head."""
     more = backward and needs_more_owners(mask, TILE, TILE, key_heads, key_heads * share, SMS)
     each = share if backward and not more else 1
     found = tile_costs(Cells(mask), TILE, TILE, backward, each, BOX)

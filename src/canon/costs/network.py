@@ -1,7 +1,6 @@
-"""The links of a cluster: NVLink inside a host, and the NIC of each GPU between hosts.
-
-They are an array of two rows: inside a host, and between hosts. A row has the bandwidth of one
-direction, in GB/s, and the latency of a message, in microseconds.
+"""The links of a cluster, as an array of two rows: NVLink inside a host, and the NIC of each GPU
+between hosts. A row has the bandwidth of one direction, in GB/s, and the latency of a message, in
+microseconds.
 """
 
 import json
@@ -15,14 +14,13 @@ ASSUMED = np.array([[300, 35.4], [50, 40]])
 
 
 def seconds(links: np.ndarray, loads: np.ndarray) -> np.ndarray:
-    """Return the times of messages from their bytes (..., 2) on both links, 0 for none."""
+    """Return the times of messages from their bytes (..., 2) on both links."""
     gb_s, us = links.T
     return (1e-6 * us * (loads > 0) + 1e-9 * loads / gb_s).max(-1)
 
 
 def read_links(path: Path) -> np.ndarray:
-    """Return the medians of a record of `canon bench links`. Links that it lacks are assumed.
-
+    """Return the medians of a record of `canon bench links`, or assumed ones where it has none.
     Raises ValueError for another file.
     """
     links = ASSUMED.copy()

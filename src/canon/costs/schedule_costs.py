@@ -5,9 +5,8 @@ pass dk and dv of the step before. The step takes as long as its kernels, or as 
 Steps, masks and messages are those of the schedule's own plans. Of many ranks, eight are followed,
 at equal distances.
 
-On a mesh the first step only brings heads from the other ranks of a host, and the last one only
-returns them, so nothing hides these messages. All columns are alike: the first one is followed.
-"""
+On a mesh nothing hides the messages of the first step, which only brings heads from the other ranks
+of a host, and of the last one, which returns them. All columns are alike: the first is followed."""
 
 from typing import Any, NamedTuple
 
@@ -36,8 +35,7 @@ class Pass(NamedTuple):
     """A pass: ``work`` of `tile_work` and bytes that row kernels move, (followed ranks, steps).
 
     ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys, which arrive before a step, and
-    sums, which leave after it. ``is_ring``: ranks wait for one another in each step.
-    """
+    sums, which leave after it. ``is_ring``: ranks wait for one another in each step."""
 
     rates: np.ndarray
     is_ring: bool
@@ -60,7 +58,7 @@ class Pass(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Both passes of a ``call``, with all its options, on the first rank."""
+    """Both passes of a ``call`` on the first rank."""
 
     call: Call
     forward: Pass
@@ -73,11 +71,10 @@ class Plan(NamedTuple):
 
     @property
     def nic_bytes(self) -> float:
-        """The bytes of both passes through the busiest NIC."""
         return np.sum([one.messages[:, :, 1].sum((0, 1)) for one in self[1:]], 0).max()
 
     def tensors(self) -> dict[str, float]:
-        """Return the bytes of a rank's tensors at the peak, in the backward pass."""
+        """Return the bytes of a rank's tensors at the peak."""
         q, *own = (x.numel() for x in self.call.computed.shapes)
         own, merges = sum(own), self.backward.rows[:, 2:].any()
         keys, sums = np.sort(self.backward.messages[:, 1:-1, 0].max(-1))
@@ -95,9 +92,8 @@ def plan_of(
     mask: Mask, layout: Layout, **options: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
-    Arguments as those of `prepare`, with one width of K and V.
-
-    Raises ValueError or TypeError as the call would.
+    Arguments as those of `prepare`, with one width of K and V. Raises ValueError or TypeError as
+    the call would.
     """
     rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
     given = heads, (width, width), torch.bfloat16, True, options
@@ -133,7 +129,6 @@ def _pass(calls, hosts, backward) -> Pass:
 
 
 def _steps(call, backward):
-    """Return the steps of the schedule's own plan."""
     if call.algorithm.plan is None:
         return ring_of(
             call, *(torch.empty(x, dtype=call.dtype, device="meta") for x in call.shapes[1:])
@@ -142,7 +137,7 @@ def _steps(call, backward):
 
 
 def _costs(step, share, backward):
-    """Return the `tile_work` of a step, and the bytes of row kernels for each element of a row."""
+    """Return the `tile_work` of a step, and the bytes of row kernels for each element."""
     if not step.has_work:
         return 0, 0
     mask, heads = step.active.mask, len(range(step.call.shapes[0][2])[step.heads])

@@ -222,12 +222,12 @@ def carried(value: Any) -> Any:
 
 
 def merged(condition: Any, value: Any) -> Any:
-    """Apply `carried` if the condition of the branch is a value, not a constant."""
+    """Apply `carried` if the branch's condition is a value, not a constant."""
     return carried(value) if isinstance(condition, Tensor) else value
 
 
 class _Rewriting(ast.NodeTransformer):
-    """Turn constants that change in loops or in branches into values, as Triton's compiler does."""
+    """Turn constants that change in loops or in branches into values, as Triton does."""
 
     def __init__(self, tree: ast.AST):
         annotated = (node for node in ast.walk(tree) if isinstance(node, ast.AnnAssign))

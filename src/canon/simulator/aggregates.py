@@ -1,4 +1,4 @@
-"""Construct aggregates of Gluon on the CPU, as Triton's compiler does."""
+"""Construct aggregates of Gluon on the CPU."""
 
 import inspect
 from collections.abc import Callable

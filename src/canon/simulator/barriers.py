@@ -1,10 +1,8 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
 A wait joins the clocks of the arrivals of its phase into that of the waiting partition, not those
-of a later phase that happen before it resumes.
-
-Source: NVIDIA, Parallel Thread Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
-"""
+of a later phase that happen before it resumes. Source: NVIDIA, Parallel Thread Execution ISA 8.5
+(2024), the sections on mbarrier and on barrier."""
 
 from canon.simulator.program import Fault, Partition, Place, Program, here, join
 
@@ -79,7 +77,7 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A numbered hardware barrier: complete after the given number of threads has arrived."""
+    """A numbered barrier, complete after the given number of threads has arrived."""
 
     def __init__(self, number: int):
         self.name = f"named barrier {number}"

@@ -207,7 +207,7 @@ def fence_acquired() -> None:
 
 
 def await_written() -> None:
-    """Wait until all stores of this partition have written to global memory."""
+    """Wait until this partition's stores have written to global memory."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = (
@@ -275,7 +275,7 @@ class Product:
 
 
 class Pending(Tensor):
-    """The result of a wgmma in flight. Only another wgmma and warpgroup_mma_wait accept it."""
+    """The result of a wgmma in flight, for another wgmma or warpgroup_mma_wait only."""
 
     __slots__ = ("product",)
 
@@ -330,7 +330,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
 
 
 def warpgroup_mma_wait(num_outstanding=0, *, deps):
-    """Return the results. Those of the ``num_outstanding`` newest wgmma stay pending."""
+    """Return the results; those of the ``num_outstanding`` newest wgmma stay pending."""
     products = here().products
     while len(products) > num_outstanding:
         products.pop(0).complete()

@@ -240,7 +240,7 @@ def any_above(x, limit, warpgroup):
 
 
 def static_assert(cond, msg=""):
-    """Raise AssertionError unless the condition holds."""
+    """Raise AssertionError unless it holds."""
     if not bool(block(tensor(cond).data, gl.int1).all()):
         raise AssertionError(f"{msg} at {Place()}")
 

@@ -9,10 +9,8 @@ the phase of a barrier for TMA loads. This finds three errors in every interleav
       without fence_async_shared in between
 
 A kernel may compute with a tainted value (NaN) and drop it. To store it, to branch on it or to use
-it as an address raises the fault.
-
-Not simulated: alignment, banks, reuse of freed memory, and fences after reads and mbarrier.init.
-"""
+it as an address raises the fault. Not simulated: alignment, banks, reuse of freed memory, and
+fences after reads and mbarrier.init."""
 
 import math
 from functools import lru_cache
@@ -33,7 +31,7 @@ Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size
 
 @lru_cache(maxsize=256)
 def elements(region: Region) -> torch.Tensor:
-    """Return the indices of all elements of a region."""
+    """Return the indices of a region's elements."""
     offset, axes = region
     places = torch.tensor([offset])
     for stride, size in axes:
@@ -43,13 +41,13 @@ def elements(region: Region) -> torch.Tensor:
 
 @lru_cache(maxsize=4096)
 def last_of(region: Region) -> int:
-    """Return the index of the last element of a region."""
+    """Return the index of a region's last element."""
     return region[0] + sum(stride * (size - 1) for stride, size in region[1])
 
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
-    """Return whether two regions of one allocation have common elements."""
+    """Return whether two regions of an allocation share elements."""
     if a == b:
         return True
     if a[0] > last_of(b) or b[0] > last_of(a):
@@ -319,7 +317,7 @@ class Descriptor:
         raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the part of the block inside the tensor, as views of the tensor and the tile."""
+        """Return the part of the block inside the tensor, as views of both."""
         inside, outside = self._data, tile.view(self.block_shape)
         for axis, (c, n) in enumerate(zip(coordinates, self.block_shape, strict=True)):
             first = min(max(c, 0), self._data.shape[axis])

@@ -1,15 +1,13 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something; a seeded generator draws the next one.
-
-Each partition and each barrier has a vector clock. Arrivals join clocks into barriers, and waits
-join them into partitions: `canon.simulator.memory` compares the clocks of accesses.
+sometimes after it starts or signals something, to one that a seeded generator draws. Each partition
+and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into
+partitions: `canon.simulator.memory` compares the clocks of accesses.
 
 Sources: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering
 (1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
-(2009).
-"""
+(2009)."""
 
 import ast
 import linecache
@@ -71,7 +69,7 @@ class Place:
 
 
 def statement(file: str, line: int) -> str:
-    """Return the statement at a line of a file, on one line."""
+    """Return the statement at a line, on one line."""
     ends = [end for start, end in _statements(file) if start <= line <= end]
     found = " ".join(
         linecache.getline(file, n).strip() for n in range(line, min(ends, default=line) + 1)
@@ -81,7 +79,6 @@ def statement(file: str, line: int) -> str:
 
 @lru_cache
 def _statements(file: str) -> list[tuple[int, int]]:
-    """Return the first and last lines of the statements without a body."""
     nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
     return [(x.lineno, x.end_lineno or x.lineno) for x in simple]
@@ -102,7 +99,7 @@ class Event(NamedTuple):
 
 
 def join(clock: dict[int, int], other: dict[int, int]) -> None:
-    """Update ``clock`` to the elementwise maximum of both clocks."""
+    """Update ``clock`` to the elementwise maximum."""
     for actor, epoch in other.items():
         if clock.get(actor, 0) < epoch:
             clock[actor] = epoch
@@ -117,8 +114,8 @@ class Partition:
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
         self.stores: list[Any] = []
-        self.acquired = False  # True after an acquire without a later proxy fence
-        # writes to shared memory without a later fence for the async proxy
+        self.acquired = False  # by an acquire, until a proxy fence
+        # writes without a later fence for the async proxy
         self.unfenced: list[Any] = []
         self.baton = threading.Lock()
         self.baton.acquire()
@@ -387,7 +384,7 @@ class Program:
 
 
 def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
-    """Run all programs to their ends. Raise the first failure of a program."""
+    """Run all programs to their ends. Raise the first failure."""
     left = list(programs)
     try:
         while left:

@@ -151,7 +151,7 @@ def number(x: Any) -> Any:
 
 
 def tensor(x: Any) -> Tensor:
-    """Return a constant in the type that Triton gives it."""
+    """Return a constant in Triton's type."""
     if isinstance(x, Tensor):
         return x
     if isinstance(x, bool):
@@ -165,7 +165,7 @@ def tensor(x: Any) -> Tensor:
 
 
 def block(data: Any, kind: Any) -> torch.Tensor:
-    """Return data of a block or a scalar as a torch tensor."""
+    """Return a block or a scalar as a torch tensor."""
     return data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=HELD[kind.name])
 
 
@@ -247,7 +247,7 @@ def fitted(x: Any, kind: Any, what: str) -> Any:
 
 
 def check_ranks(*data: Any) -> None:
-    """Raise ValueError unless all blocks have the same number of axes: Gluon adds none."""
+    """Raise ValueError unless all blocks have equally many axes: Gluon adds none."""
     shapes = [list(x.shape) for x in data if isinstance(x, torch.Tensor)]
     if len({len(shape) for shape in shapes}) > 1:
         raise ValueError(f"cannot broadcast, rank mismatch: {shapes}, at {Place()}")
@@ -256,7 +256,7 @@ def check_ranks(*data: Any) -> None:
 def promoted(
     a: Any, b: Any, division: bool = False, weak: bool = True
 ) -> tuple[Any, Any, Any, str | None]:
-    """Return both operands in their common type, that type, and their taint. ``weak`` constants
+    """Return both operands in their common type, the type, and their taint. ``weak`` constants
     adopt a type.
     """
     x, y = tensor(a), tensor(b)

@@ -29,7 +29,7 @@ def patterns(x: Tensor) -> Tensor:
 
 
 def distance(x: Tensor, y: Tensor) -> Tensor:
-    """Return |x - y| in units of the last place of the larger number; infinite if one is not
+    """Return |x - y| in units of the last place of the larger number; infinite unless both are
     finite.
     """
     if x.dtype != y.dtype:

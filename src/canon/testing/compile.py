@@ -4,8 +4,7 @@ memory.
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
 The launchers of `canon.fast` get CPU tensors and a driver that only returns a target, so types and
-specialisation are those of a real launch.
-"""
+specialisation are those of a real launch."""
 
 import argparse
 import json
@@ -71,8 +70,8 @@ class Case:
     dv: int = 128
     describable: bool = False  # tensor descriptors may be used
     backend: str = "triton"
-    short: bool = False  # documents so short that query heads share a Hopper tile
-    seen: int = 0  # a query sees more tiles than this: a key of `hopper_config.LONG_TABLE`
+    short: bool = False  # documents, so query heads share a Hopper tile
+    seen: int = 0  # tiles, a key of `hopper_config.LONG_TABLE`: queries see more
     ordered: bool = False  # dq is reduced in a fixed order
     plain: bool = False  # the forward of `forward_plain`
     key_order: bool = False  # with rank_invariant=True
@@ -184,7 +183,6 @@ def _compile_hopper(case: Case) -> list[Compiled]:
 
 
 def _compile_few_queries(case: Case) -> list[Compiled]:
-    """Compile each variant of `few_queries_launch` once."""
     few, (q, k, v, dout, lse, wide) = few_queries_launch, _tensors(case, getattr(torch, case.dtype))
     config, d, dv = hopper_config.choose(
         "forward", case.d, case.dv, seen=float("inf"), most_rows=128

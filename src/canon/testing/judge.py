@@ -13,11 +13,9 @@ with L2 over heads and width. Attention over n keys has size 1 / sqrt(n), so the
 miss a late token.
 
 **Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax
-are float32, in base 2.
-
-**lse** is never rounded to 16 bits. The sum over d in q k^T makes its error: a tensor core adds 16
-products at a time and truncates the sum, as `dense` does for 16-bit inputs (Fasi, Higham, Mikaitis,
-Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+are float32, in base 2. lse is never rounded to 16 bits. The sum over d in q k^T makes its error: a
+tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs
+(Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
 
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
@@ -25,8 +23,7 @@ out).
 **NaN and infinities** reach exactly the results of the cells that see them. The judge compares
 their places, and the errors everywhere else.
 
-``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN.
-"""
+``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -116,7 +113,7 @@ def orders(
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
-    """Let a function of `oracle`'s arguments also take packed tensors, and a tuple of masks."""
+    """Let a function of `oracle`'s arguments take packed tensors, and a tuple of masks."""
 
     def called(q, k, v, dout, mask=None, scale=None, dlse=None, sink=None, *more) -> Results:
         if q.dim() == 3:
@@ -380,13 +377,12 @@ def agreement(
     roundings: Results | None = None,
     spread: Results | None = None,
 ) -> Agreement:
-    """Compare the errors of ``got`` and ``honest`` against ``exact``. Tensors that are None are not
-    judged.
+    """Compare the errors of ``got`` and ``honest`` against ``exact``, but for tensors that are
+    None.
 
-    The distances in ``roundings`` (`canon.testing.roundings`) widen the bounds. ``spread``:
-    booleans, more places where ``got`` may be NaN or infinite, from a module that multiplies hidden
-    elements by 0. Raises ValueError if all tensors are None, or a shape is wrong.
-    """
+    The distances of ``roundings`` widen the bounds. ``spread``: booleans, more places where ``got``
+    may be NaN or infinite, from a module that multiplies hidden elements by 0. Raises ValueError if
+    all tensors are None, or a shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, more, *theirs in zip(

@@ -2,8 +2,8 @@
 the gradients back.
 
 Honest results round K, V and their gradients to the dtype of q. ``latent``, ``k_rope`` and their
-gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold
-NaN."""
+gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold NaN.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -108,9 +108,8 @@ def _attend(
 
 
 def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
-    """Return the distances of `roundings`, with the roundings of K, V and the projected gradients.
-
-    K and V move by one rounding up or down, drawn four times: the largest change is their distance.
+    """Return the distances of `roundings`, with those of K, V and the projected gradients: the
+    largest change when K and V move by one rounding up or down, drawn four times.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT

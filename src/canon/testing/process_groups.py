@@ -31,10 +31,8 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads, on the CPU or one shared GPU.
-
-    The ranks get a copy of the caller's context variables. Raises RuntimeError that names the first
-    failed rank, or the waits of all ranks.
+    """Run ``program()`` on threads, on the CPU or one shared GPU, with copies of the caller's
+    context variables. Raises RuntimeError.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -176,15 +174,16 @@ class _OutputByRank:
 
 
 def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list[Any]:
-    """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after the start
-    of all. Raises RuntimeError or TimeoutError."""
+    """Run the picklable ``program()`` on processes on the CPU. ``timeout``: seconds after all have
+    started. Raises RuntimeError or TimeoutError.
+    """
     _check_ranks(ranks)
     return run_processes(program, ranks, "gloo", timeout)
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
     """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU. Raises
-    the errors of `processes`, and ValueError for too few GPUs.
+    as `processes`, and ValueError for too few GPUs.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():
@@ -196,14 +195,14 @@ def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) ->
 
 
 def run(kind: str, program: Program, ranks: int, timeout: float) -> list[Any]:
-    """Run the program by the function ``kind``; `threads` need no timeout."""
+    """Run the program by the function ``kind``."""
     if kind == "threads":
         return threads(program, ranks)
     return {"processes": processes, "gpus": gpus}[kind](program, ranks, timeout=timeout)
 
 
 def kernel_gpus() -> int:
-    """Return the number of GPUs, 0 if TRITON_INTERPRET keeps the kernels on the CPU."""
+    """Return the number of GPUs, 0 with TRITON_INTERPRET."""
     values = ("1", "true", "on", "yes", "y")  # Triton reads these as true
     interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in values
     return torch.cuda.device_count() if torch.cuda.is_available() and not interpreted else 0

@@ -1,6 +1,5 @@
-"""Run a program on processes as ranks, with a timeout.
-
-A child joins the group through a file (no ports), and writes its results into another.
+"""Run a program on processes as ranks, with a timeout. A child joins the group through a file,
+without ports, and writes its results into another.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 def run_processes(
     program: Callable[[], Any], ranks: int, backend: str, timeout: float
 ) -> list[Any]:
-    """Return the results by rank. Raises the errors of `process_groups.processes`."""
+    """Return the results by rank. Raises as `process_groups.processes`."""
     try:
         packed = pickle.dumps(program)
     except _UNPICKLABLE as error:
@@ -104,7 +103,7 @@ def _starter(backend: str):
 
 
 def _until_started(children: list, where: Path) -> None:
-    """Wait until all ranks have imported torch: the timeout limits the program only."""
+    """Wait until all ranks have imported torch, before the timeout begins."""
     limit = time.monotonic() + STARTING
     while time.monotonic() < limit and all(child.is_alive() for child in children):
         if all((where / f"stack{rank}").exists() for rank in range(len(children))):

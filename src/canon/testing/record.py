@@ -33,7 +33,7 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
 
 
 def command(*words: str, **options: Any) -> str:
-    """Return a command line. A list repeats its option, a tuple gives it several words."""
+    """Return a command line. A list repeats its option, a tuple gives several words."""
     line = [*words]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:

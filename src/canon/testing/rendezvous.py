@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Ended(BaseException):
-    """Ends a rank that waits in vain. A program that catches Exception does not catch it."""
+    """Ends a rank that waits in vain; ``except Exception`` does not catch it."""
 
 
 class Rendezvous:

@@ -56,7 +56,7 @@ from canon.testing.judge import (
 def roundings(
     q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None, sink=None
 ) -> Results:
-    """Return the distances in float64. The whole score matrix must fit into memory."""
+    """Return the distances in float64, if the score matrix fits into memory."""
     dsink = None if sink is None else sink_roundings(q, k, v, dout, mask, scale, sink)
     group = q.shape[2] // k.shape[2]
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -173,14 +173,13 @@ def _narrow(
 
 
 class _Cap(NamedTuple):
-    """The ratios t of scores to a soft-cap and the slopes of tanh; without a soft-cap, 0 and 1."""
+    """The ratios t of scores to a soft-cap and the slopes of tanh; without one 0 and 1."""
 
     softcap: float
     ratio: Tensor | float
     slope: Tensor | float
 
     def sizes(self, x: Tensor) -> Tensor:
-        """Return A of capped scores from that of scores."""
         return self.slope * x + 4 * self.softcap * self.ratio
 
     def of_ds(self, sizes: Tensor) -> Tensor | float:
@@ -198,7 +197,6 @@ def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
 
 
 def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
-    """Return w q k^T, for q and k >= 0 of equal size."""
     return max(1.0, (q.shape[-1] / 3) ** 0.5) * q @ k.mT
 
 

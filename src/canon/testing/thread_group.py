@@ -1,12 +1,10 @@
 """Implement a torch.distributed backend with threads of one process as ranks.
 
-Each rank posts its tensors. The last rank copies the data of all ranks and wakes the others.
-torch's private group of threads has no send and receive, and waits forever for a rank that has
-returned.
+Each rank posts its tensors. The last one copies the data of all ranks and wakes the others. torch's
+own group of threads has no send and receive, and waits forever for a returned rank.
 
 Limits: the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a
-receive returns. A receive must name its source. Reductions are in rank order.
-"""
+receive returns. A receive must name its source. Reductions are in rank order."""
 
 from collections import Counter
 from collections.abc import Callable
