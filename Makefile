@@ -73,6 +73,7 @@ course: $(STAMP)
 # Writes the pages and the figures of `paper`, then the PDF.
 paper: $(STAMP)
 	$(BIN)/python paper/measured.py
+	$(BIN)/python paper/long_tables.py
 	$(BIN)/python paper/paper_pdf.py
 
 clean:

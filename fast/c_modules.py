@@ -5,6 +5,14 @@ from types import ModuleType
 from typing import Any
 
 
+def optional_c_module(folder: Path, *names: str) -> ModuleType | None:
+    """Return the module of these files of a folder, or None where they cannot be compiled."""
+    try:
+        return c_module(*(folder / name for name in names))
+    except Exception:
+        return None
+
+
 def c_module(*sources: Path, **options: Any) -> ModuleType:
     """Compile and load C files, one after another, as the module ``canon_NAME`` of the last one.
     Triton caches the result.

@@ -19,7 +19,7 @@ import numpy as np
 
 from canon.faces import public_plans
 from canon.fast.assignment import Assignment
-from canon.fast.c_modules import c_module
+from canon.fast.c_modules import optional_c_module
 from canon.fast.chunks import Chunks
 from canon.fast.tables.work_tables import band_array
 from canon.masks.layout import Layout
@@ -66,11 +66,7 @@ def _dispatch(
 @lru_cache(maxsize=1)
 def native_planner() -> ModuleType | None:
     """Return `planner.c`, or None where it cannot be compiled."""
-    parts = "chunks.c", "assignment.c", "planner.c"
-    try:
-        return c_module(*map(Path(__file__).with_name, parts))
-    except Exception:
-        return None
+    return optional_c_module(Path(__file__).parent, "chunks.c", "assignment.c", "planner.c")
 
 
 def _tokens(numbers: list[int], chunk: int, n: int) -> list[range]:

@@ -81,6 +81,11 @@ def semaphore() -> list[float]:
     return [median(times[shape, "8d91517"]) / median(times[shape, "1dfbf10"]) for shape in shapes]
 
 
+def shapes_of(record: str) -> list[str]:
+    """Return the shapes of a record, in order."""
+    return list(dict.fromkeys(row["shape"] for row in load(record)["results"]))
+
+
 def rows_of(record: str, shape: str) -> list[dict]:
     """Return the rows of a record with this shape."""
     return [row for row in load(record)["results"] if row["shape"] == shape]
@@ -242,7 +247,7 @@ def planted() -> dict[str, str]:
 
 def kernels() -> dict[str, str]:
     """Return the ratios of speeds of Canon and of the fastest peer."""
-    shapes = list(dict.fromkeys(row["shape"] for row in load(BESIDE)["results"]))
+    shapes = shapes_of(BESIDE)
     of = lambda contender, name: [speed(BESIDE, shape, contender, name) for shape in shapes]
     ratios = {
         name: [
@@ -265,7 +270,7 @@ def kernels() -> dict[str, str]:
 
 def wall() -> dict[str, str]:
     """Return the wall times of the fastest peer over Canon's."""
-    shapes = dict.fromkeys(row["shape"] for row in load(BESIDE)["results"])
+    shapes = shapes_of(BESIDE)
     ratios = {}
     for name in ("forward", "both"):
         times = ({x: clocks(BESIDE, s, x, name)[0] for x in OF_FORWARD} for s in shapes)
@@ -279,7 +284,7 @@ def wall() -> dict[str, str]:
 def portable() -> dict[str, str]:
     """Return the table of the Triton backend, and the costs of masks and of "auto"."""
     record, rows = "kernels_triton_h200", []
-    for shape in dict.fromkeys(row["shape"] for row in load(record)["results"]):
+    for shape in shapes_of(record):
         back = max(
             speed(record, shape, f"canon triton {key}", "backward")
             for key in ("split", "head_parallel")
@@ -294,7 +299,7 @@ def portable() -> dict[str, str]:
     over = lambda name: [
         speed(record, shape, "canon triton split", "forward")
         / speed(record, shape, name, "forward")
-        for shape in dict.fromkeys(row["shape"] for row in load(record)["results"])
+        for shape in shapes_of(record)
     ]
     return {
         "portable": table(
@@ -386,10 +391,10 @@ def beside_peers() -> dict[str, str]:
     """Return tables of both passes beside peers in one run, ratios, and the cost of
     ``rank_invariant=True``.
     """
-    shapes = list(dict.fromkeys(row["shape"] for row in load(BESIDE)["results"]))
+    shapes = shapes_of(BESIDE)
     tflops = lambda name, shape, kind: row_of(BESIDE, shape, name).get(f"{kind}_tflops", 0)
     cell = lambda number, form=".0f": f"{number:{form}}" if number else "-"
-    forwards, backwards = ("canon auto", "SDPA cudnn", "flash-attn-4"), tuple(OF_BESIDE)
+    forwards, backwards = tuple(OF_FORWARD), tuple(OF_BESIDE)
     speeds = [
         [
             named(shape),

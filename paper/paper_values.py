@@ -121,8 +121,7 @@ def beside_peers() -> dict[str, str]:
     """Return how much longer the faster of cuDNN and flash-attn-4 takes for both passes than
     Canon's default, and the number of shapes on which it is faster.
     """
-    shapes = dict.fromkeys(row["shape"] for row in load(kernel_tables.BESIDE)["results"])
-    peers = "SDPA cudnn", "flash-attn-4"
+    shapes, peers = kernel_tables.shapes_of(kernel_tables.BESIDE), kernel_tables.PEERS
     ratios = [other_libraries.fastest_over_canon(shape, peers) for shape in shapes]
     walls, gpus = zip(*ratios, strict=True)
     return {
@@ -211,10 +210,7 @@ def schedule_ratios() -> dict[str, str]:
         for i in range(2)
         for j in range(2)
     ]
-    one, strided = "magi, 0 stages", "strided zigzag 8"
-    over = [mean(one, i, j) / mean(strided, i, j) for i in range(2) for j in range(2)]
     return {
-        "packs_over_strided": span(over, 1),
         "ring_launches": f"{median(host['both_launches_ms']):.1f}",
         "ring_gpu": f"{median(host['both_ms']):.1f}",
         "ends_ratio": span(ends),

@@ -118,7 +118,7 @@ def _box(
 EIGHT = "schedules_eight_h200"
 ONE = kernel_tables.BESIDE
 DETERMINISTIC = kernel_tables.DETERMINISTIC
-PEERS = "SDPA cudnn", "flash-attn-4"
+PEERS = kernel_tables.PEERS
 LENGTHS = (131072, 32768)  # tokens on eight GPUs
 OF_PAIR, of_two = schedule_tables.LENGTHS, schedule_tables.of_two
 PACK_CLOCKS = "both_wall", "both_gpu"
@@ -144,22 +144,12 @@ def numbers() -> dict[str, str]:
         for record, sizes in ((EIGHT, LENGTHS), ("schedules_four_h200", (16384, 65536, 262144)))
         for n in sizes
     )
-    found["packs over strided"] = span(_packs_over_strided(), 1)
+    found["packs over strided"] = schedule_tables.packs()["packs_over_strided"]
     found |= {f"others {name}": ratio for name, ratio in other_libraries.others().items()}
     for name, side in (("our memory", 0), ("magi memory", 1)):
         extra = (pair[side]["extra_gib"] * 1.073741824 for pair in packs("MagiAttention default"))
         found[name] = span(extra, 1)
     return found | {"table": table(FASTER, [*_on_several(), *_on_one()], 3)}
-
-
-def _packs_over_strided() -> list[float]:
-    """Return the speed of one group cast over that of strided attention on packs, as means over
-    packs: forward and backward alone, on eight and on four GPUs.
-    """
-    speeds = schedule_tables.pack_speeds()
-    mean = lambda name, i, j: sum(row[j] for row in speeds[name, i]) / len(speeds[name, i])
-    cases = [(i, j) for i in range(2) for j in range(2)]
-    return [mean("magi, 0 stages", *case) / mean("strided zigzag 8", *case) for case in cases]
 
 
 def _on_several() -> list[list[str]]:
@@ -205,7 +195,7 @@ def packs(name: str) -> list[tuple[dict, dict]]:
 
 def _on_one() -> list[list[str]]:
     """Return rows of `FASTER` for one GPU: the range over the shapes."""
-    rows, shapes = [], list(dict.fromkeys(row["shape"] for row in load(ONE)["results"]))
+    rows, shapes = [], kernel_tables.shapes_of(ONE)
     for peers, label, ours in (
         (PEERS, "faster of cuDNN, flash-attn-4", "canon auto"),
         ((DETERMINISTIC,), "flash-attn-4, deterministic", kernel_tables.REPEATABLE),

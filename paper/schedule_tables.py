@@ -217,8 +217,9 @@ def packs() -> dict[str, str]:
         [label, *(f"{mean((name, i), 0):.0f} / {mean((name, i), 1):.0f}" for i in range(2))]
         for name, label in PACKED
     ]
-    one, ring, whole = "magi, 0 stages", "ring zigzag", "one GPU"
+    one, whole = "magi, 0 stages", "one GPU"
     both = [(i, j) for i in range(2) for j in range(2)]
+    over = lambda other: span([mean((one, i), j) / mean((other, i), j) for i, j in both], 1)
     return {
         "packs": table(
             (
@@ -228,7 +229,8 @@ def packs() -> dict[str, str]:
             ),
             rows,
         ),
-        "packs_over_ring": span([mean((one, i), j) / mean((ring, i), j) for i, j in both], 1),
+        "packs_over_ring": over("ring zigzag"),
+        "packs_over_strided": over("strided zigzag 8"),
         "packs_share": span([100 * mean((one, i), j) / mean((whole, i), j) for i, j in both], 0),
         "packs_exposed": span([median(row[2] for row in found[one, i]) for i in range(2)], 1),
         **{f"packs_two_{name}": span(x) for name, x in packs_of_two().items()},

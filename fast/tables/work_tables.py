@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from canon.fast.c_modules import c_module
+from canon.fast.c_modules import optional_c_module
 from canon.fast.tables.cells import Cells, Places
 from canon.fast.tables.device_plans import device_plan
 from canon.fast.tables.index_ranges import counted
@@ -107,10 +107,7 @@ def arrays(tiles: bytearray, spans: bytearray) -> tuple[np.ndarray, np.ndarray]:
 @lru_cache(maxsize=1)
 def native_tables() -> ModuleType | None:
     """Return `schedule.c`, or None where it cannot be compiled: NumPy makes the same tables."""
-    try:
-        return c_module(*map(Path(__file__).with_name, ("tables.c", "schedule.c")))
-    except Exception:
-        return None
+    return optional_c_module(Path(__file__).parent, "tables.c", "schedule.c")
 
 
 @cached_plan

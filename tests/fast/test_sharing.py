@@ -47,13 +47,20 @@ MASKS = {
 }
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The recorders that are made."""
+    found, right = [], recordings.Recorder
+    monkeypatch.setattr(
+        recordings, "Recorder", lambda given: found.append(right(given)) or found[-1]
+    )
+    return found
+
+
 @pytest.mark.gpu
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("replays")
-def test_a_recording_serves_masks_of_one_structure_with_their_own_plans(monkeypatch):
-    made = []
-    right = recordings.Recorder
-    monkeypatch.setattr(recordings, "Recorder", lambda given: made.append(right(given)) or made[-1])
+def test_a_recording_serves_masks_of_one_structure_with_their_own_plans(made):
     for seed, (name, mask) in enumerate(MASKS.items()):
         for again in range(2):
             replayed, expected = (tensors_of(seed + 10 * again) for _ in range(2))
@@ -68,11 +75,8 @@ def test_a_recording_serves_masks_of_one_structure_with_their_own_plans(monkeypa
 @pytest.mark.gpu
 @pytest.mark.interpreted
 @pytest.mark.usefixtures("replays")
-def test_a_pass_of_one_mask_is_recorded_in_its_second_call(monkeypatch):
+def test_a_pass_of_one_mask_is_recorded_in_its_second_call(made):
     """A step of a schedule whose mask is new in every call costs no recording."""
-    made = []
-    right = recordings.Recorder
-    monkeypatch.setattr(recordings, "Recorder", lambda given: made.append(1) or right(given))
     cells = Cells(MASKS["alike"])
     step = lambda *tensors: forward(*tensors, cells)
     for call, number in enumerate([0, 1, 1, 1]):

@@ -28,10 +28,10 @@ import numpy as np
 
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.index_ranges import counted
-from canon.fast.tables.tile_costs import L2_BYTES, TileCosts, divisors, largest_divisor, tile_costs
+from canon.fast.tables.tile_costs import L2_BYTES, divisors, largest_divisor, tile_costs
 from canon.fast.tables.work_tables import visits
 from canon.masks.mask import Mask
-from canon.masks.plan_cache import cached_plan
+from canon.masks.plan_cache import cached_part, cached_plan
 
 SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
@@ -74,20 +74,16 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
     return max(fitting, min(enough, close))
 
 
+@cached_part
 def alternation(
-    costs: TileCosts,
-    rows: int,
-    columns: int,
-    repeat: int,
-    groups: int,
-    bytes_per_group: int,
-    queries: int,
+    cells: Cells, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int
 ) -> tuple[int, float] | None:
     """Return how many groups of heads are in flight, and the cost of waits, misses and idle ends
     (share of the time); or None, not to alternate, if few work tiles add to one tile of dq or all
     are about equally long. ``repeat``: query heads per key head; ``bytes_per_group``: of q and
     dout.
     """
+    costs = tile_costs(cells, rows, columns, True, repeat, columns)
     cost = costs.cost[costs.active]
     if (
         not len(cost) * groups
@@ -98,7 +94,7 @@ def alternation(
     if repeat * rows < 2 * columns:
         return None
     waiting = WAITING * SMS**2 / (repeat * int(costs.spans[:, 1].sum()))
-    drifting = DRIFTING[repeat > 1] * bytes_per_group**2 / queries
+    drifting = DRIFTING[repeat > 1] * bytes_per_group**2 / cells.sizes[0]
     best, longest_first = (1, np.inf), np.sort(cost)[::-1]
     for lost, n in sorted((waiting / n**2 + drifting * n**2, n) for n in divisors(groups)):
         if lost >= best[1]:
@@ -158,13 +154,9 @@ def ordered_dq_pays(
     if visited <= least * tiles:
         return False
     if mask.keys <= mask.queries:
-        costs, bytes_per_head = (
-            tile_costs(Cells(mask), rows, columns, True, each, columns),
-            4 * width * each * mask.queries,
-        )
-        if found := alternation(
-            costs, rows, columns, each, key_heads, bytes_per_head, mask.queries
-        ):
+        bytes_per_head = 4 * width * each * mask.queries
+        found = alternation(Cells(mask), rows, columns, each, key_heads, bytes_per_head)
+        if found:
             return found[1] < MAX_SHARE[width]
     lag = LAG * min(tiles, sms / key_heads)  # of the last CTA of a head, in tiles
     return visited * query_heads / sms > 10 * lag

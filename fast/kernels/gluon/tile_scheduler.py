@@ -173,7 +173,7 @@ def _of_c(native: ModuleType, cells: Cells, t: Traversal) -> _Made:
 def _of_numpy(cells: Cells, t: Traversal) -> _Made:
     costs = tile_costs(cells, t.rows // t.pack, t.columns, t.transposed, t.repeat, t.boxes)
     spans, chains = np.split(costs.spans, [costs.tiles[:, 4].max(initial=0)])
-    groups, order = _order(costs, t, cells.sizes[0])
+    groups, order = _order(costs, t, cells)
     sets = Sets.of(t, groups)
     work = _work(costs, spans, chains, order, sets, t)
     visited = int(spans[:, TILES].sum(dtype=np.int64))
@@ -239,11 +239,11 @@ def _work(
 
 
 # ------------------------------------------------------------------ the order
-def _order(costs: TileCosts, t: Traversal, queries: int) -> tuple[int, np.ndarray]:
+def _order(costs: TileCosts, t: Traversal, cells: Cells) -> tuple[int, np.ndarray]:
     """Return how many groups of heads are in flight, and the order of the active tiles."""
     groups, start, stop = t.heads.groups, costs.tiles[:, 0], costs.tiles[:, 1]
     found = (
-        alternation(costs, t.rows, t.columns, t.repeat, groups, t.bytes_per_group, queries)
+        alternation(cells, t.rows, t.columns, t.repeat, groups, t.bytes_per_group)
         if t.ordered
         else None
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from canon.bench.schedules import meet
-from canon.bench.timing import Run, eager, slowest, table
+from canon.bench.timing import Run, eager, milliseconds, slowest, table
 from canon.testing import process_groups
 
 SMALL, LARGE = 8, 64 << 20  # bytes
@@ -67,14 +67,13 @@ def _milliseconds(run: Run, times: int, device: torch.device) -> float:
     """
     if device.type != "cuda":
         return eager(run, times, device)[0]
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    meet(device)
-    first.record()
-    for _ in range(times):
-        run()
-    last.record()
-    torch.cuda.synchronize(device)
-    return slowest(first.elapsed_time(last) / times, device)
+
+    def queue() -> None:
+        for _ in range(times):
+            run()
+
+    (taken,) = milliseconds(queue, 1, warm=0, before=partial(meet, device))
+    return slowest(taken / times, device)
 
 
 def _exchange(other, sent, received) -> None:

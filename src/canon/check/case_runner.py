@@ -29,7 +29,7 @@ from canon.check.inputs import FromDocuments, Inputs, with_projected_keys
 from canon.check.places import worst_places
 from canon.check.planted_values import exempted, reach, spread
 from canon.check.random_source import RandomSource
-from canon.check.repetition import SWITCH, Repeated, repeated
+from canon.check.repetition import RUNS, SWITCH, Repeated, repeated
 from canon.reference import Layout
 from canon.testing.judge import Attended, Measure, Results, agreement
 
@@ -54,7 +54,7 @@ class CaseRunner:
     device: str
     sink: Path = Path()  # gets a line of JSON for each case
     backend: str | None = None  # kernel backend of canon.fast
-    runs: int = 2  # runs of the module for each case
+    runs: int | None = None  # of the module for each case; None: `RUNS`
 
     def __call__(self) -> None:
         module = import_module(self.module)
@@ -131,7 +131,7 @@ class CaseRunner:
 
         on_some_rank = lambda x: any(_gather_objects(x)) if case.distributed else x
         switched = case.method != "fused"  # it adds dq in any order, or warns
-        found = repeated(run, _different, on_some_rank, self.runs, switched)
+        found = repeated(run, _different, on_some_rank, self.runs or RUNS[self.device], switched)
         if case.distributed:
             dist.barrier()  # ranks that are threads share the switch: all have left it now
         return found, [seconds[0], seconds[-1]]

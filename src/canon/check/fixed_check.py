@@ -13,7 +13,6 @@ from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
 from canon.check.placement import Placement
-from canon.check.repetition import RUNS
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 
@@ -96,10 +95,7 @@ class FixedCheck:
         """Return the results, and whether Ctrl-C came."""
         kind, ranks = self.placement.kind, self.placement.ranks
         name, *given = self.given
-        settings = {
-            "backend": self.arguments.backend,
-            "runs": self.arguments.runs or RUNS[self.placement.device],
-        }
+        settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
         runner = CaseRunner(name, tuple(cases), *given, **settings)
         try:
             if cases and warming.worth_it(self.placement.device, self.module):

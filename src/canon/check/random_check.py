@@ -23,7 +23,6 @@ from canon.check.cases import accepts, covered, matches
 from canon.check.check_report import NEITHER, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
-from canon.check.repetition import RUNS
 from canon.check.run_cases import Interrupted, run_cases
 from canon.testing import record
 from canon.testing.judge import short
@@ -54,7 +53,7 @@ def run(
         raise ValueError(f"--random: no function or mask of these cases has {only!r}")
     run = _head(arguments, ranks, table, kind) | {"cases": [], "failures": []}
     check = _RandomCheck(arguments, console, kind, run)
-    settings = {"backend": arguments.backend, "runs": arguments.runs or RUNS[device]}
+    settings = {"backend": arguments.backend, "runs": arguments.runs}
     runner = CaseRunner(arguments.module, (), RandomSource(), device, **settings)
     if warming.worth_it(device, module):
         groups = [(case.ranks, replace(runner, cases=(case,))) for case in wanted[:BLOCK]]
