@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -85,6 +86,8 @@ def _progress(before: int, total: int, verbose: bool) -> Iterator[Show]:
                 progress.update(task, completed=number)
                 if verbose and not console.is_terminal:
                     line = f"{number}/{total} {result['case']} {result['verdict']}"
+                    if result["verdict"] in ("disagrees", "failed"):  # a time limit may come next
+                        line += f": {shorten(result['faults'][0], 300, placeholder=' ...')}"
                     print(line, file=sys.stderr, flush=True)
 
         yield show
