@@ -148,7 +148,7 @@ def groups(tmp_path, monkeypatch):
     [
         (
             'print(\'{"steps": 3}\\n{"of": 2}\\n{"compiled": 2, "failed": 0}\')',
-            "2 kernels compiled.",
+            "2 kernels compiled in ",
             True,
         ),
         (

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from time import perf_counter
 from types import ModuleType
 
 from canon.check.case_runner import CaseRunner
@@ -31,10 +32,11 @@ def warm(groups: Sequence[tuple[int, CaseRunner]]) -> str:
     first = groups[0][1]
     names = [(ranks, case.name) for ranks, runner in groups for case in runner.cases]
     identities = [(first.module, first.backend, first.source, names)]
+    began = perf_counter()
     outcome = compile_ahead(partial(collect, list(groups)), len(names), identities)
     if outcome.complete:
         return (
-            f"{outcome.compiled} kernels compiled."
+            f"{outcome.compiled} kernels compiled in {perf_counter() - began:.0f} s."
             if outcome.compiled
             else "The kernels are compiled already."
         )
