@@ -97,6 +97,16 @@ def count(test: str, suite: str, kind: str = "") -> int:
     return sum(test in f.found[suite] for f in faults().values() if kind in ("", f.kind))
 
 
+def pairs(test: str = "") -> set[tuple[str, int]]:
+    """Return the pairs (fault, seed) in bfloat16 on normal inputs that a test finds, or all."""
+    return {
+        (row["fault"], row["seed"])
+        for row in load(RECORD)["results"]
+        if row["what"] == "tensors" and (row["dtype"], row["inputs"]) == SUITES["bfloat16"]
+        if row["fault"] in faults() and (not test or row["found"][test])
+    }
+
+
 def detection() -> dict[str, str]:
     """Return the numbers of faults that tests find."""
     kinds = [fault.kind for fault in faults().values()]
@@ -111,7 +121,14 @@ def detection() -> dict[str, str]:
         "other_bfloat16": ("loss, other seeds", "bfloat16"),
     }
     found = {f"found_{name}": str(count(*of)) for name, of in numbers.items()}
+    judge, flash = (pairs(test) for test in ("judge", "flash-attention"))
+    alone = len(judge - flash)
+    assert len(judge) == len(flash)
+    assert alone == len(flash - judge)  # the paper's sentence names both with one number
     return found | {
+        "pairs": str(len(pairs())),
+        "pairs_judge": str(len(judge)),
+        "pairs_judge_alone": str(alone),
         "detection_planted": str(len(kinds)),
         "detection_precision": str(kinds.count("precision")),
     }
