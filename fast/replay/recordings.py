@@ -61,7 +61,9 @@ class PreparedPass:
         self._hold([] if self.reason else recorder.plans, uploads)
 
     def _hold(self, plans: list[Tensor], uploads: list[Upload]) -> None:
-        self.held, self._uploads, self._streams = tuple(plans), uploads, set()
+        self.held, self._uploads = tuple(plans), uploads
+        streams = {one.handle for one in uploads}  # memory is kept for the stream of its upload
+        self._streams = streams if len(streams) == 1 else set()
         self._addresses = [x.data_ptr() for x in plans]
 
     def of(self, mask: Mask) -> "PreparedPass | None":
