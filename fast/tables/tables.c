@@ -19,7 +19,8 @@ typedef int64_t i64;
 
 static i64 minimum(i64 a, i64 b) { return a < b ? a : b; }
 static i64 maximum(i64 a, i64 b) { return a > b ? a : b; }
-static i64 floored(i64 a, i64 b) { return a / b - (a % b < 0); } /* b > 0 */
+/* a / b for b > 0, rounded down: a division takes longer than all else of a piece. */
+static i64 floored(i64 a, i64 b) { return b & (b - 1) ? a / b - (a % b < 0) : a >> __builtin_ctzll(b); }
 static i64 ceiled(i64 a, i64 b) { return -floored(-a, b); }
 
 /* Memory of a call. It is kept for the next one, whose pages are then mapped: no call releases the GIL. */
@@ -58,13 +59,20 @@ static void release(void) {
 }
 
 /* ------------------------------------------------------------------ stable sorting */
-/* Sort `index` (0 to n - 1) by key, stably. */
+enum { RUN = 16 };
+
+/* Sort `index` (0 to n - 1) by key, stably: runs by insertion, then pairs of runs until all are in order. */
 #define SORT(name, type)                                                                     \
   static int name(const type *key, i64 n, i64 *index) {                                      \
-    i64 *other = array(n, sizeof(i64)), *from = index, *to = other;                          \
+    i64 *other = array(n, sizeof(i64)), *from = index, *to = other, at;                      \
     if (!other) return -1;                                                                   \
-    for (i64 i = 0; i < n; i++) index[i] = i;                                                \
-    for (i64 width = 1; width < n; width *= 2) {                                             \
+    for (i64 i = 0; i < n; i++) {                                                            \
+      for (at = i; at % RUN && key[index[at - 1]] > key[i]; at--) index[at] = index[at - 1]; \
+      index[at] = i;                                                                         \
+    }                                                                                        \
+    for (i64 width = RUN; width < n; width *= 2) {                                           \
+      for (at = width; at < n && key[from[at - 1]] <= key[from[at]]; at += width);           \
+      if (at >= n) break;                                                                    \
       for (i64 left = 0; left < n; left += 2 * width) {                                      \
         i64 middle = minimum(left + width, n), right = minimum(left + 2 * width, n);         \
         i64 a = left, b = middle;                                                            \
@@ -72,7 +80,7 @@ static void release(void) {
           memcpy(to + left, from + left, (right - left) * sizeof(i64));                      \
           continue;                                                                          \
         }                                                                                    \
-        for (i64 at = left; at < right; at++)                                                \
+        for (at = left; at < right; at++)                                                    \
           to[at] = b == right || (a < middle && key[from[a]] <= key[from[b]]) ? from[a++] : from[b++]; \
       }                                                                                      \
       i64 *swap = from;                                                                      \
