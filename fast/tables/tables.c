@@ -1,5 +1,6 @@
 /* Work tables in C: what `work_tables.py` defines in NumPy, bit for bit. `schedule.c` continues this file.
  *
+ *   bands(bands of a mask) -> `band_array`, and area(bands) -> `area`
  *   table(bands, size, rows, columns, small, boxes, only_visits)
  *       -> (visits, number of tiles[, tiles, spans])         `_best_cut` and `_table`, as bytearrays
  *
@@ -91,6 +92,41 @@ enum { RUN = 16 };
   }
 SORT(sort_integers, i64)
 SORT(sort_floats, double)
+
+/* ------------------------------------------------------------------ bands */
+static PyObject *bands(PyObject *self, PyObject *given) {
+  i64 n = PyTuple_Check(given) ? PyTuple_GET_SIZE(given) : 0;
+  PyObject *made = PyByteArray_FromStringAndSize(NULL, BAND * n * sizeof(i64));
+  for (i64 i = 0; made && i < n; i++) {
+    PyObject *band = PyTuple_GET_ITEM(given, i);
+    for (int field = 0; field < BAND; field++)
+      ((i64 *)PyByteArray_AS_STRING(made))[field * n + i] = PyLong_AsLongLong(PyTuple_GET_ITEM(band, field));
+  }
+  if (PyErr_Occurred()) Py_CLEAR(made);
+  return made;
+}
+
+/* Return the cells on the first `diagonals` diagonals from a corner. */
+static i64 corner(i64 queries, i64 keys, i64 diagonals) {
+  i64 sizes[3] = {diagonals, diagonals - queries, diagonals - keys}, cells[3];
+  for (int i = 0; i < 3; i++) cells[i] = maximum(sizes[i], 0) * (sizes[i] + 1) / 2;
+  return cells[0] - cells[1] - cells[2];
+}
+
+static PyObject *area(PyObject *self, PyObject *arguments) {
+  Py_buffer given;
+  if (!PyArg_ParseTuple(arguments, "y*", &given)) return NULL;
+  i64 n = given.len / (BAND * sizeof(i64)), sum = 0;
+  for (i64 i = 0; i < n; i++) {
+    const i64 *band = (i64 *)given.buf + i;
+    i64 q_start = band[Q_START * n], q_stop = band[Q_STOP * n], k_start = band[K_START * n], k_stop = band[K_STOP * n];
+    i64 queries = q_stop - q_start, keys = k_stop - k_start;
+    sum += queries * keys - corner(queries, keys, band[LO * n] - (k_start - q_stop + 1));
+    sum -= corner(queries, keys, k_stop - 1 - q_start - band[HI * n]);
+  }
+  PyBuffer_Release(&given);
+  return PyLong_FromLongLong(sum);
+}
 
 /* ------------------------------------------------------------------ the cut */
 typedef struct {
