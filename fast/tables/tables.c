@@ -62,13 +62,15 @@ static void release(void) {
 /* ------------------------------------------------------------------ stable sorting */
 enum { RUN = 16 };
 
-/* Sort `index` (0 to n - 1) by key, stably: runs by insertion, then pairs of runs until all are in order. */
+/* Sort `index` (0 to n - 1) by key, stably: by insertion, but only within runs after n moves; then merge pairs of runs
+ * until all are in order. Spans and costs are often nearly sorted. */
 #define SORT(name, type)                                                                     \
   static int name(const type *key, i64 n, i64 *index) {                                      \
-    i64 *other = array(n, sizeof(i64)), *from = index, *to = other, at;                      \
+    i64 *other = array(n, sizeof(i64)), *from = index, *to = other, at, moves = 0;           \
     if (!other) return -1;                                                                   \
     for (i64 i = 0; i < n; i++) {                                                            \
-      for (at = i; at % RUN && key[index[at - 1]] > key[i]; at--) index[at] = index[at - 1]; \
+      for (at = i; at && (at % RUN || moves < n) && key[index[at - 1]] > key[i]; at--, moves++) \
+        index[at] = index[at - 1];                                                           \
       index[at] = i;                                                                         \
     }                                                                                        \
     for (i64 width = RUN; width < n; width *= 2) {                                           \
