@@ -187,7 +187,7 @@ def test_plans_of_a_captured_graph_live_as_long_as_the_graph(monkeypatch):
 
 
 def test_only_other_streams_and_captures_wait_for_a_plan_and_keep_it(monkeypatch):
-    """Memory and uploads are in the order of the stream that made them. Numbers stand for streams."""
+    """An upload, its memory and kernels are in order on one stream. Numbers stand for streams."""
     now, waits, kept = {"stream": 7, "captures": False}, [], []
     stream = lambda _: SimpleNamespace(cuda_stream=now["stream"], wait_event=waits.append)
     event = SimpleNamespace(record=lambda _: None, query=lambda: False)
