@@ -27,20 +27,23 @@ from canon.route.call import Call
 from canon.route.checks import split_scale
 
 _lock = threading.Lock()  # ranks may be threads
-_compiled: set[tuple] = set()  # `identities`
+_compiled: set[Model | tuple] = set()  # models, and their `identities`
 
 
 def compile_for(call: Call) -> None:
     """Compile the kernels of a call's model on a GPU, once. Warn if some do not compile."""
     if call.device.type != "cuda" or INTERPRETED or os.environ.get("CANON_COMPILE_AHEAD") == "0":
         return
-    model = replace(model_of(call.computed), over_mesh=call.columns > 1)
+    model = model_of(call.computed)
+    if call.columns > 1:
+        model = replace(model, over_mesh=True)
+    if model in _compiled:  # a new mask, or another length
+        return
     needed = identities(model)
     with _lock:
-        if not _compiled.issuperset(needed):
-            if not are_stamped(needed):
-                _compile(model, call.device)
-            _compiled.update(needed)
+        if not _compiled.issuperset(needed) and not are_stamped(needed):
+            _compile(model, call.device)
+        _compiled.update((model, *needed))
 
 
 def model_of(call: Call) -> Model:

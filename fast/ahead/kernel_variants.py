@@ -108,7 +108,8 @@ def collect(model: Model, device: str, progress: Callable[[int], None] = lambda 
     """Launch all variants that the model's functions can need; call ``progress(done)`` after each
     step. Raises ValueError if no kernel supports the model on this device.
     """
-    torch.use_deterministic_algorithms(model.deterministic)
+    if torch.are_deterministic_algorithms_enabled() != model.deterministic:
+        torch.use_deterministic_algorithms(model.deterministic)  # imports PyTorch's compiler
     torch.backends.cuda.matmul.fp32_precision = model.precision
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)

@@ -61,7 +61,9 @@ class PreparedPass:
         self._hold([] if self.reason else recorder.plans, uploads)
 
     def _hold(self, plans: list[Tensor], uploads: list[Upload]) -> None:
-        self.held, self._uploads, self._streams = tuple(plans), uploads, set()
+        self.held, self._uploads = tuple(plans), uploads
+        streams = {one.handle for one in uploads}  # memory is kept for the stream of its upload
+        self._streams = streams if len(streams) == 1 else set()
         self._addresses = [x.data_ptr() for x in plans]
 
     def of(self, mask: Mask) -> "PreparedPass | None":
@@ -175,7 +177,7 @@ def replayed(
         kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
         kind = (options, *kinds, *[address & 15 for address in addresses], first.device)
     key = (body, kind, _aliases(addresses), _settings(first))
-    found = plan_cache.PLANS.get(key)
+    found = known = plan_cache.PLANS.get(key)
     if found is None:
         cells = next((x for x in options if isinstance(x, Cells)), None)
         if cells is None and _is_first_call(key):
@@ -184,8 +186,7 @@ def replayed(
             return
         recordings = None if cells is None else _recordings(body, tensors, options, addresses)
         alike = (x.of(cells.mask) for x in recordings or ())
-        if (found := next((x for x in alike if x is not None), None)) is not None:
-            plan_cache.PLANS.put(key, found)
+        found = next((x for x in alike if x is not None), None)
     if found is None:
         recorder = Recorder(given)
         watched = launcher.recording(recorder), observed(recorder.planned), recorder
@@ -200,6 +201,8 @@ def replayed(
         body(*tensors, *options)
     else:
         found.replay(given, addresses)
+    if found is not known:  # another mask's: the GPU computes by now
+        plan_cache.PLANS.put(key, found)
 
 
 def _is_first_call(key: Hashable) -> bool:

@@ -62,7 +62,7 @@ def device_plan(host: Callable[..., Any]) -> Callable[..., Any]:
         if args[-1] == META:
             return uploaded(on_host(args[:-1]), META)
         made, upload = plan_cache.PLANS.find((plan, args), lambda: on_device(*args))
-        if upload is not None:
+        if upload is not None and upload.is_elsewhere():
             upload.wait()
             keep_for_stream(*tensors_in(made))
         if (note := getattr(_observers, "current", None)) is not None:
@@ -118,8 +118,16 @@ class Upload:
 
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.current_stream(device)
+        self.handle = self.stream.cuda_stream
         self.event: torch.cuda.Event | None = torch.cuda.Event()
         self.event.record(self.stream)
+
+    def is_elsewhere(self) -> bool:
+        """Return whether kernels of the current stream must wait for the uploads, and their memory
+        for these kernels: it is another stream, or a captured one. Stream 0 is never captured.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return stream != self.handle or bool(stream and torch._C._cuda_isCurrentStreamCapturing())
 
     def wait(self) -> bool:
         """Make the current stream wait for the uploads. Return False once they are known to be

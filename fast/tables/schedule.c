@@ -225,7 +225,9 @@ static int write_work_tiles(const Schedule *s, const Order *o, const Place *orde
   }
   for (i64 i = 0; i < places(o); i++) {
     const int32_t *tile = of_tile + RECORD * order[i].tile, *owner = of_head + RECORD * order[i].owner;
-    for (int field = 0; field < RECORD; field++) work[RECORD * (i + 1) + field] = tile[field] | owner[field];
+    int32_t record[RECORD]; /* in registers: `work` might overlap the others */
+    for (int field = 0; field < RECORD; field++) record[field] = tile[field] | owner[field];
+    memcpy(work + RECORD * (i + 1), record, sizeof(record));
   }
   return 0;
 }
@@ -274,6 +276,8 @@ static PyObject *write_schedule(PyObject *self, PyObject *arguments) {
 }
 
 static PyMethodDef methods[] = {
+    {"bands", bands, METH_O, "Return the bands of a mask, field by field."},
+    {"area", area, METH_VARARGS, "Return the number of visible cells."},
     {"table", table, METH_VARARGS, "Return visits, tiles and spans of the cheaper cut."},
     {"order", order, METH_VARARGS, "Return the order of the active tiles, their costs, and all visited tiles."},
     {"write_schedule", write_schedule, METH_VARARGS, "Write the numbers that `tile_queue` reads."},

@@ -110,8 +110,7 @@ def native_tables() -> ModuleType | None:
     return optional_c_module(Path(__file__).parent, "tables.c", "schedule.c")
 
 
-@cached_plan
-def visits(
+def count_visits(
     cells: Cells, rows: int, columns: int, transposed: bool = False, boxes: int = 0
 ) -> tuple[float, int]:
     """Return the ``visits`` and number of tiles of `work_table` without the table. With places, the
@@ -127,11 +126,16 @@ def visits(
     return cut.visits, len(cut.starts)
 
 
+visits = cached_plan(count_visits)
+
+
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
     """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi; columns
     contiguous.
     """
+    if (native := native_tables()) is not None:
+        return np.frombuffer(native.bands(mask.bands), np.int64).reshape(6, -1).T
     numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
     return np.asfortranarray(numbers.reshape(-1, 6))
 
@@ -139,6 +143,8 @@ def band_array(mask: Mask) -> np.ndarray:
 @cached_plan
 def area(mask: Mask) -> int:
     """Return ``mask.area``, without a loop."""
+    if (native := native_tables()) is not None:
+        return native.area(band_array(mask).T)
     q_start, q_stop, k_start, k_stop, lo, hi = band_array(mask).T
     queries, keys = q_stop - q_start, k_stop - k_start
     # diagonals outside the band

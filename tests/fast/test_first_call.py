@@ -70,6 +70,12 @@ def test_a_model_starts_one_team_whatever_its_masks_and_scales(teams, capsys):
     assert len(found) == 5, "kernels that visit keys in order are others"
 
 
+def test_a_new_mask_of_a_known_model_lists_no_kernels(teams, monkeypatch):
+    first_call.compile_for(call())
+    monkeypatch.setattr(first_call, "identities", lambda _: pytest.fail("the model is known"))
+    first_call.compile_for(call(mask=Mask.documents([0, 3, 16])))
+
+
 def test_a_ratio_of_heads_whose_kernels_exist_starts_no_team(teams, monkeypatch):
     """Stamps name what the kernels depend on, not the heads."""
     stamps = set()

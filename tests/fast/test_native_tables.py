@@ -54,6 +54,15 @@ def test_work_tables_from_c_are_equal(mask, rows, columns, small, transposed, bo
     assert_equal(lambda: work_tables.visits.__wrapped__(*given))
 
 
+@given(masks())
+@example(Mask([], 3, 5))
+def test_bands_and_areas_from_c_are_equal(mask):
+    assert_equal(lambda: (work_tables.band_array.__wrapped__(mask),))
+    assert made(lambda: work_tables.band_array(mask).flags.f_contiguous, True)
+    assert_equal(lambda: (work_tables.area.__wrapped__(mask),))
+    assert made(lambda: work_tables.area(mask), True) == mask.area
+
+
 @st.composite
 def traversals(draw):
     """Draw a traversal of forward or dq, or of dk and dv; with at least four work tiles a CTA, the

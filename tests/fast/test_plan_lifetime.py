@@ -5,6 +5,7 @@ import os
 import weakref
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from canon.bench.shapes import documents
 from canon.fast import preparation
 from canon.fast.half import FAST, Part
 from canon.fast.kernels.launcher import Gpu, meta_stands_for
+from canon.fast.tables import device_plans
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import work_table
 from canon.masks import plan_cache
@@ -182,6 +184,35 @@ def test_plans_of_a_captured_graph_live_as_long_as_the_graph(monkeypatch):
     assert not alive[1]()
     graphs.clear()
     assert not plan_cache._captured
+
+
+def test_only_other_streams_and_captures_wait_for_a_plan_and_keep_it(monkeypatch):
+    """An upload, its memory and kernels are in order on one stream. Numbers stand for streams."""
+    now, waits, kept = {"stream": 7, "captures": False}, [], []
+    stream = lambda _: SimpleNamespace(cuda_stream=now["stream"], wait_event=waits.append)
+    event = SimpleNamespace(record=lambda _: None, query=lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now["captures"])
+    raw = {"_cuda_getCurrentRawStream": "stream", "_cuda_isCurrentStreamCapturing": "captures"}
+    for name, of in raw.items():
+        monkeypatch.setattr(torch._C, name, lambda *_, of=of: now[of], raising=False)
+    table = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(device_plans, "tensors_in", lambda _: [table])
+    monkeypatch.setattr(device_plans, "keep_for_stream", kept.append)
+    monkeypatch.setattr(plan_cache, "PLANS", PlanCache())
+    plan = device_plans.device_plan(lambda number: torch.zeros(number))
+    for _ in range(2):
+        plan(3, "cpu")
+    assert not waits
+    assert not kept
+    now["stream"] = 8
+    plan(3, "cpu")
+    assert waits == [event]
+    assert kept == [table]
+    now |= {"stream": 7, "captures": True}
+    plan(3, "cpu")
+    assert kept == [table, table]
 
 
 # --- on GPUs

@@ -1,6 +1,7 @@
 """A recorded pass serves other masks exactly where its launches would be the same."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,16 @@ def test_a_pass_of_one_mask_is_recorded_in_its_second_call(made):
         forward(*expected, cells)
         assert all(map(torch.equal, replayed, expected))
         assert len(made) == number
+
+
+@pytest.mark.parametrize(
+    ("handles", "known"), [([7], {7}), ([7, 7], {7}), ([7, 8], set()), ([], set())]
+)
+def test_tables_are_kept_for_all_streams_but_that_of_their_uploads(handles, known):
+    """Tables of several streams are kept for each stream that replays."""
+    made = object.__new__(recordings.PreparedPass)
+    made._hold([], [SimpleNamespace(handle=x) for x in handles])
+    assert made._streams == known
 
 
 RECORDED = """

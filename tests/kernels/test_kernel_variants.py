@@ -162,6 +162,17 @@ fewest = kernel_variants.Model.fewest_heads
 print(json.dumps([compared(*given, fewest) for given in json.loads(sys.argv[1])]))
 """
 )
+COLLECT = (
+    SETUP
+    + """
+plan_for(90)
+with _target(90), recorded_jobs() as jobs:
+    model = kernel_variants.Model(torch.bfloat16, 64, 64, (2, 1), ("attention",), "gluon")
+    kernel_variants.collect(model, "cpu")
+assert len(jobs) > 10
+assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules)
+"""
+)
 # On a GPU: count the kernels that Triton compiles, before and after `warm_up`.
 COUNT = """
 import json, sys
@@ -237,6 +248,11 @@ MODELS = [
     (90, "gluon", "bfloat16", (4, 4), (64, 64), "auto", None, 1, ("latent_attention",), None),
     (90, "triton", "float16", (2, 2), (128, 64), "auto", None, 2, ("latent_attention",), 5.0),
 ]
+
+
+def test_the_search_for_variants_does_not_load_pytorchs_compiler():
+    """It would take seconds before the first kernel compiles."""
+    printed(COLLECT)
 
 
 @pytest.mark.parametrize("part", range(2))

@@ -59,7 +59,7 @@ from canon.fast.kernels.triton.launch import head_bytes, signed
 from canon.fast.kernels.triton.rows import copy_statistic, copy_tokens, mask_statistic, zero_rows
 from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import device_plan
-from canon.fast.tables.work_tables import area, visits
+from canon.fast.tables.work_tables import area, count_visits
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 from canon.route.checks import Scale, split_scale
@@ -431,12 +431,12 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     waste less. With rank_invariant=True a twentieth is enough: tiles of keys do not begin with a
     document, so more of them are partial."""
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
-    alone, _ = visits(cells, rows, columns)
+    alone, _ = count_visits(cells, rows, columns)
     most = (0.9 if cells.places is None else 0.95) * alone
     least = area(cells.mask) / (rows * columns)  # no packing has fewer visits
     if len(candidates) == 1 or least >= most:
         return 1
-    packed = {pack: visits(cells, rows // pack, columns)[0] / pack for pack in candidates}
+    packed = {pack: count_visits(cells, rows // pack, columns)[0] / pack for pack in candidates}
     best = min(candidates, key=packed.__getitem__)
     return best if packed[best] < most else 1
 

@@ -394,9 +394,11 @@ def untouched(cells: Cells, keys: bool) -> tuple[np.ndarray, np.ndarray]:
         return places.untouched(keys, tokens, *untouched(Cells(mask), keys))
     start, stop = band_array(mask)[:, 2:4].T if keys else band_array(mask)[:, :2].T
     order = np.argsort(start, kind="stable")
-    starts = np.append(0, np.maximum.accumulate(stop[order]))
-    stops = np.append(start[order], tokens)
-    return starts[starts < stops], stops[starts < stops]
+    starts, stops = np.empty((2, len(order) + 1), np.int64)
+    starts[0], stops[-1], stops[:-1] = 0, tokens, start[order]
+    np.maximum.accumulate(stop[order], out=starts[1:])
+    gaps = starts < stops
+    return starts[gaps], stops[gaps]
 
 
 def _holds_masked(

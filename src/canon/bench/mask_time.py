@@ -5,6 +5,7 @@
     ahead             the first call with a mask whose plans were loaded (`canon.fast.prepare`)
     dispatch, plan    the layout for 8 ranks; `prepare` for one of them
     pickle, load      move the plans between processes
+    pin               on a GPU: what a `DataLoader(pin_memory=True)` does in a thread, before load
 
 With several GPUs, all of them also run `magi_attention` on new masks. Times are those of the
 slowest rank. Without a GPU only planning is timed, with the tables of an H200.
@@ -173,6 +174,8 @@ def _planned(
     times["pickle_ms"], copy = _timed(
         lambda: pickle.loads(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL))
     )
+    if isinstance(given["device"], torch.device):  # of a GPU
+        times["pin_ms"], copy = _timed(copy.pin_memory)
     for key in set(PLANS.plans) - known:  # those of the copy are loaded instead
         PLANS.drop(key)
     times["load_ms"], _ = _timed(copy.load)

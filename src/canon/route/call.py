@@ -320,7 +320,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
         algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place
     )
     if same is not None:
-        call = PLANS.find(same, lambda: call)
+        call = PLANS.put(same, call)
     return call if key is None else PLANS.put(key, call)
 
 
