@@ -3,10 +3,8 @@ these.
 
 The step of the own keys computes all queries, because it initialises the results. In packed
 documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
-active queries is a view; several are gathered into a copy. So no fully masked row is visited or
-merged. `visible_keys` crops the keys to one range that holds all visible ones.
-
-Cost: gathering copies q; the backward pass also copies dout, lse and delta.
+active queries is a view; several are gathered into copies of q, and backward of dout, lse and
+delta. So no fully masked row is visited or merged.
 """
 
 import numpy as np

@@ -6,8 +6,6 @@ no keys.
     rank 2   first maxima /          \\ weights of its keys                     O += P V -> out on
              all
 
-First maxima are those of the first tiles.
-
 Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks
 compute the weights of their keys at once, and each continues the sums of the rank before. A row
 keeps the maximum of its first visible tile, wherever that is.
@@ -20,15 +18,13 @@ Cost of a rank with s_r keys, n ranks, in float32 numbers:
 
     messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8), of which a
                       rank uses two
-    FLOPs             as `canon.fast.decode`
     memory            2.25 bytes for each weight, b t h s_r of them; heads wider than 128: 2.5
-    host              waits for the end: it has to know whether a maximum must rise, so a CUDA graph
-                      cannot be captured
+    host              waits for the end, to see whether a maximum must rise: no CUDA graph
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), for the sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -42,7 +38,7 @@ from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
 from canon.fast.tables.cells import Cells, in_place
 from canon.fast.transport.messages import transport_for
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 from canon.ranks.divided_keys import check_starts
 from canon.route.checks import Scale
 
@@ -59,14 +55,14 @@ def in_order(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result]:
 
 
 def decode_in_order(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Masks, scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> Result:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks;
     None, on all ranks, if the keys must travel. A collective.
 
-    ``mask``: of this rank's keys, or one for each sequence. Raises ValueError, on all ranks, if the
-    keys of a rank do not begin at a multiple of 128.
+    ``mask``: of this rank's keys, or one for each sequence. Raises ValueError, on all ranks, as
+    `check_starts`.
     """
     (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
     rows = b * h * t

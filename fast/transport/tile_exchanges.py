@@ -8,7 +8,8 @@ the needed tokens.
 
 Every piece begins at a multiple of 128 rows. A rank whose last tile is short sends copies of its
 last token behind it, which are masked. `TileGather` alternates two buffers; a `TileCast` allocates
-one for each leg. On GPUs, copies into buffers run on the communication stream."""
+one for each leg.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.group_collectives import Transfer, begin_cast, granular_plan
+from canon.fast.group_collectives import Transfer, begin_cast, columns, granular_plan
 from canon.fast.owner_computes import Leg
 from canon.fast.tables.cells import Places, shifted
 from canon.fast.tables.device_plans import device_plan
-from canon.fast.transport.messages import HeadGroup, Pending, transport_for
+from canon.fast.transport.messages import HeadGroup, Pending, padded_tokens, transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -51,7 +52,7 @@ class TileGather:
     """All-gathers. A message is one buffer (W room, b, heads, sum of widths), in rank order."""
 
     def __init__(self, call: Call):
-        self.call, self.room = call, _room(call.layout)
+        self.call, self.room = call, whole_tiles(padded_tokens(call.layout))
         self.key_places, self.query_places = _gathered_places(call.layout, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
@@ -112,7 +113,7 @@ class TileCast:
     def _fetch(self, leg: Leg, number: int) -> Pending:
         plan, pairs = self.plans[leg.of_queries], self._pairs(leg)
         if self.kept and not leg.of_queries:
-            return Pending([], _columns(self.kept[0], pairs[0][0].shape[-1]))
+            return Pending([], columns(self.kept[0], pairs[0][0].shape[-1]))
         brought = [
             x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3])
             for x, y in pairs
@@ -123,18 +124,16 @@ class TileCast:
         ]
         if number:
             transport_for(self.call.group, brought[0].device).wait_until_started()
+        tensors: list[Tensor] = []
         for pair, rows in zip(pairs, brought, strict=True):  # while the others are in flight
-            for target, source in zip(_columns(rows, pair[0].shape[-1]), pair, strict=True):
+            views = columns(rows, pair[0].shape[-1])
+            for target, source in zip(views, pair, strict=True):
                 target[:, : source.shape[1]].copy_(source)
             rows[pair[0].shape[1] : plan.own].zero_()
+            tensors += views
         if self.keep and not leg.of_queries:
             self.rows = (brought[0],)
-        columns = [
-            x
-            for pair, rows in zip(pairs, brought, strict=True)
-            for x in _columns(rows, pair[0].shape[-1])
-        ]
-        return Pending([work for work, _ in casts], columns, [sent for _, sent in casts])
+        return Pending([work for work, _ in casts], tensors, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
         """Return the tensors of a leg in pairs of one dtype, one pair a message."""
@@ -142,17 +141,11 @@ class TileCast:
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def _columns(rows: Tensor, width: int) -> list[Tensor]:
-    """Return rows (tokens, b, heads, both widths) as two tensors (b, tokens, heads, width)."""
-    return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
-
-
 class CastOfTiles(Transfer):
     """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own
-    ones first.
-
-    ``index``: the own rows that are sent, by receiver, whose queries see the token in ``mask``.
-    ``travels``: whether any rank receives a tile."""
+    ones first. ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank
+    receives a tile.
+    """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
         plan = granular_plan(mask, layout, 1, False, TILE)
@@ -200,13 +193,8 @@ def _cast_places(layout: Layout, mask: Mask, rank: int) -> tuple[Places, Places]
 
 
 @cached_plan
-def _room(layout: Layout) -> int:
-    return whole_tiles(max(map(layout.size, range(layout.ranks))))
-
-
-@cached_plan
 def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
-    room, own = _room(layout), pieces_of(layout, rank)
+    room, own = whole_tiles(padded_tokens(layout)), pieces_of(layout, rank)
     everyone = [
         piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)
     ]

@@ -8,9 +8,8 @@
     data loader     the ranks of ``group`` read the same batch; groups of other ranks read other
                     batches
     collator        mask and layout of the batch; this rank's tokens, positions and shifted labels
-    forward         the model inside `sharded`
-    loss            `sequence_loss` over all ranks, divided by the labels of all ranks and
-                    microbatches
+    loss            `sequence_loss` of the model inside `sharded`, divided by the labels of all
+                    ranks and microbatches
     gradients       the averaging of DDP gives the gradient of this loss
 
 accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks.
@@ -23,6 +22,7 @@ Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -52,9 +52,8 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), of successive
-            ranks; None is all ranks. Each rank passes its own group. Different groups read
-            different batches.
+        group: of successive ranks, as in `canon.faces`. Each rank passes its own group. Different
+            groups read different batches.
         half, function, options: of `sharded`.
         layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
             pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
@@ -157,15 +156,16 @@ class ContextParallelTrainer(Trainer):
         return super().get_total_train_batch_size(args) // self.context_ranks
 
 
+@dataclass
 class ShardingCollator:
     """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in
     workers.
     """
 
-    def __init__(
-        self, collate: Callable, layout: Callable[[Mask, int], Layout], rank: int, ranks: int
-    ):
-        self.collate, self.layout, self.rank, self.ranks = collate, layout, rank, ranks
+    collate: Callable
+    layout: Callable[[Mask, int], Layout]
+    rank: int
+    ranks: int
 
     def __call__(self, features: list) -> dict[str, Any]:
         batch = {name: x for name, x in self.collate(features).items() if name not in WHOLE}
@@ -234,7 +234,6 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_successive(name: str, group: Any, ranks: int) -> None:
-    """Raise ValueError unless the ranks follow each other from a multiple of their number."""
     if group is not None:
         members = sorted(dist.get_process_group_ranks(group))
         if (

@@ -6,7 +6,7 @@
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
     del part["labels"]                            # with labels, the model would compute a loss of
-                                                  this rank alone in float32
+                                                  # this rank alone in float32
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
@@ -15,18 +15,16 @@ transformers builds the mask of each kind of layer once in a forward pass:
     inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one
                          call of all ranks
     elsewhere            the model's own mask: causal or not, window, padding, packed
-                         `position_ids`; one process
+                         `position_ids`; one process; `generate` with a KV cache
 
 On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
 checkpoint may recompute a layer after `sharded` has ended.
 
-`generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
-
-Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and inside `sharded`
-cross-attention and blocks of images, which the mask of `sharded` holds (`Mask.with_blocks`). Packed
+Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
+`generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
-Outside `sharded`, packed `position_ids` raise if the model does not give them to its mask, as
-gpt-oss; a compiled model is not checked.
+Outside `sharded` they raise if the model does not give them to its mask, as gpt-oss; a compiled
+model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -111,8 +109,7 @@ def sharded(
         mask: of the whole sequence, for all b sequences; None is causal, with a warning if
             position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
-        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"); None is all
-            ranks.
+        group: as in `canon.faces`.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
         options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
@@ -236,9 +233,6 @@ def build_mask(
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    """Raise ValueError for an encoder or a cross-attention: `sharded` has one mask for all
-    layers.
-    """
     several = getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     )
@@ -254,9 +248,7 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache. Its first pass looks like training, except for its
-    caller.
-    """
+    """Raise ValueError for a KV cache. Only its caller tells its first pass from training."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
@@ -269,7 +261,7 @@ def _check_whole(rows: range, columns: range) -> None:
 
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
-    """Narrow a sharding by window and padding (b, t), which is a collective."""
+    """Narrow a sharding by window and padding (b, t). A collective."""
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
         mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
@@ -340,9 +332,6 @@ _checked: list[tuple[Any, tuple]] = [(lambda: None, ())]
 
 
 def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
-    """Raise ValueError if a token sees the one before it, but restarts the positions. Warn if they
-    are those of a shard.
-    """
     known = _checked[0][1] if _checked[0][0]() is positions else ()
     if positions.ndim != 2 or any(masks is one for one in known):
         return
@@ -368,7 +357,6 @@ _looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
 
 
 def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if this rank's positions restart, although no mask has documents."""
     if positions is None or positions.ndim != 2 or sharding.layout in _looked:
         return
     if positions.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -405,7 +393,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder. Raises inside `sharded`."""
+    """Return the mask of a layer without one, such as an image encoder."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

@@ -64,7 +64,6 @@ class LayerMask:
 
     @untraced
     def __getitem__(self, index: Any) -> "LayerMask":
-        """Keep some queries, as a model does with a 4-D mask: ``mask[:, :, rows, :]``."""
         masks = [self.masks] if isinstance(self.masks, Mask) else self.masks
         return LayerMask([mask.crop(kept_queries(index, mask.queries)) for mask in masks])
 

@@ -39,8 +39,8 @@ class Band(_Bounds):
     bound.
 
     The constructor shrinks rectangle and bounds to the cells inside, so bands with equal cells are
-    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0,
-    0, 0, -1).
+    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). Without cells it is (0, 0, 0, 0, 0,
+    -1).
     """
 
     __slots__ = ()
@@ -184,9 +184,7 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along
-    the queries.
-    """
+    """Return the cells of disjoint bands in fewer bands: neighbours join along keys, then rows."""
     for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):

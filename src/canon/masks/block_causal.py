@@ -3,8 +3,8 @@
 Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
-    columns     the number of valid keys with a smaller id; the number of all valid keys for an
-                invalid key
+    columns     the number of valid keys with a smaller id; that of all valid keys for an invalid
+                key
 
 A *stretch* is a run of keys that queries with an interval of levels see together, without the
 neighbours of the run:
@@ -15,9 +15,8 @@ neighbours of the run:
     row = 3    x x x . x
 
 Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one
-band. Random ids in r runs make 0.105 r^2 bands; no mask of them has fewer than r^2 / 24.
-
-Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and a run of queries.
+band. Random ids in r runs make 0.105 r^2 bands. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs
+of a stretch and a run of queries.
 """
 
 from collections.abc import Iterator

@@ -46,9 +46,8 @@ def head_groups(
     """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
     above.
 
-    ``option`` is the prefix of ``first_stride`` and ``last_stride`` in errors. Raises ValueError if
-    the stride does not divide the heads, or if f or l is not in (0, stride); also for both with
-    fewer than two full groups.
+    ``option`` is the prefix of both in errors. Raises ValueError if the stride does not divide the
+    heads, if f or l is not in (0, stride), or if both split one group.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")

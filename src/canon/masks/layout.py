@@ -105,8 +105,8 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
-        """Return the layout in which each document is divided as by `zigzag`, and a rank holds its
-        pieces of all documents.
+        """Return the layout in which a rank holds its pieces of each document, which is divided as
+        by `zigzag`.
 
         ``cu_seqlens``: 0, then the end of each document. Raises ValueError if cu_seqlens does not
         start at 0 or decreases.
@@ -241,9 +241,9 @@ class Layout(metaclass=OpaqueMeta):
                 for positions (3, b, n) of a vision model. Their documents need ``cu_seqlens``.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
-        ``labels``: the label of the next token, -100 at the end of each document. Labels of -100
-        stay. Raises ValueError or TypeError for an entry of another shape or type, and where
-        `Mask.from_position_ids` refuses the positions.
+        ``labels``: the label of the next token, -100 at the end of each document. Raises ValueError
+        or TypeError for an entry of another shape or type, and where `Mask.from_position_ids`
+        refuses the positions.
         """
         from canon.ranks.movement import sharded_batch
 
@@ -257,8 +257,7 @@ class Layout(metaclass=OpaqueMeta):
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), with
-                ``ranks`` ranks; None is all ranks.
+            group: of ``ranks`` ranks, as in `canon.faces`; None is all ranks.
             partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the
                 owner of a token adds the gradients of the ranks in rank order, in float32 (float64
                 for float64), and rounds once.
@@ -276,8 +275,8 @@ class Layout(metaclass=OpaqueMeta):
         collective; differentiable.
 
         One all-to-all moves the tokens, and their gradients back, so every rank must call both
-        passes. ``group``: as in `unshard`. Raises ValueError or TypeError on every rank if
-        arguments do not fit or differ between ranks.
+        passes. Raises ValueError or TypeError on every rank if arguments do not fit or differ
+        between ranks.
         """
         from canon.ranks.movement import redistributed
 
@@ -287,8 +286,8 @@ class Layout(metaclass=OpaqueMeta):
         """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local
         coordinates. Cached.
 
-        Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local
-        order. Raises ValueError if the mask or a rank does not fit.
+        Columns are the keys of ``k_ranks``, rank after rank, each in local order. Raises ValueError
+        if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
@@ -304,20 +303,20 @@ class Layout(metaclass=OpaqueMeta):
     def divided(self, heads: int) -> "Layout":
         """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
 
-        A plan for the rows of a mesh ("tokens", "heads") so becomes a layout for its ranks:
-        ``dispatch(mask, rows).divided(heads)``. The parts of a row follow its local order, and
-        differ by at most one token.
+        So a plan for the rows of a mesh ("tokens", "heads") becomes a layout for its ranks:
+        ``dispatch(mask, rows).divided(heads)``. Parts follow the local order of the row, and differ
+        by at most one token.
         """
         from canon.masks.rows import divided
 
         return divided(self, heads)
 
     def plot(self, mask: Mask | None = None):
-        """Draw the rows of a mask in the colours of their ranks, and the visible cells of each
-        rank. Return the figure.
+        """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the
+        figure.
 
-        ``mask``: by default causal. Raises ValueError if it does not fit, ModuleNotFoundError
-        without matplotlib."""
+        Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
+        """
         from canon.show.layout_figures import plot_layout
 
         return plot_layout(self, mask)

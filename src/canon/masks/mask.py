@@ -185,11 +185,10 @@ class Mask(metaclass=OpaqueMeta):
                                              x x . x .
                                              x x . x x
 
-        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order:
-        node i follows node i - 1 or an ancestor of it. ``lengths[i]`` tokens of node i begin at
-        ``starts[i]``, by default at the end of node i - 1. A token between two nodes is not seen,
-        and sees the ancestors of the node after it. A last node of length 0 makes the mask end at
-        its start. The mask has one band for each node of length > 0.
+        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order.
+        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i
+        - 1. A token between two nodes is not seen, and sees the ancestors of the node after it. A
+        last node of length 0 makes the mask end at its start.
 
         Raises ValueError that names the node if nodes overlap or are in another order.
         """
@@ -308,8 +307,7 @@ class Mask(metaclass=OpaqueMeta):
 
         ``k_blocks`` are by default ``q_blocks``. Arguments (b, n) give a tuple of b masks. For pi0,
         `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1), q_valid=pad_masks,
-        k_valid=pad_masks)``. Ascending ids in r runs make at most r bands, random ids about r^2 /
-        9.
+        k_valid=pad_masks)``. Random ids in r runs make about r^2 / 9 bands.
         """
         batch = by_sequence(q_blocks=q_blocks, k_blocks=k_blocks, q_valid=q_valid, k_valid=k_valid)
         if batch is not None:
@@ -401,7 +399,7 @@ class Mask(metaclass=OpaqueMeta):
 
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
         """Return the mask in which the tokens of each block also see each other, in both
-        directions: those of an image, or of an answer of a tool.
+        directions: those of an image, for example.
 
             causal(5).with_blocks([1], [4])      x . . . .
                                                  x x x x .
@@ -409,8 +407,9 @@ class Mask(metaclass=OpaqueMeta):
                                                  x x x x .
                                                  x x x x x
 
-        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. All other cells stay. Raises
-        ValueError if the mask is not square, or a block is empty, leaves it or overlaps another."""
+        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. Raises ValueError if the mask is
+        not square, or a block is empty, leaves it or overlaps another.
+        """
         if self.queries != self.keys:
             raise ValueError(
                 f"with_blocks needs a square mask, got {self.queries} x {self.keys}: crop it later"
@@ -430,8 +429,8 @@ class Mask(metaclass=OpaqueMeta):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with one colour for each band, and return the matplotlib axes:
-        ``ax``, or new ones.
+        """Draw the visible cells, with one colour for each band. Return the matplotlib axes, ``ax``
+        or new ones.
 
         Raises ModuleNotFoundError without matplotlib.
         """
@@ -440,9 +439,10 @@ class Mask(metaclass=OpaqueMeta):
         return plot_mask(self, ax)
 
     def bands_near(self, rows: range) -> tuple[Band, ...]:
-        """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others.
-        O(log n).
-        """
+        """Return a slice of ``bands`` with all that have queries in ``rows``, perhaps others."""
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
+
+
+Masks = Mask | Sequence[Mask]  # one for all sequences of a batch, or one for each

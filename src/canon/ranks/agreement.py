@@ -12,11 +12,9 @@ known call continues at once. Its digests are read at the next call, or after a 
 which aborts the messages in flight if they cannot succeed. A replayed CUDA graph checks nothing.
 
 After a failure, each running rank answers through the group's store, so errors name the missing
-ranks.
-
-A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the
-store. If the other ranks do not raise the same in that call, the thread of every rank logs the
-exception within 3 s and aborts the group, and the pending or the next call raises it.
+ranks. A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception
+to the store. If the other ranks do not raise the same in that call, every rank logs it within 3 s
+and aborts the group, and the pending or the next call raises it.
 """
 
 import atexit
@@ -26,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -55,11 +54,13 @@ _thread: list[threading.Thread] = []
 _ending = threading.Event()
 
 
+@dataclass(eq=False)
 class Liveness:
     """The entries of the ranks of a group in its store."""
 
-    def __init__(self, store: Any, rank: int, ranks: int):
-        self.store, self.rank, self.ranks = store, rank, ranks
+    store: Any
+    rank: int
+    ranks: int
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
         """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
@@ -146,18 +147,16 @@ class Liveness:
         self.store.set(f"{about}", "1")
 
 
+@dataclass(eq=False)
 class PendingCall:
     """A call with a posted digest that is not compared yet."""
 
-    def __init__(self, name: str, number: int, digest: int, fields: Fields, post: Any):
-        self.name, self.number, self.digest, self.fields, self.post = (
-            name,
-            number,
-            digest,
-            fields,
-            post,
-        )
-        self.started = time.monotonic()
+    name: str
+    number: int
+    digest: int
+    fields: Fields
+    post: Any
+    started: float = field(default_factory=time.monotonic)
 
 
 class GroupState:
@@ -177,10 +176,8 @@ class GroupState:
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
         self.raised = False  # whether this rank has raised an exception that is not compared yet
-        self.reports, self.doubtful = (
-            0,
-            False,
-        )  # the reports of exceptions that all ranks raised; whether there are others
+        self.reports = 0  # of exceptions that all ranks raised
+        self.doubtful = False  # whether there are others
         self.lock = threading.RLock()
         watch(self)
 
@@ -207,8 +204,8 @@ class GroupState:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call. Wait for them unless they are given. With
-        ``before_messages``, the group stays usable if the ranks differ.
+        """Compare the digests of the pending call, given or awaited. With ``before_messages``, the
+        group stays usable if the ranks differ.
         """
         with self.lock:
             if self.broken:
@@ -274,7 +271,7 @@ class GroupState:
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
         """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
-        messages. An interrupt stays one, so that the process ends.
+        messages.
         """
         if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
@@ -338,7 +335,7 @@ class GroupState:
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable: some ranks have raised alone. Return the error of later
+        """Make the group unusable, as some ranks have raised alone. Return the error of later
         calls.
         """
         lost = (
@@ -349,7 +346,6 @@ class GroupState:
         return self.broken
 
     def _abort(self, error: Exception) -> None:
-        """Log the error, and end all messages in flight and all waits for digests."""
         logging.getLogger(__name__).error("%s", error)
         self.digests.abort()
         for group in self._groups():
@@ -398,8 +394,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank, or a warning that Python's
-    filters make one, raises on every rank, in its next `GroupState.agree`.
+    """Check the arguments of a collective inside: an error on one rank, or a warning that filters
+    make one, raises on every rank, in its next `GroupState.agree`.
     """
     try:
         yield
@@ -409,6 +405,13 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
                 name, (("function", name), ("arguments", str(error))), wait=True
             )
         raise
+
+
+def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str, Any]) -> None:
+    """Compare a call between the ranks of a group: its name, the dtype of x, and ``fields``."""
+    if ranks > 1:
+        fields = (("function", name), ("dtype", x.dtype), *fields)
+        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
 
 
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
@@ -440,10 +443,8 @@ def _look() -> None:
 @atexit.register
 def _end() -> None:
     """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
-    which aborts the process.
-
-    After an exception in a pass, it first gives the others time to read it: this process may serve
-    the store.
+    which aborts the process. After an exception, first give the others time to read it: this
+    process may serve the store.
     """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)

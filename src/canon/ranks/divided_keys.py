@@ -1,14 +1,9 @@
 """Bring the keys of all ranks to every rank, in order: for ``decode_attention(...,
-rank_invariant=True)``.
-
-A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in
-order. So K, V and masks travel, and each rank computes the call of one rank.
+rank_invariant=True)``. A merge of parts would have other bits than the sum over all keys in order.
 
 Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V,
 padded to the longest. The host waits for the first two.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +11,8 @@ from torch import Tensor
 
 from canon.masks.band import Band
 from canon.masks.layout import TILE
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 
-Masks = Mask | Sequence[Mask]
 EVERY = -1  # the place of a band of all sequences
 
 
@@ -29,7 +23,7 @@ def keys_of_all_ranks(
     follow each other.
 
     ``mask``: of this rank's keys, or one for each sequence; if a rank has these, they are returned.
-    Raises ValueError, on every rank, if the keys of a rank do not begin at a multiple of 128.
+    Raises ValueError, on every rank, as `check_starts`.
     """
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask

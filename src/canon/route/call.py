@@ -1,14 +1,11 @@
 """A call of an attention function: its algorithm, and its arguments with all defaults filled in.
 
-    call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
-    out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
-
-`call_of` finds a repeated call by one key. `Call.agree` compares it between all ranks, in every
-pass.
+call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
+out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
@@ -43,9 +40,8 @@ from canon.route.rank_invariance import check_rank_invariant, check_tiled, conti
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
-PLAIN = frozenset(
-    {type(None), bool, int, float, str, torch.dtype}
-)  # types of options that a key may hold
+# types of options that a key may hold
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 class Arguments(NamedTuple):
@@ -81,8 +77,8 @@ class Call:
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. It is the key of everything that depends on the kind. ``layout``
-    is None for `attention`. ``options``: the function's other options. ``settings``: see `Side`.
-    ``shapes``: of the tensors, with a batch axis. ``columns``: of the ``mesh``, 1 without one.
+    is None for `attention`. ``settings``: see `Side`. ``shapes``: of the tensors, with a batch
+    axis. ``columns``: of the ``mesh``, 1 without one.
     """
 
     algorithm: Algorithm
@@ -102,6 +98,9 @@ class Call:
     sink: str | None = None
     columns: int = 1
     mesh: Mesh | None = None
+    # name, fields and digest of each pass, by its name, the tensors that need a gradient, and
+    # `torch.get_deterministic_debug_mode`
+    _digests: dict[tuple, tuple[str, Fields, int]] = field(default_factory=dict, init=False)
 
     @property
     def function(self) -> str:
@@ -115,9 +114,7 @@ class Call:
 
     @property
     def passes(self) -> Passes:
-        """Both passes: with rank_invariant=True the invariant ones; on a mesh those that exchange
-        heads and run `computed`.
-        """
+        """Both passes; on a mesh those that exchange heads and run `computed`."""
         algorithm = self.algorithm
         if self.columns > 1:
             return algorithm.side.over_mesh
@@ -127,9 +124,7 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call that computes: on a mesh, that of a column with its part of the heads, over its
-        rows.
-        """
+        """The call that computes: on a mesh, that of a column with its part of the heads."""
         return self if self.columns == 1 else self._of_column
 
     @cached_property
@@ -204,11 +199,8 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        names, shapes, (scale, softcap) = (
-            self.algorithm.declaration.tensors,
-            self.shapes,
-            split_scale(self.scale),
-        )
+        names, shapes = self.algorithm.declaration.tensors, self.shapes
+        scale, softcap = split_scale(self.scale)
         return (
             ("function", self.function),
             ("half", self.algorithm.side.name),
@@ -236,16 +228,9 @@ class Call:
             ),
         )
 
-    @cached_property
-    def _digests(self) -> dict[tuple[str, tuple[bool, ...], int], tuple[str, Fields, int]]:
-        """Name, fields and digest of each pass, by its name, the tensors that need a gradient, and
-        `torch.get_deterministic_debug_mode`.
-        """
-        return {}
-
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
         """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks
-        at the start of its pass ``name``. Raises like `GroupState.agree`.
+        at the start of a pass. Raises like `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))

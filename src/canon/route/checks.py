@@ -3,7 +3,7 @@
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ METHODS = ("auto", "fused", "split", "head_parallel")
 # of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
 LARGEST_DS = 65504.0
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NAMES_OF_DTYPES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 class CappedScale(NamedTuple):
@@ -55,7 +56,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all
     packed, fit together.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         wrong = "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
@@ -63,21 +64,24 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         wrong = "q, k, v must share the batch, and k, v their tokens and heads"
     elif q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
         wrong = "q and k must have one width, and no width may be 0"
-    elif 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
-    elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(
-            f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype}: cast them"
-        )
-    elif not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them"
-        )
     else:
-        return
-    raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        wrong = ""
+    if wrong:
+        raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    check_alike(("q", "k", "v"), (q, k, v))
+
+
+def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the tensors share one dtype of `DTYPES` and one device."""
+    shared = f"{', '.join(names)} must"
+    if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES:
+        given = ", ".join(str(x.dtype) for x in tensors)
+        raise ValueError(f"{shared} share one dtype of {NAMES_OF_DTYPES}, got {given}: cast them")
+    if len({x.device for x in tensors}) > 1:
+        given = ", ".join(str(x.device) for x in tensors)
+        raise ValueError(f"{shared} be on one device, got {given}: move them")
 
 
 def check_tensor(name: str, x: Any) -> None:
@@ -120,9 +124,7 @@ def transpose_hint(*expected: tuple[Tensor, int]) -> str:
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): without a
-    mask and a layout, if q has as many heads as k, and fewer tokens than heads.
-    """
+    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width)."""
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
@@ -304,11 +306,8 @@ def _number(name: str, x: Any, remedy: str) -> float:
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run
-    without autocast.
-
-    float64 is not cast, as in `torch.nn.functional.scaled_dot_product_attention`. The function has
-    its name in traces of torch.profiler.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, except
+    float64, and run without autocast. The function has its name in traces of torch.profiler.
     """
 
     def _decorate(function: Callable) -> Callable:

@@ -1,10 +1,8 @@
-"""Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a
-block-diagonal mask.
+"""Attend with a mask for each sequence of a batch, as one packed sequence under a block-diagonal
+mask.
 
 q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
-it.
-
-On several ranks the layout of one sequence is repeated.
+it. On several ranks the layout of one sequence is repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from torch import Tensor
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.route.algorithm import Gradients
 from canon.route.checks import check_gradients, check_mask, check_tensors, refuse_numbers
 
 
@@ -75,7 +74,7 @@ def differentiate_each(
     dlse: Tensor | None,
     delta: Tensor | None,
     **options: Any,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """As `attention_backward`, here ``differentiate``, with a mask for each sequence."""
     check_masks(q, k, v, masks)
     if not differ(masks):

@@ -2,7 +2,6 @@
 defaults.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -15,7 +14,7 @@ from torch import Tensor
 from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
 from canon.masks.layout import TILE, Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 from canon.ranks.group import place_in
 from canon.route.checks import refuse_numbers
 from canon.route.packing import block_diagonal, differ
@@ -78,9 +77,6 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
 def default_chunk(tokens: int, ranks: int) -> int:
     """Return a chunk of 1024 tokens, shorter for 8 chunks a rank, longer for at most 32.
 
-        tokens of a rank    4,096    8,192    32,768    131,072
-        chunk                 512    1,024     1,024      4,096
-
     Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number.
     The length is a multiple of 128, the tile of a kernel, if possible, or else of 16.
     """
@@ -90,7 +86,7 @@ def default_chunk(tokens: int, ranks: int) -> int:
     return unit * max(1, most // unit, least)
 
 
-def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
+def one_mask(mask: Masks) -> tuple[Mask, int]:
     """Return the mask that `dispatch` plans, and its number of sequences: different masks become
     one block-diagonal mask. Raise TypeError or ValueError unless all are square and of one size.
     """
@@ -131,9 +127,7 @@ def checked_dispatch(
     rank_invariant: bool = False,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
-    one fraction, for the results of `one_mask`.
-
-    Warn if an explicit chunk leaves a rank empty although a shorter one would not.
+    one fraction, for the results of `one_mask`. Warn if an explicit chunk leaves a rank empty.
     """
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
     cells_per_us = whole("cells_per_us", cells_per_us, 1)
@@ -218,8 +212,7 @@ def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
 
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
     """Return the options of a cast plan with their defaults: own keys first before several casts,
-    and before a single one by `own_keys_come_first` (None). Raise TypeError or ValueError if they
-    do not fit.
+    and before a single one by `own_keys_come_first` (None).
     """
     casts = 1 if casts is None else whole("casts", casts, 1)
     if own_keys_first is None:

@@ -1,9 +1,9 @@
 """Plans that are made ahead of a call, perhaps in another process, and the checks of the arguments
 of `prepare`.
 
-data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
-queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
-training process          plans.load(), then magi_attention(q, k, v, plans.mask, plans.layout, ...)
+    data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
+    queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
+    training process          plans.load(), then a call with plans.mask and plans.layout
 """
 
 from collections.abc import Hashable
@@ -44,11 +44,8 @@ class PreparedPlans:
         return object.__new__(cls)
 
     def load(self) -> None:
-        """Put the plans into the cache of this process, shortly before the call: it keeps its limit
-        of bytes.
-
-        Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to
-        compare.
+        """Put the plans into the cache of this process, shortly before the call. Pass ``mask`` and
+        ``layout`` of this object to it: other objects take longer to compare.
         """
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)

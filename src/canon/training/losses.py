@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from canon.masks.arguments import shown, whole
-from canon.ranks.agreement import group_state, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 from canon.route.checks import accumulate_dtype, check_tensor
@@ -40,8 +40,7 @@ def sequence_loss(
             divides by their sum, so they must be finite and at least 0. Weight 0 counts as no
             label. With num_items_in_batch, they may have any sign.
         num_items_in_batch: divide by this number instead, counted over all ranks of the group and
-            all microbatches. Then the losses of microbatches add up, and each token counts equally.
-            1 gives the sum.
+            all microbatches. Then the losses of microbatches add up. 1 gives the sum.
         group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension or
             ("tokens", "heads"); None is all ranks.
         ignore_index: the label of tokens without a loss.
@@ -56,8 +55,9 @@ def sequence_loss(
 
     Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On
     a GPU, a label outside the vocabulary is a device-side assertion, and a `num_items_in_batch` in
-    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them;
-    a CUDA graph does not check them."""
+    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them,
+    except in a CUDA graph.
+    """
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
@@ -72,7 +72,7 @@ def sequence_loss(
         ("weights", None if weights is None else "given"),
         ("num_items_in_batch", items if isinstance(items, float | None) else "a tensor"),
     )
-    agree(name, group, ranks, logits, fields)
+    agree(name, group, ranks, logits, *fields)
     scores = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype))
     labels = shift_labels.flatten()
     counted = (
@@ -95,7 +95,7 @@ def mean_of_ranks(
     """
     totals = torch.stack([own.detach().double(), counted])
     if ranks > 1:
-        with group_state(group).failures(name):
+        with named_failures(name, group, ranks):
             dist.all_reduce(totals, group=group)
     divisor = totals[1] if items is None else torch.zeros_like(totals[1]) + items
     divisor = torch.where(divisor == 0, 1, divisor)
@@ -124,13 +124,6 @@ def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tenso
         .sum()
         .double()
     )
-
-
-def agree(name: str, group: Any, ranks: int, x: Tensor, fields: tuple) -> None:
-    """Compare a call between the ranks of a group."""
-    if ranks > 1:
-        fields = (("function", name), ("dtype", x.dtype), *fields)
-        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
