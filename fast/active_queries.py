@@ -20,9 +20,7 @@ from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank, in ascending ``ranges``, and the ``mask`` between them and the keys
-    of the step.
-    """
+    """Some queries of a rank, in ascending ``ranges``, and their ``mask`` to the step's keys."""
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
         self.mask, self.ranges = mask, ranges
@@ -62,10 +60,8 @@ class ActiveQueries:
     def merge(
         self, running: list[Tensor], part: tuple[Tensor, Tensor], result: Tensor | None = None
     ) -> None:
-        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse
-        of all queries.
-
-        ``result``: write the merged out of all queries there, in its dtype.
+        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, those of
+        all. ``result``: write the merged out of all queries there, in its dtype.
         """
         if self.in_place:
             out = None if result is None else self.take(result)

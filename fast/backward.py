@@ -1,17 +1,11 @@
-"""Compute the gradients of attention from its out and lse, in two kernels or in one.
+"""Compute the gradients of attention from its out and lse, by the methods of
+`canon.reference.backward`. Their memory:
 
-    method            kernels                          MMAs a tile   memory
-    "split"           dk and dv over tiles of keys,    4 + 3         statistics: 8 b h t bytes
-                      the query heads of a group one
-                      after another; then dq over
-                      tiles of queries
-    "head_parallel"   dk and dv of each *query*        4 + 3         also 4 b h s (d + dv) bytes;
-                      head, summed over the group in                 above 256 MB in chunks of keys
-                      head order; dq as in "split"
-    "fused"           one over tiles of keys; it       5             statistics, and 4 b h t d bytes
-                      adds to dq by atomics                          unless dq is float32 itself
+    "split"           statistics: 8 b h t bytes
+    "head_parallel"   also 4 b h s (d + dv) bytes; above 256 MB in chunks of keys
+    "fused"           statistics, and 4 b h t d bytes unless dq is float32 itself
 
-"fused" adds to dq in any order, so its bits may differ between runs. Under
+"fused" adds to dq by atomics, in any order, so its bits may differ between runs. Under
 `torch.use_deterministic_algorithms(True)` the Gluon kernel adds in a fixed order: a tile of keys
 waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
 raises RuntimeError, or warns with ``warn_only=True``.
@@ -26,8 +20,7 @@ reads the switch when it runs. The kernel backend chooses by counts of work tile
 
 Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs.
 
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177;
-head-parallel: TensorAuto/OpenTau pull request 376.
+Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 
 from collections.abc import Hashable
@@ -54,10 +47,8 @@ PARTIAL_BYTES = 1 << 28
 
 
 class Method(NamedTuple):
-    """The ``option`` of a call, and what "auto" depends on besides tensors and mask.
-
-    ``repeats``: equal calls must give equal bits. ``sends``: dk and dv are sent to other ranks
-    while a kernel of dq runs.
+    """The ``option`` of a call, and what "auto" depends on besides tensors and mask. ``repeats``:
+    equal calls must give equal bits. ``sends``: dk and dv travel while a kernel of dq runs.
     """
 
     option: str

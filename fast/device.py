@@ -1,15 +1,9 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
-supports the inputs.
+supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
 
-    "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
-    "triton"    any GPU that Triton supports, any dtype, heads up to 512 wide;
-                return_max_logits=True; a CPU with TRITON_INTERPRET=1
-    "torch"     plain PyTorch: any device, any dtype, any width
-    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no
-                "fused", no soft-cap. Needs the extra cuda
-
-Without `backend`, the first of the first three that serves the inputs is used; "triton" also for
-few queries over many keys without rank_invariant. A chosen backend is never replaced: it raises.
+Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used;
+"triton" also for few queries over many keys without rank_invariant. A chosen backend is never
+replaced: it raises.
 """
 
 from collections import Counter
@@ -75,8 +69,8 @@ _first_runs: Counter[tuple[int, bool]] = Counter()
 
 
 def settings_of(key: Hashable) -> str | None:
-    """Return the chosen backend, for the ``key`` of a call (None: it has none). Raise RuntimeError
-    if its recomputation would use another one.
+    """Return the chosen backend, for the ``key`` of a call. Raise RuntimeError if its recomputation
+    would use another one.
     """
     chosen = _chosen.get()
     if _used[0] and key is not None:

@@ -36,9 +36,7 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 def granular_plan(
     mask: Mask, layout: Layout, casts: int, own_keys_first: bool | None, granularity: int = 1
 ) -> CastPlan:
-    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its
-    multiples in the sequence.
-    """
+    """Return the plan of casts that send whole units of ``granularity`` tokens of the sequence."""
     rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
@@ -102,9 +100,7 @@ class _Holdings:
 
 
 def transfers(mask: Mask, layout: Layout, granularity: int = 1) -> tuple[np.ndarray, ...]:
-    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by
-    rank, source and row.
-    """
+    """Return (rank, source, first token, stop, step, row there) of all transfers, sorted."""
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
     first = first // granularity * granularity
@@ -200,9 +196,7 @@ def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
 
 
 class GroupReduce:
-    """A group reduce of contiguous ``rows`` in flight, to be added to ``into`` in rank order.
-    ``kind``: as in `replayed`, for rows, ``into`` and the transfer.
-    """
+    """A group reduce of contiguous ``rows`` in flight, to be added to ``into`` in rank order."""
 
     def __init__(
         self, rows: Tensor, transfer: Transfer, into: Tensor, group, kind: Hashable = None
@@ -241,9 +235,7 @@ def rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
 
 @device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of `add_rows`: for each own row its entries, and the received rows, by
-    sender.
-    """
+    """Return the tables of `add_rows`: for each own row its entries, and the received rows."""
     rows = plan.send_rows(cast, rank).numpy()
     counts = np.bincount(rows, minlength=plan.layout.size(rank))
     return np.append(0, np.cumsum(counts)), np.argsort(rows, kind="stable")

@@ -97,9 +97,7 @@ class _Projection:
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
-        """Start the messages of a pass. Return an iterator over (step, K and V), None and None for
-        a step without work.
-        """
+        """Start a pass's messages. Return an iterator over (step, K and V), None without work."""
         if ring.call.ranks == 1:
             return iter([(0, self._read(ring.steps[0], latent, k_rope))])
         received = receiving(ring.call.ranks, KeyRing(ring, latent, k_rope).fetch)
@@ -127,9 +125,7 @@ class _Projection:
         return k, by_head[..., nope:]
 
     def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of latent and k_rope of the last step (b, tokens, 1, width), and add
-        to ``dup_weight``.
-        """
+        """Return the gradients of latent and k_rope of the last step; add to ``dup_weight``."""
         b, tokens, heads, _ = dk.shape
         _, nope, _, value, _ = self.sizes
         by_head = self.up_weight.new_empty(b, tokens, heads, nope + value)

@@ -29,9 +29,7 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
 class LocalPlan:
-    """The cells and the backward method of one kind of call, and the ``strides`` of q, k, v, out
-    and lse in its forward pass.
-    """
+    """The cells and the backward method of one kind of call, and its forward pass's strides."""
 
     def __init__(self, call: Call):
         self.cells, self.method, self.strides = Cells(call.mask), call.backward, ()
@@ -120,8 +118,7 @@ def forward_into(
     kind: Hashable = None,
     max_logits: Tensor | None = None,
 ) -> None:
-    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise
-    RuntimeError for unusable devices.
+    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``.
 
     ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
     as in `replayed`.

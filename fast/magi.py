@@ -7,20 +7,17 @@ runs the steps, each for its active queries. At most two casts are held; with ``
   merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
   Received gradients are added on the communication stream, without atomics.
-- With ``keep_kv`` the backward pass fetches nothing, and the own keys come last, so that every
-  reduction overlaps with a kernel.
+- With ``keep_kv`` the own keys come last in the backward pass, so that every reduction overlaps
+  with a kernel.
 
 Memory while the keys of cast i are used, with N = b g (d + dv) elements of K and V a token. R_i and
 S_i are the tokens that this rank receives and sends in cast i:
 
     K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N
-    dk, dv       (R_i + R_{i-1} + S_{i-1}) N   of reduce_dtype: written, sent and received
-                 t N                           of float32, of the own keys; keep_kv: twice in the
-                                               last step
-    the rest     out and lse, or dq, twice     of float32, running and newest part; backward also
-                                               delta
+    dk, dv       (R_i + R_{i-1} + S_{i-1}) N   of reduce_dtype; t N of float32, of the own keys,
+                                               with keep_kv twice in the last step
+    the rest     out and lse, or dq, twice     of float32; backward also delta
     one buffer   K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype
-                 (and R N, if it is another); delta
 
 Source: as `canon.reference.magi`.
 """

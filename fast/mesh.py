@@ -141,8 +141,8 @@ class TokenRows:
         return views
 
     def orders(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return (arrived row of each token, token of each arrived row), int64, or nothing if the
-        parts arrive by position.
+        """Return (arrived row of each token, token of each arrived row), int64, or nothing if parts
+        arrive by position.
         """
         return _orders(self.call.layout, self.call.columns, self.row, device)
 

@@ -3,19 +3,16 @@ current one.
 
 Read `canon.reference.ring` first: algorithm, order of sums and cost are the same. The differences:
 
-    messages          K and V travel in one message, dk and dv in another, each through two buffers:
-                      one is read and sent while the other receives (`messages.BlockRing`)
-    active queries    from step 1 on, a step computes only the queries that see a key, over the keys
-                      from the first to the last visible one. A fully masked step only forwards
-    in place          a kernel merges each part into the running result; step 0 writes it, and the
-                      last merge writes out in the dtype of the inputs
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too; "fused"
-                      has one kernel for all three
+- K and V travel in one message, dk and dv in another, each through two buffers: one is read and
+  sent while the other receives (`messages.BlockRing`).
+- From step 1 on, a step computes only the queries that see a key, over the keys from the first to
+  the last visible one. A fully masked step only forwards.
+- A kernel merges each part into the running result. Step 0 writes it, and the last merge writes out
+  in the dtype of the inputs.
+- dk and dv leave before the kernel of dq, so the last hop overlaps too; "fused" has one kernel for
+  all three.
 
-Backward, the sums of dk and dv arrive before this rank's part is added, from step 2 on, and leave
-from step 1 on. `latent.py` runs the same ring with projected keys.
-
-Scratch, with N = b t g (d + dv):
+`latent.py` runs the same ring with projected keys. Scratch, with N = b t g (d + dv):
 
     forward     2 N of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
     backward    2 N of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and

@@ -134,16 +134,13 @@ def tiled_backward(
         mask = mask_in_whole_tiles(mask)
     heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
     tiles = _Backward(mask, scale, *heads_first, lse, delta)
-    walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
-    if not any(needs_grad[1:]):
-        grads = tiles.dq(), None, None
-    elif not needs_grad[0]:
-        grads = (
-            None,
-            *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys()),
-        )
+    keys_need_grad = any(needs_grad[1:])
+    if method == "fused" and needs_grad[0] and keys_need_grad:
+        grads = tiles.fused()
     else:
-        grads = walk()
+        of_keys = tiles.head_parallel_keys if method == "head_parallel" else tiles.split_keys
+        dq = tiles.dq() if needs_grad[0] else None
+        grads = dq, *(of_keys() if keys_need_grad else (None, None))
     return tuple(
         x.transpose(1, 2)[:, :size].to(grad_dtype) if needed else None
         for x, size, needed in zip(grads, sizes, needs_grad, strict=True)
@@ -169,9 +166,6 @@ class _Backward:
                 dq[:, :, queries] += over_visible(ds, k, visible)
         return dq, dk, dv
 
-    def split(self):
-        return self.dq(), *self.split_keys()
-
     def split_keys(self):
         """Return dk, dv. The query heads of a key head are added in each tile."""
         dk, dv = self._zeros(self.k), self._zeros(self.v)
@@ -181,9 +175,6 @@ class _Backward:
                 dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
                 dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
         return dk, dv
-
-    def head_parallel(self):
-        return self.dq(), *self.head_parallel_keys()
 
     def head_parallel_keys(self):
         """Return dk, dv: a sum for each query head, then over the query heads of each key head, in

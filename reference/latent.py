@@ -12,15 +12,14 @@ A token has a latent c of ``rank`` values, the model's name for this width, and 
     c and r     rank + rope         576, 71 times fewer
 
 The schedule is that of `ring_attention`, with c and r in place of K and V; each step projects
-before it attends. Backward projects again. The gradients dK and dV of a step stay on the rank, and
-become
+before it attends. The gradients dK and dV of a step stay on the rank, and become
 
     dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i    dr = sum over heads of dK_i[rope]
     dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
 dc and dr join the sums that follow the latents, in reduce_dtype. A rank's gradient of ``up_weight``
-is the part of its own queries, and does not travel. All sums have a fixed order. Hidden tokens may
-hold NaN, which would reach dWk and dWv, so `Projection.keys` sets them to 0.
+is the part of its own queries, and does not travel. Hidden tokens may hold NaN, which would reach
+dWk and dWv, so `Projection.keys` sets them to 0.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
 R = h (d - rope + dv) rows:
@@ -30,13 +29,12 @@ R = h (d - rope + dv) rows:
     backward  c, r    2 (n - 1)   the same                      6 b s rank R: again, dc, dWk and dWv
               dc, dr  2 (n - 1)   (n - 1) b t (rank + rope) E
     memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
-              dV, and both once more in projection order, in float32
+              dV, and both once more in float32
 
-A model that projects before `ring_attention` computes 1/n of these projections. Under a causal
-mask, the forward projections are 820 / t of attention's FLOPs for DeepSeek-V3. Latents pay where
-hops of K and V would take longer than attention and the projections: forward, at F FLOP/s and B
-bytes/s, below about 2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200 tokens at 300
-GB/s, and 23,000 at 50 GB/s.
+A model that projects before `ring_attention` computes 1/n of these projections. So latents pay
+where hops of K and V would take longer than attention and the projections: for DeepSeek-V3 forward,
+at F FLOP/s and B bytes/s, below about 2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200
+tokens at 300 GB/s, and 23,000 at 50 GB/s.
 
 Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
 decode few queries, absorb Wk into q and Wv into the output instead.

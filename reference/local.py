@@ -70,8 +70,7 @@ def tiled_forward(
     """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
 
     ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not
-    depend on other tokens. ``max_logits``: raise it in place to the largest visible score of each
-    head.
+    depend on other tokens. ``max_logits`` is raised to the largest visible score of each head.
     """
     tokens = q.shape[1]
     if whole_tiles:

@@ -9,9 +9,8 @@ ranks:
     out = magi_attention(q, k, v, mask, layout)     in every layer: queries stay, needed keys travel
     full = layout.unshard(out)                      once, if at all
 
-Forward, the received keys are divided into up to ``casts`` group casts. Each step waits for its
-cast, starts the next one, computes attention over one buffer of keys, and merges. out is rounded
-once:
+The received keys are divided into up to ``casts`` group casts. Each step waits for its cast, starts
+the next one, computes attention over one buffer of keys, and merges. out is rounded once:
 
     own_keys_first=False   compute              own keys and cast 0             no overlap
     casts=1                in flight   cast 0
@@ -22,29 +21,25 @@ once:
 
 A buffer holds own keys first, then received keys by source rank. `CastPlan.local_mask` is its mask.
 
-Backward takes the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays, and a
-group reduce sends dk and dv of received keys to their owners. A key is received in one cast, so its
-dk and dv are rounded to reduce_dtype once. The owner adds in float32: its own part, then cast by
-cast, each in rank order. Equal calls give the same bits, other ``casts`` perhaps others. With
-``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`).
+Backward, keys travel again, or were kept with ``keep_kv``. dq stays, and a group reduce sends dk
+and dv of received keys to their owners, rounded to reduce_dtype once. The owner adds in float32:
+its own part, then cast by cast, each in rank order. So equal calls give the same bits, other
+``casts`` perhaps others. With ``rank_invariant=True`` any number of ranks gives the same bits
+(`owner_computes.py`).
 
-Cost of a rank that receives R and sends S tokens in all casts (`plan_report` gives both; a token
-sent to two ranks counts twice). K and V of a token have N = b g (d + dv) elements of e bytes, E in
-reduce_dtype:
+Cost of a rank that receives R and sends S tokens in all casts (`plan_report` gives both). K and V
+of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype:
 
-                       messages                       bytes received   peak memory, at most
-    each pass   K, V   one all-to-all for each cast   R N e            own tokens, three buffers,
-                                                                       rows sent in two casts
-    backward  dk, dv   one all-to-all for each cast   S N E            own tokens, four buffers in
-                                                                       float32, rows of two reduces
-    with keep_kv       none for K and V in backward   0 in backward    all received keys until the
-                                                                       backward pass
+                       messages            bytes received   peak memory, at most
+    each pass   K, V   one for each cast   R N e            own tokens, three buffers, rows sent in
+                                                            two casts
+    backward  dk, dv   one for each cast   S N E            own tokens, four buffers in float32,
+                                                            rows of two reduces
+    with keep_kv       none for K and V    0 in backward    all received keys
 
-All terms of the peak memory: notebooks/04_magi.md.
-
-Own keys first hides a cast that takes at most as long as step 0. More casts hide more, and shorten
-the last reduce. Each one adds an all-to-all and a merge forward, and two all-to-alls backward (one
-with keep_kv).
+All terms of the peak memory: notebooks/04_magi.md. Own keys first hides a cast that takes at most
+as long as step 0. More casts hide more, and shorten the last reduce; each one adds messages and a
+merge.
 
 Limits: every rank takes part in every cast. A cast that no rank needs is left out.
 
@@ -190,10 +185,8 @@ def key_steps(
     call: Call, own: Tensor, kept: Sequence[Tensor] = ()
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (step, its buffer of keys, the received keys). Start the next step's cast before each
-    yield.
-
-    A buffer has this rank's own keys, if the step uses them, then the received keys. ``kept``:
-    those of an earlier pass."""
+    yield. ``kept``: received keys of an earlier pass.
+    """
     plan = call.plan
     casts = [None if kept else plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)

@@ -11,8 +11,7 @@ The mesh is ("tokens", "heads"). A row has H neighbouring ranks, best on one hos
                                                                  a schedule over T ranks
 
 Forward: exchange q, k and v; run the schedule of the call, `Call.computed`; send out and lse back.
-Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back. The exchanged q,
-k, v, out and lse are kept in between; a compiled call exchanges them again. T = 1 is Ulysses.
+Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back. T = 1 is Ulysses.
 
 A row holds its tokens by position (`canon.masks.rows`), so the parts of ``zigzag(n, T H)`` make the
 rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. No sum
@@ -23,8 +22,7 @@ Cost of a rank with t tokens, for elements of e bytes, E in partial results: in 
 (1 - 1 / H) t b ((h + g) (d + dv) e + h E) bytes inside its row, and receives as many. The schedule
 adds its own cost for T ranks of T H t tokens, with h / H and g / H heads.
 
-Limits: H divides the key heads g. Repeating key heads would move the same bytes between rows as a
-mesh of gcd(g, H) columns. Nothing hides the exchanges.
+Limits: H divides the key heads g. Nothing hides the exchanges.
 
 Sources: Jacobs et al., DeepSpeed Ulysses (2023), the exchange; Fang and Zhao, USP (2024), both
 dimensions.

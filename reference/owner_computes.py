@@ -11,14 +11,9 @@ never travel:
 
 A received token is written to its position in the sequence, and each piece of a rank begins at a
 multiple of 128 tokens. So every tile has the operands that it has on one rank. Experiment:
-notebooks/08_backward.md. Two exchanges bring tokens to their positions:
-
-    `strided.SequenceGather`    all tokens of some heads: an all-gather of shards, padded to the
-                                largest
-    `magi.SequenceCast`         the needed tokens of all heads: a group cast; other positions hold 0
-
-A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries
-that see it.
+notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some heads,
+`magi.SequenceCast` the needed tokens of all heads. A cast of queries follows the plan of the
+transposed mask: the owner of a key receives the queries that see it.
 
 Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
 another order. Equal bits need a matrix product that depends on its operands alone. The products of
@@ -33,7 +28,7 @@ Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in 
                   without the option      (n - 1) b t g (d + dv) E for dk, dv
 
 With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an
-exchange for the whole sequence, once as received and once in order.
+exchange for the whole sequence, twice.
 
 Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and
 dv travel.

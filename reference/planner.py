@@ -95,9 +95,7 @@ def _dispatch(
 @dataclass(frozen=True)
 class Chunk:
     """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for
-    each token.
-
-    ``size``: the number of tokens in all sequences. ``own``: the set of these.
+    each token. ``size`` and ``own``: the number and the set of these in all sequences.
     """
 
     number: int

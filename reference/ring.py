@@ -164,8 +164,8 @@ def _plus_received(part: Sequence[Tensor], hop: "Hop") -> list[Tensor]:
 
 
 class Hop:
-    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the
-    previous rank. These belong to ``owner``, modulo the number of ranks.
+    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors of ``owner``
+    from the previous rank.
     """
 
     def __init__(self, tensors: Sequence[Tensor], owner: int, call: Call):

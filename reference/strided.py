@@ -1,32 +1,28 @@
 """Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to
 the next heads.
 
-A *head group* is `head_stride` neighbouring key heads, with the query heads that share them. A step
-computes one head group. With 8 query heads, 4 key heads and head_stride=2:
+A *head group* is `head_stride` neighbouring key heads, with the query heads that share them. With 8
+query heads, 4 key heads and head_stride=2:
 
-    step   gathered from all ranks   computed on each rank           backward: sent to the owners
-    0      K, V of key heads 0, 1    heads 0-3 of its queries, all   dk, dv of key heads 0, 1
-                                     keys
-    1      K, V of key heads 2, 3    heads 4-7 of its queries, all   dk, dv of key heads 2, 3
-                                     keys
+    step   gathered from all ranks   computed on each rank            backward: sent to the owners
+    0      K, V of key heads 0, 1    query heads 0-3, over all keys   dk, dv of key heads 0, 1
+    1      K, V of key heads 2, 3    query heads 4-7, over all keys   dk, dv of key heads 2, 3
 
-Forward, a query head sees all its keys in one step, so nothing is merged and out is rounded once.
-Gathered keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
+A query head sees all its keys in one step, so nothing is merged and out is rounded once. Gathered
+keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
 
-Backward, K and V are gathered again, because a rank saves only its own. A step gives the final dq
-of its query heads, and this rank's part of dk and dv for the keys of all ranks. The parts are
-rounded to reduce_dtype, and one all-to-all sends them to the owners of the keys. An owner adds the
-n parts in rank order, in float32 (float64 for float64), so a repeated call gives the same bits.
-With ``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`). With
-``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
+Backward, K and V are gathered again. A step gives the final dq of its query heads, and this rank's
+part of dk and dv for the keys of all ranks, which one all-to-all sends to the owners in
+reduce_dtype. An owner adds the n parts in rank order, in float32 (float64 for float64), so a
+repeated call gives the same bits. With ``rank_invariant=True`` any number of ranks does
+(`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is that of
+`ring_attention`.
 
 The next gather and the previous all-to-all are in flight while a step computes. Nothing hides the
-first gather and the last all-to-all. Split head groups shorten them, but rarely pay
-(notebooks/03_strided.md). Only the sum over all keys must be equal on all ranks, not each step:
-pass `Layout.zigzag` for a causal mask.
-
-A larger stride makes fewer and larger messages and kernels; 1 takes the least memory. If the
-buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
+first gather and the last all-to-all. Only the sum over all keys must be equal on all ranks, not
+each step: pass `Layout.zigzag` for a causal mask. A larger stride makes fewer and larger messages
+and kernels; 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring: its
+buffers do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
 bytes in reduce_dtype:

@@ -106,7 +106,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
     """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    step. Raises ValueError if no kernel supports the model on this device.
+    step. Raises ValueError if no kernel supports the model here.
     """
     torch.use_deterministic_algorithms(model.deterministic)
     torch.backends.cuda.matmul.fp32_precision = model.precision
@@ -222,11 +222,8 @@ def few_queries(x: Inputs) -> None:
 def few_queries_in_order(x: Inputs) -> None:
     """Launch the Hopper kernels for few queries in key order, and the forward after them."""
     for kernels, pack, y in slices_forced(x):
-        few, columns = (
-            kernels.few_queries_launch,
-            kernels.forward_config(x.q, x.v, x.cells)[0].columns,
-        )
-        planned = few.few_queries_plan(y.cells, pack, columns, 1, y.q.device)
+        few, config = kernels.few_queries_launch, kernels.forward_config(x.q, x.v, x.cells)[0]
+        planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
         with _replaced(few, "few_queries", planned):
             for _ in tiles_forced(y, "forward"):
                 forward_into(y.q, y.k, y.v, y.cells, y.model.scale, y.out, y.statistic())

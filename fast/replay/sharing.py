@@ -20,7 +20,7 @@ NO_MASK = Mask([], 0, 0)  # in place of a mask that may be dropped
 
 class LookUps:
     """The plans that a pass looks up for a mask: functions, arguments and structures, in order.
-    ``serves_others``: another mask can take its place in all arguments.
+    ``serves_others``: another mask can take its place.
     """
 
     def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):

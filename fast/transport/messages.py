@@ -58,8 +58,8 @@ class Pending:
 
 
 class Blocks:
-    """The places of the ranks' blocks in a flat buffer: of each rank one contiguous tensor (b,
-    tokens, *shape) for each of ``shapes``.
+    """The places of the ranks' blocks in a flat buffer: a contiguous tensor (b, tokens, *shape) for
+    each of ``shapes``.
     """
 
     def __init__(self, layout: Layout, batch: int, shapes: Sequence[torch.Size]):
@@ -78,7 +78,7 @@ class Blocks:
         return [buffer.as_strided(*place) for place in self.places[owner]]
 
     def zero_outside(self, buffer: Tensor, owner: int, keys: slice) -> list[Tensor]:
-        """Return the tensors of ``owner``'s block at these keys, to be written; set others to 0."""
+        """Return the tensors of a block at these keys, to be written; set others to 0."""
         views = self.views(buffer, owner)
         for x in views:
             for sequence in x:  # one at a time: `replayed` records zeros of contiguous memory only
@@ -261,9 +261,7 @@ def padded_tokens(layout: Layout) -> int:
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """Return the mask between the queries of ``rank`` and a gathered buffer, whose room behind
-    shards is hidden.
-    """
+    """Return the mask between the queries of ``rank`` and a gathered buffer."""
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
         return layout.local_mask(mask, rank, range(layout.ranks))
@@ -300,7 +298,7 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks; this rank's is there."""
+        """Start to fill a flat buffer with equal parts of all ranks, from this rank's."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12

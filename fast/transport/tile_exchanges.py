@@ -96,8 +96,8 @@ class TileGather:
 
 class TileCast:
     """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
-
-    ``kept``: rows of keys from an earlier cast. With ``keep``, `rows` holds those of this one."""
+    ``kept``: rows of keys from an earlier cast; with ``keep``, `rows` holds this one's.
+    """
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
         self.call, self.kept, self.keep, self.rows = call, kept, keep, ()
@@ -149,22 +149,22 @@ class CastOfTiles(Transfer):
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
         plan = granular_plan(mask, layout, 1, False, TILE)
-        self.travels, nothing = plan.casts > 0, [0] * layout.ranks
-        tokens = plan.send_sizes(0, rank) if self.travels else nothing
-        self.sends = list(map(whole_tiles, tokens))
-        self.receives = [
-            whole_tiles(n) for n in (plan.receive_sizes(0, rank) if self.travels else nothing)
-        ]
-        self.received, self.sent = sum(self.receives), sum(self.sends)
+        self.travels, index = plan.casts > 0, [np.empty(0, np.int64)]
+        self.sends = self.receives = [0] * layout.ranks
         self.own = self.rows = whole_tiles(layout.size(rank))
         pieces = list(pieces_of(layout, rank))
-        for piece in plan.received(0, rank) if self.travels else ():
-            pieces.append((self.rows, piece.tokens))
-            self.rows += whole_tiles(len(piece.tokens))
-        self.pieces = _joined(pieces)
-        sent = plan.send_rows(0, rank).split(tokens) if self.travels else ()
-        index = [np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge") for rows in sent if len(rows)]
-        self.index = np.concatenate([np.empty(0, np.int64), *index])
+        if self.travels:
+            tokens = plan.send_sizes(0, rank)
+            self.sends = list(map(whole_tiles, tokens))
+            self.receives = list(map(whole_tiles, plan.receive_sizes(0, rank)))
+            for piece in plan.received(0, rank):
+                pieces.append((self.rows, piece.tokens))
+                self.rows += whole_tiles(len(piece.tokens))
+            for rows in plan.send_rows(0, rank).split(tokens):
+                if len(rows):
+                    index.append(np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge"))
+        self.received, self.sent = sum(self.receives), sum(self.sends)
+        self.pieces, self.index = _joined(pieces), np.concatenate(index)
 
     @property
     def nbytes(self) -> int:

@@ -11,14 +11,9 @@ token differs, and a position has one label.
     loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
 This loss is the mean over all tokens of all sequences, and with `sequence_weights` that over the
-sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
-count: ``num_items_in_batch``.
-
-Attention gives each token the output that it has in its sequence alone, up to rounding; with
-``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
-gradient of a shared token is the sum over its sequences. Operations that mix tokens in another way
-see the packed order: convolutions, state-space layers, the capacity of experts. Dropout draws one
-number for a shared token.
+sequences' means. Attention gives each token the output that it has in its sequence alone, up to
+rounding. Policy gradients, and what can never be equal to separate sequences:
+paper/in_your_program.md#many-answers-to-one-prompt.
 """
 
 from bisect import bisect_left, insort
@@ -133,8 +128,7 @@ def pack(
     Args:
         sequences: lists or tensors of one axis.
         multiple_of: branches begin at depths and positions that are multiples of this number. Up to
-            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it. 8
-            answers of 5 tokens to a prompt of 130 take 177 positions with 1, and 1,031 with 128.
+            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it.
         max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
             after tree keeps the order.
 

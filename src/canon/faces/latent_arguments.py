@@ -1,5 +1,5 @@
-"""The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head:
-(b, t, 1, width).
+"""The arguments of `latent_attention`, and their checks, which raise TypeError or ValueError.
+Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width).
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def with_head(x: Tensor) -> Tensor:
 
 
 def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless the tensors fit together."""
+    """Raise unless the tensors fit together."""
     tensors = q, latent, k_rope, up_weight
     for name, x in zip(NAMES, tensors, strict=True):
         check_tensor(name, x)

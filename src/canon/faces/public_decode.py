@@ -99,14 +99,9 @@ def decode_attention(
         captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
 
-        def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
-            if not rank_invariant:
-                return decode
-            return in_order(*batched(q, k, v)) if several else keys_travel
-
         given, rank, ranks, mask, checked, compute = _agreed(
             q, k, v, mask, scale, softcap, sink, rank_invariant, group,
-            half_of(decode), check_device, way,
+            decode, in_order, check_device,
         )  # fmt: skip
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
             result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
@@ -132,9 +127,9 @@ def _agreed(
     sink: Tensor | None,
     rank_invariant: Any,
     group: Group,
-    half: str,
+    decode: Callable[..., Any],
+    in_order: Callable[..., Callable[..., Any]],
     check_device: Callable[[Tensor], None],
-    way: Callable[[bool], Callable[..., Any]],
 ) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
     """Return the process group, the rank, the number of ranks, the mask, the scale, and
     ``way(several)``, after a comparison between ranks.
@@ -159,10 +154,12 @@ def _agreed(
                 "graph cannot be captured: divide "
                 "the heads among ranks, and call attention(..., rank_invariant=True)"
             )
-        compute = way(ranks > 1)
+        compute = decode
+        if rank_invariant:
+            compute = in_order(*batched(q, k, v)) if ranks > 1 else keys_travel
     if ranks > 1:
         fields = (
-            ("half", half),
+            ("half", half_of(decode)),
             ("device", q.device.type),
             ("shape of q", tuple(q.shape)),
             ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),

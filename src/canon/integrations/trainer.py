@@ -5,14 +5,9 @@
     trainer = ContextParallelTrainer(model, args, train_dataset=dataset, data_collator=collator)
     trainer.train()  # under torchrun
 
-    data loader     the ranks of ``group`` read the same batch; groups of other ranks read other
-                    batches
-    collator        mask and layout of the batch; this rank's tokens, positions and shifted labels
-    loss            `sequence_loss` of the model inside `sharded`, divided by the labels of all
-                    ranks and microbatches
-    gradients       the averaging of DDP gives the gradient of this loss
-
-accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks.
+The ranks of ``group`` read the same batch. The collator plans its mask and layout, and takes this
+rank's tokens, positions and shifted labels. The loss is `sequence_loss` of the model inside
+`sharded`, divided by the labels of all ranks and microbatches. DDP's averages are its gradient.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
 router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
@@ -158,9 +153,7 @@ class ContextParallelTrainer(Trainer):
 
 @dataclass
 class ShardingCollator:
-    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in
-    workers.
-    """
+    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank."""
 
     collate: Callable
     layout: Callable[[Mask, int], Layout]
@@ -181,15 +174,13 @@ class ShardingCollator:
 
 
 def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
-    """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's
-    group.
-    """
+    """Return how many groups of ``held_by`` ranks read different batches, and a rank's group."""
     return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each of the documents that ``position_ids`` begin at
-    0. Raises ValueError if the sequences have different ones.
+    """Return the mask of a batch: causal, in each document of ``position_ids``. Raises ValueError
+    if the sequences have different ones.
     """
     if (positions := batch.get("position_ids")) is None:
         return Mask.causal(batch["labels"].shape[1])

@@ -292,7 +292,7 @@ def attend_layer(
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux, softcap: sinks (h,), and the limit of the scores.
-        options: unsupported ones raise; those without an effect on attention are not read.
+        options: unsupported ones raise; others are not read.
     """
     for name, remedy in UNSUPPORTED.items():
         if (
@@ -333,9 +333,7 @@ _checked: list[tuple[Any, tuple]] = [(lambda: None, ())]
 
 def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
     known = _checked[0][1] if _checked[0][0]() is positions else ()
-    if positions.ndim != 2 or any(masks is one for one in known):
-        return
-    if positions.is_cuda and torch.cuda.is_current_stream_capturing():  # the host cannot read them
+    if not _are_readable(positions) or any(masks is one for one in known):
         return
     steps = torch.diff(positions, prepend=positions.new_full((len(positions), 1), -1)).cpu()
     by_row = (masks,) * len(steps) if isinstance(masks, Mask) else masks
@@ -357,9 +355,7 @@ _looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
 
 
 def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    if positions is None or positions.ndim != 2 or sharding.layout in _looked:
-        return
-    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+    if positions is None or sharding.layout in _looked or not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
     if ranks != sharding.layout.ranks or positions.shape[1] != sharding.layout.size(rank):
@@ -373,6 +369,12 @@ def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
             "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
+
+
+def _are_readable(positions: Tensor) -> bool:
+    """Return whether positions are (b, t), and no CUDA graph is captured."""
+    captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    return positions.ndim == 2 and not captured
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:

@@ -33,9 +33,7 @@ __all__ = [
 
 class Pattern(NamedTuple):
     """A mask function of transformers: causal or not, window bounds (None is no bound), documents
-    (b, n) or None.
-
-    ``blocks`` (b, n) or None: tokens with the same number >= 0 see each other inside the window.
+    (b, n) or None. ``blocks`` (b, n) or None: tokens with one number >= 0 see each other.
     """
 
     causal: bool = False
@@ -166,9 +164,7 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
 
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
-    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other
-    padding.
-    """
+    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees others."""
     some = valid.any(0)
     mask = _seen(mask, _runs(some))
     for place, row in enumerate(valid):

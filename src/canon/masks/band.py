@@ -93,10 +93,9 @@ class Band(_Bounds):
         )
 
     def minus(self, other: "Band") -> "list[Band]":
-        """Return the cells that ``other`` lacks, as at most six disjoint bands.
-
-        ``other`` is the intersection of six half-planes. Part n lies inside the first n - 1 of them
-        and outside of half-plane n.
+        """Return the cells that ``other`` lacks, as at most six disjoint bands. ``other`` is the
+        intersection of six half-planes: part n lies inside the first n - 1 of them and outside of
+        half-plane n.
         """
         if not self.intersect(other).q_stop:
             return [self]
@@ -225,7 +224,7 @@ def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
 
 def _without(band: Band, others: list[Band]) -> list[Band]:
     """Return the cells of a band that none of the others holds; all share cells with it. The middle
-    one comes first: it parts neighbours of one side from those of the other.
+    one parts neighbours of one side from those of the other, so it comes first.
     """
     if not others:
         return [band]

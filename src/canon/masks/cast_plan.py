@@ -10,8 +10,7 @@ plan is equal on all ranks; the pieces of a rank are derived at their first use.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -26,9 +25,7 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions in the sequence: its rows ``row``, ``row`` + 1,
-    ...
-    """
+    """Tokens of rank ``source``, as positions; they are its rows ``row``, ``row`` + 1, ..."""
 
     source: int
     tokens: range
@@ -40,9 +37,7 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class RankCasts:
-    """The pieces that one rank receives and sends: ``received[cast][source]``,
-    ``sent[cast][receiver]``.
-    """
+    """The pieces of one rank: ``received[cast][source]`` and ``sent[cast][receiver]``."""
 
     received: tuple[tuple[Pieces, ...], ...]
     sent: tuple[tuple[Pieces, ...], ...]
@@ -78,28 +73,11 @@ class CastPlan:
     layout: Layout
     casts: int
     own_keys_first: bool
-    casts_of: "Callable[[CastPlan, int], RankCasts]"
+    casts_of: "Callable[[CastPlan, int], RankCasts]" = field(compare=False)
     granularity: int = 1  # casts send whole units of so many tokens
 
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, CastPlan):
-            return NotImplemented
-        return self is other or self._content == other._content
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _content(self) -> tuple:
-        return self.mask, self.layout, self.casts, self.own_keys_first, self.granularity
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._content)
-
     def __reduce__(self):
-        *content, granularity = self._content
-        return _unpickled, (FORMAT, *content, self.casts_of, granularity)
+        return _unpickled, (FORMAT, *(getattr(self, each.name) for each in fields(self)))
 
     @property
     def nbytes(self) -> int:
@@ -169,9 +147,7 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, larger ones
-    first.
-    """
+    """Divide the pieces of a pair of ranks into ``parts`` nearly equal lists, larger ones first."""
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
     size, larger = divmod(tokens_in(pieces), parts)

@@ -83,10 +83,9 @@ class Layout(metaclass=OpaqueMeta):
     # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return one piece for each rank; larger ones come first.
-
-        Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2
-        ``multiple_of`` - 1."""
+        """Return one piece for each rank; larger ones come first. Pieces begin at multiples of
+        ``multiple_of`` tokens.
+        """
         n = whole("n", n, 0)
         ranks = whole("ranks", ranks, 1)
         multiple_of = whole("multiple_of", multiple_of, 1)
@@ -94,8 +93,8 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
-        and 2 ``ranks`` - 1 - r.
+        """Return the layout of 2 ``ranks`` such pieces: rank r holds the pieces r and 2 ``ranks`` -
+        1 - r.
         """
         n = whole("n", n, 0)
         ranks = whole("ranks", ranks, 1)
@@ -133,8 +132,7 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def concat(cls, layouts: Sequence["Layout"]) -> "Layout":
-        """Return the layout of independent sequences, one after another: a rank holds its tokens of
-        each.
+        """Return the layout of independent sequences, one after another.
 
         Raises ValueError if ranks or steps differ.
         """
@@ -199,10 +197,8 @@ class Layout(metaclass=OpaqueMeta):
     # operations
     def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding:
-        int64 [t], on the CPU.
-
-        ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError unless it ends at
-        ``tokens``.
+        int64 [t], on the CPU. ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError
+        unless it ends at ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
 
@@ -210,9 +206,7 @@ class Layout(metaclass=OpaqueMeta):
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on
-        ``dim``. Differentiable.
-
-        Raises ValueError if ``x`` does not have ``tokens`` entries there.
+        ``dim``. Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:

@@ -99,9 +99,7 @@ class PlanCache:
         return [self.on[device] for device, held in size.items() if held and device != "cpu"]
 
     def _shrink(self, device: str) -> None:
-        """Drop the least recently used plans, but not the newest, until the device is within its
-        limit.
-        """
+        """Drop the least recently used plans, but not the newest, down to the limit of a device."""
         keys = self.plans if device == "cpu" else self.on[device]
         while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
             self.drop(next(iter(keys)))
@@ -204,9 +202,7 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream, and for a graph that
-    captures it.
-    """
+    """Keep tensors valid for later kernels of the current stream, or for a captured graph."""
     for x in tensors:
         if not x.is_cuda:
             continue

@@ -110,7 +110,7 @@ class Liveness:
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks, but not all, have raised in a call, or ""."""
+        """Return the last exception that some ranks, but not all, have raised, or ""."""
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
@@ -130,15 +130,13 @@ class Liveness:
         return ""
 
     def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all ranks then raise the same
-        text.
-        """
+        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
         with suppress(RuntimeError):
             return self.store.compare_set("raised/first", "", alone).decode()
         return alone
 
     def answer(self, calls: int) -> None:
-        """Write the number of calls of this rank if another rank has reported a failure."""
+        """Write the number of this rank's calls if another rank has reported a failure."""
         if self.store.check(["failure"]):
             self._write("failure", {"calls": calls})
 
@@ -186,8 +184,9 @@ class GroupState:
         """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
 
         ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks
-        differ, in this call or in the previous one; RuntimeError if a rank is missing, or an error
-        has broken the group."""
+        differ, in this call or the previous one; RuntimeError if a rank is missing, or the group is
+        broken.
+        """
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
             self.settle()
@@ -261,7 +260,7 @@ class GroupState:
     # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Errors of messages then name the missing
+        """Report an exception inside to the other ranks. Errors of messages then name missing
         ranks.
         """
         try:
@@ -293,9 +292,7 @@ class GroupState:
 
     # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of a call that cannot succeed, or after an
-        exception.
-        """
+        """Answer a liveness check. Abort the messages of a call that cannot succeed."""
         if self.broken is None:
             self.liveness.answer(self.calls)
             self._look_for_exceptions()
@@ -313,9 +310,7 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised an exception, and the others have not until the next
-        look.
-        """
+        """Abort the group if a rank has raised, and the others have not until the next look."""
         if (reports := self.liveness.reports()) == self.reports:
             return
         if not (alone := self.liveness.raised_alone()):
@@ -326,9 +321,7 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised this rank's exception, or until it has broken the
-        group.
-        """
+        """Wait until all ranks have raised this rank's exception, or it has broken the group."""
         while not self.broken and self.liveness.raised_alone():
             time.sleep(0.01)
         self.raised = False
@@ -376,9 +369,7 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is the default group. A collective in the
-    first call.
-    """
+    """Return the state of a group of this rank; None is all ranks. A collective at first."""
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
     if group is None or group not in world.pg_map:

@@ -309,9 +309,8 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
 
 
 def abort_group(group: Any) -> None:
-    """End all messages of a group in flight: their waits raise, on this rank at once.
-
-    Gloo has no abort, but a receive that times out closes its connections.
+    """End all messages of a group in flight: their waits raise. Gloo has no abort, but a receive
+    that times out closes its connections.
     """
     group.abort()
     if backend_of(group, torch.device("cpu")) == "gloo":

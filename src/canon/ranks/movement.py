@@ -137,9 +137,7 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis in rank order, in float32 (float64 for float64), rounded
-    once.
-    """
+    """Return the sum over the first axis, in order, in float32 (float64 for float64)."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand
@@ -227,9 +225,7 @@ def sharded_batch(
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's
-    tokens.
-    """
+    """Return ``cu_seqlens`` as ints. Raise unless it ends at the layout's tokens."""
     if isinstance(cu_seqlens, Mask):
         if (cu_seqlens.queries, cu_seqlens.keys) != (layout.tokens, layout.tokens):
             raise ValueError(
@@ -244,8 +240,8 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
 
 
 def _document_ends(mask: Mask) -> list[int]:
-    """Return the tokens that do not see the one before them, then the number of tokens. Raise
-    ValueError if one of them sees others before it, as in a tree.
+    """Return the tokens that do not see the one before them, and the end. Raise ValueError if one
+    of them sees others before it, as in a tree.
     """
     starts = torch.ones(mask.keys, dtype=torch.bool, device="cpu")
     for band in mask.bands:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.masks.arguments import flag
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
@@ -46,8 +47,7 @@ PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 class Arguments(NamedTuple):
     """The arguments of a call, as passed. ``options``: all of them, in the order of the signature.
-
-    ``tensors``: q, k and v, or those of the declaration. ``sink``: its kind, if there is one.
+    ``sink``: its kind, if there is one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -142,9 +142,7 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments with which the forward pass finds the largest scores
-        (h,).
-        """
+        """Return the keyword argument with which the forward pass finds the largest scores (h,)."""
         return {
             "max_logits": torch.full(
                 (q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device
@@ -173,17 +171,13 @@ class Call:
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit
-        the tensors.
-        """
+        """The plan of the algorithm. Raises ValueError if an option does not fit."""
         make = self.algorithm.plan
         assert make is not None
         return PLANS.find((Call, self), lambda: make(self))  # so that the cache counts its memory
 
     def local_mask(self, owner: int) -> Mask:
-        """Return the mask between this rank's queries and the keys of ``owner``, in local
-        coordinates.
-        """
+        """Return the mask between this rank's queries and the keys of ``owner``."""
         return (
             self.mask
             if self.layout is None
@@ -270,7 +264,7 @@ def checked_call(
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults filled in; a repeated one is found by its key.
+    """Return the call with its defaults; a repeated one is found by its key.
 
     Raises ValueError or TypeError on every rank.
     """
@@ -373,10 +367,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         for name, x in options.items()
         if name not in ("scale", "softcap", "reduce_dtype", "backward")
     }
-    if not isinstance(own["return_max_logits"], bool):
-        raise TypeError(
-            f"return_max_logits must be True or False, got {own['return_max_logits']!r}"
-        )
+    flag("return_max_logits", own["return_max_logits"])
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
@@ -395,7 +386,7 @@ def mask_and_layout(
     layout: Layout | None,
     rank: int,
     ranks: int,
-    rank_invariant: bool = False,
+    rank_invariant: bool,
 ) -> tuple[Mask, Layout]:
     """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
     if q.shape[-3] != k.shape[-3]:

@@ -1,4 +1,6 @@
-"""Checks of tensors and options, and the defaults of both halves."""
+"""Checks of tensors and options, and the defaults of both halves. A wrong type raises TypeError, a
+value that does not fit ValueError.
+"""
 
 import inspect
 import math
@@ -53,9 +55,7 @@ def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all
-    packed, fit together.
-    """
+    """Raise unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -85,7 +85,7 @@ def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with data."""
+    """Raise unless ``x`` is a plain dense tensor with data."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
@@ -105,7 +105,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
-    """Raise TypeError or ValueError unless the mask fits the tokens of q and k."""
+    """Raise unless the mask fits the tokens of q and k."""
     check_mask_type(mask, name)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
@@ -118,7 +118,7 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
 
 
 def transpose_hint(*expected: tuple[Tensor, int]) -> str:
-    """Return a remedy if each tensor has the expected tokens on the axis of its heads, else ""."""
+    """Return a remedy if the tensors have the expected tokens on the axis of heads, else ""."""
     swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
     return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
 
@@ -212,9 +212,7 @@ def check_method(name: str, method: str) -> None:
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each head of q, on
-    its device.
-    """
+    """Raise unless ``sink`` is None or has a logit for each head of q."""
     if sink is None:
         return
     check_tensor("sink", sink)
@@ -241,9 +239,7 @@ def kind_of_sink(sink: Tensor | None) -> str | None:
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not
-    fit.
-    """
+    """Return ``mask``, or the causal mask for None. Raise for a misfit."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(
@@ -259,9 +255,7 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
-    """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError
-    if invalid.
-    """
+    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap. Raise unless they are numbers."""
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
     return number if cap is None else CappedScale(number, cap)
@@ -281,7 +275,7 @@ def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.d
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    """Return the soft-cap, None or a positive number, or raise TypeError or ValueError."""
+    """Return the soft-cap, None or a positive number."""
     if softcap is None:
         return None
     cap = _number("softcap", softcap, "it is a constant of the model")

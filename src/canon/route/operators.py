@@ -12,10 +12,8 @@ or a layout, made outside of the compiled region, is an input of the graph (`opa
 serves all masks. A group travels as its name. Results own their memory and are contiguous.
 
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. A wrong sink of a compiled call raises on its own rank only. An option that
-keeps tensors, such as ``keep_kv``, keeps as many rows as the mask needs: a compiled graph needs
-torch._dynamo.config.capture_dynamic_output_shape_ops. A compiled function cannot use attributes or
-methods of masks and layouts, except `unshard` and `redistribute`.
+leave the operators out. A wrong sink of a compiled call raises on its own rank only. Others:
+paper/in_your_program.md#torchcompile-and-torchexport.
 """
 
 from collections.abc import Callable, Iterator, Sequence

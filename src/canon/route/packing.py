@@ -28,8 +28,7 @@ def attend_each(
     **options: Any,
 ) -> Any:
     """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
-    each sequence. ``on_tiles``: each must begin on a tile, so others are computed one after
-    another.
+    each sequence. ``on_tiles``: each begins on a tile, so others are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)
@@ -93,9 +92,7 @@ def differentiate_each(
 
 
 def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a fitting
-    mask.
-    """
+    """Raise unless q, k and v fit together and each sequence has a fitting mask."""
     check_tensors(q, k, v)
     check_each_mask(q, k, masks, check_mask)
 
@@ -103,9 +100,7 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
 def check_each_mask(
     q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]
 ) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that passes ``check(q, k, mask,
-    name)``.
-    """
+    """Raise unless each sequence has a mask that passes ``check(q, k, mask, name)``."""
     refuse_numbers(masks)
     if q.ndim == 3:
         raise ValueError(

@@ -1,5 +1,5 @@
 """Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their
-defaults.
+defaults. A wrong type raises TypeError, a value that does not fit ValueError.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ def check_rows(
     received: bool = False,
 ) -> tuple[int, Sizes]:
     """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the
-    plan and the rows of ``x``, with ``received`` those that the rank receives.
+    plan and the rows of ``x``, sent or ``received``.
     """
     _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
@@ -88,7 +88,7 @@ def default_chunk(tokens: int, ranks: int) -> int:
 
 def one_mask(mask: Masks) -> tuple[Mask, int]:
     """Return the mask that `dispatch` plans, and its number of sequences: different masks become
-    one block-diagonal mask. Raise TypeError or ValueError unless all are square and of one size.
+    one block-diagonal mask.
     """
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
@@ -124,7 +124,7 @@ def checked_dispatch(
     cells_per_us: int,
     tokens_per_us: int,
     swaps_per_chunk: int,
-    rank_invariant: bool = False,
+    rank_invariant: bool,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
     one fraction, for the results of `one_mask`. Warn if an explicit chunk leaves a rank empty.
@@ -147,10 +147,7 @@ def checked_dispatch(
             f"imbalance={imbalance} are too large for "
             f"{mask.area} cells in 64 bits: only the ratio of the two rates matters, so divide both"
         )
-    if not isinstance(rank_invariant, bool):
-        raise TypeError(
-            f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}"
-        )
+    flag("dispatch: rank_invariant", rank_invariant)
     tokens = mask.queries // sequences
     together, default = checked_chunk(chunk, tokens, ranks), default_chunk(tokens, ranks)
     if rank_invariant:
@@ -179,9 +176,7 @@ def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
 
 
 def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
-    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
-    fits.
-    """
+    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another."""
     planned = (
         PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
     )
@@ -195,7 +190,7 @@ def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_def
 
 
 def check_cast(mask: Mask, layout: Layout) -> None:
-    """Raise TypeError or ValueError if the mask or the layout of a plan is wrong."""
+    """Raise if the mask or the layout of a plan is wrong."""
     for name, value, kind in (("mask", mask, Mask), ("layout", layout, Layout)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")

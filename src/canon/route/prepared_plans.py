@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from canon.masks import plan_cache
-from canon.masks.arguments import shown, whole
+from canon.masks.arguments import flag, shown, whole
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
@@ -27,9 +27,7 @@ from canon.route.plan_arguments import check_size
 
 @dataclass(frozen=True, eq=False)
 class PreparedPlans:
-    """The plans of one call on one rank, as pairs of a key in the cache and a plan, to be
-    pickled.
-    """
+    """The plans of one call on one rank, as pairs of a key and a plan, to be pickled."""
 
     mask: Mask
     layout: Layout | None
@@ -73,9 +71,7 @@ class Preparation:
     options: dict[str, Any]
 
     def call(self, side: Side) -> Call:
-        """Return the call, of tensors without memory. Raise ValueError or TypeError unless the
-        arguments fit.
-        """
+        """Return the call, of tensors without memory. Raise unless the arguments fit."""
         if self.function not in DECLARATIONS:
             expected = ", ".join(map(repr, DECLARATIONS))
             raise ValueError(
@@ -88,10 +84,7 @@ class Preparation:
                 "prepare: dtype must be float64, float32, float16 or bfloat16, got "
                 f"{shown(self.dtype)}"
             )
-        if not isinstance(self.requires_grad, bool):
-            raise TypeError(
-                f"prepare: requires_grad must be True or False, got {shown(self.requires_grad)}"
-            )
+        flag("prepare: requires_grad", self.requires_grad)
         batch = whole("batch", self.batch, 1)
         heads, widths = _pair("heads", self.heads), _pair("widths", self.widths)
         if heads[0] % heads[1]:
@@ -125,9 +118,7 @@ class Preparation:
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
 
     def _place(self, declaration: Declaration) -> Place:
-        """Return the rank: by default this process's, if its group has as many ranks as the
-        layout.
-        """
+        """Return the rank: by default this process's, if its group fits the layout."""
         layout, rank = self.layout, self.rank
         if declaration.is_local:
             if layout is not None or rank not in (None, 0) or self.mesh_heads != 1:

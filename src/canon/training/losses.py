@@ -1,5 +1,5 @@
-"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks and its mean,
-for `linear_loss.py`.
+"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks, which raise
+TypeError or ValueError, and its mean, for `linear_loss.py`.
 """
 
 import math
@@ -90,8 +90,8 @@ def sequence_loss(
 def mean_of_ranks(
     name: str, own: Tensor, counted: Tensor, items: Any, group: Any, ranks: int
 ) -> Tensor:
-    """Return the sum of all ranks' ``own``, divided by ``items``, or by the sum of ``counted`` if
-    that is None.
+    """Return the sum of all ranks' ``own``, divided by ``items``, or else by the sum of
+    ``counted``.
     """
     totals = torch.stack([own.detach().double(), counted])
     if ranks > 1:
@@ -127,9 +127,7 @@ def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tenso
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
-    """Return `num_items_in_batch` as a float, or a tensor on a GPU unread. Raise unless it is >= 0
-    or None.
-    """
+    """Return `num_items_in_batch` as a float, or a tensor on a GPU unread; None stays."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
     return (
@@ -140,7 +138,7 @@ def number_of_items(value: Any) -> float | Tensor | None:
 
 
 def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``, or raise TypeError or
+    """Return a finite number from 0 to ``most``, or above ``above``; or raise TypeError or
     ValueError.
     """
     expected = (
@@ -155,9 +153,7 @@ def number(name: str, value: Any, most: float = math.inf, above: float | None = 
 
 
 def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None:
-    """Raise TypeError or ValueError unless x, labels and weights fit. ``expected``: name and axes
-    of x.
-    """
+    """Raise unless x, labels and weights fit. ``expected``: of x."""
     name = expected.split()[0]
     given = {name: x, "shift_labels": shift_labels} | (
         {} if weights is None else {"weights": weights}
