@@ -6,12 +6,11 @@
     messages                        0         1         2         3       dk and dv of the step
 
 The first message overlaps with nothing, unless the caller calls `receiving` earlier. dk and dv of a
-step are sent before its dq is launched, if dq has a kernel of its own. A schedule defines how its
-messages are sent, a `Step` with its keys, and where the sums of dk and dv go, ``reduce``.
+step are sent before its dq is launched, if dq has a kernel of its own.
 
 `replayed` repeats a forward step as one pass, and a backward step as two: dk and dv, then dq. So
 `forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
-passes of a backward step share one scratch tensor:
+passes of a backward step share one scratch tensor, with
 
     dout, q, lse, delta    copies at the active queries, if these form several ranges
     statistics             row statistics, if the kernel backend has a form of its own

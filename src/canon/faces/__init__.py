@@ -26,8 +26,6 @@ These arguments are common to all of them:
 All ranks must call the function and its backward pass, with equal masks, layouts, dtypes, batches,
 heads, widths, options, requires_grad and `torch.use_deterministic_algorithms`. The sequence is as
 long as the mask; without a mask, as the layout; without both, W t tokens. A ValueError or TypeError
-is raised on every rank, if the arguments of one rank do not fit together or differ between ranks.
-The first call without a mask and a layout gives a UserWarning if h = g and a rank has fewer tokens
-than heads, as if q were (b, h, t, d). So does that of `magi_attention` without a layout, after
-`dispatch` has planned one.
+is raised on every rank, if the arguments of one rank do not fit together or differ between ranks. A
+first call warns of tensors that may be (b, h, t, d), and of a planned layout that is not passed.
 """

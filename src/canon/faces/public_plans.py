@@ -47,12 +47,11 @@ def dispatch(planned: Callable[..., Layout]):
                 ``dispatch(mask, rows).divided(heads)``.
             chunk: the tokens that stay together; the last chunk may be short. Token counts of ranks
                 differ by at most one chunk. None: `canon.route.plan_arguments.default_chunk`.
-            imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the
-                ranks, largest chunk).
+            imbalance: the accepted ratio of the largest area to its lower bound.
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and
                 received tokens per microsecond, forward and backward together. Defaults: 64 heads
-                of width 128 at 500 TFLOP/s, 14 * 64 * 128 FLOPs per cell; 8 key heads at 300 GB/s,
-                16 KB per token (bf16 K, V twice; float32 dk, dv).
+                of width 128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk,
+                dv).
             swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
             rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the
                 chunk is a multiple of 128 tokens, and other chunks raise.

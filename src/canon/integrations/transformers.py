@@ -10,15 +10,10 @@
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
-transformers builds the mask of each kind of layer once in a forward pass:
-
-    inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one
-                         call of all ranks
-    elsewhere            the model's own mask: causal or not, window, padding, packed
-                         `position_ids`; one process; `generate` with a KV cache
-
-On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
-checkpoint may recompute a layer after `sharded` has ended.
+transformers builds the mask of each kind of layer once in a forward pass. Inside `sharded` it is
+the mask of `sharded`, narrowed by the layer's window and by padding. Elsewhere, on one process, it
+is the model's own: causal or not, window, padding, packed `position_ids`, a KV cache. On several
+ranks, a padding mask costs an all-gather of one byte for each token and kind of layer.
 
 Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
 `generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
@@ -58,7 +53,7 @@ from canon.integrations.transformers_masks import (
 )
 from canon.masks.arguments import shown
 from canon.masks.band import picked
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
@@ -150,10 +145,7 @@ class Sharding:
                 f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask "
                 "serves the batch"
             )
-        if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-            raise ValueError(
-                f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens"
-            )
+        check_size(mask, layout, "sharded: mask")
         self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
     def __getitem__(self, index: Any) -> "Sharding":

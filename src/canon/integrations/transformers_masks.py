@@ -19,17 +19,6 @@ from canon.masks.band import picked
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
 
-__all__ = [
-    "LayerMask",
-    "Pattern",
-    "kept_queries",
-    "own_masks",
-    "padded",
-    "pattern_of",
-    "refuse_another_mask",
-    "windowed",
-]
-
 
 class Pattern(NamedTuple):
     """A mask function of transformers: causal or not, window bounds (None is no bound), documents

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from canon.masks.layout import Layout
 
-__all__ = ["Steps", "default_stride", "gathered_bytes", "head_groups", "steps_of", "strided_steps"]
-
 SCHEDULES = ("scatter", "ring")
 BUDGET = 1 << 30  # bytes of gathered K and V
 

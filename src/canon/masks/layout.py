@@ -285,10 +285,7 @@ class Layout(metaclass=OpaqueMeta):
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
-        if (mask.queries, mask.keys) != (self.tokens, self.tokens):
-            raise ValueError(
-                f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens"
-            )
+        check_size(mask, self)
         several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
         return _local_mask(
             self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several)
@@ -314,6 +311,14 @@ class Layout(metaclass=OpaqueMeta):
         from canon.show.layout_figures import plot_layout
 
         return plot_layout(self, mask)
+
+
+def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
+    """Raise ValueError unless the mask is over the layout's tokens."""
+    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+        raise ValueError(
+            f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens"
+        )
 
 
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:

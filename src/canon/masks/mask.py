@@ -292,11 +292,6 @@ class Mask(metaclass=OpaqueMeta):
         """Return the mask in which query i sees key j iff both are valid and k_blocks[j] <=
         q_blocks[i].
 
-            block_causal([0, 0, 1, 1])      x x . .
-                                            x x . .
-                                            x x x x
-                                            x x x x
-
         ``k_blocks`` are by default ``q_blocks``. Arguments (b, n) give a tuple of b masks. For pi0,
         `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1), q_valid=pad_masks,
         k_valid=pad_masks)``. Random ids in r runs make about r^2 / 9 bands.
@@ -391,12 +386,6 @@ class Mask(metaclass=OpaqueMeta):
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
         """Return the mask in which the tokens of each block also see each other, in both
         directions: those of an image, for example.
-
-            causal(5).with_blocks([1], [4])      x . . . .
-                                                 x x x x .
-                                                 x x x x .
-                                                 x x x x .
-                                                 x x x x x
 
         Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. Raises ValueError if the mask is
         not square, or a block is empty, leaves it or overlaps another.

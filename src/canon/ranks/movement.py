@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
-from canon.masks.layout import Layout, positions_on
+from canon.masks.layout import Layout, check_size, positions_on
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, document_ends, position_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
@@ -227,11 +227,7 @@ def sharded_batch(
 def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
     """Return ``cu_seqlens`` as ints. Raise unless it ends at the layout's tokens."""
     if isinstance(cu_seqlens, Mask):
-        if (cu_seqlens.queries, cu_seqlens.keys) != (layout.tokens, layout.tokens):
-            raise ValueError(
-                f"the mask is {cu_seqlens.queries} x {cu_seqlens.keys}, the layout has "
-                f"{layout.tokens} tokens"
-            )
+        check_size(cu_seqlens, layout)
         return _document_ends(cu_seqlens)
     ends = document_ends(cu_seqlens)
     if ends[-1] != layout.tokens:

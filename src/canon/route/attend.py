@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.masks.layout import TILE, Layout
+from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
 from canon.ranks.group import place_in
@@ -36,7 +36,6 @@ from canon.route.packing import (
     refuse_compilation,
     repeated,
 )
-from canon.route.plan_arguments import check_size
 from canon.route.sink_weights import weighted
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import flag
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
 from canon.ranks.agreement import GroupState, group_state, refused_together
@@ -36,7 +36,7 @@ from canon.route.checks import (
     warn_of_heads_first,
 )
 from canon.route.mesh_columns import check_heads, of_column
-from canon.route.plan_arguments import check_size, warn_of_planned
+from canon.route.plan_arguments import warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 # by `torch.get_deterministic_debug_mode`

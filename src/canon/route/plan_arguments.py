@@ -13,7 +13,7 @@ from torch import Tensor
 
 from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
-from canon.masks.layout import TILE, Layout
+from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.group import place_in
 from canon.route.checks import refuse_numbers
@@ -195,14 +195,6 @@ def check_cast(mask: Mask, layout: Layout) -> None:
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     check_size(mask, layout)
-
-
-def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
-    """Raise ValueError unless the mask is over the layout's tokens."""
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(
-            f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens"
-        )
 
 
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:

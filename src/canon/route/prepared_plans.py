@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from canon.masks import plan_cache
 from canon.masks.arguments import flag, shown, whole
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.route.algorithm import ALGORITHMS, APART, DECLARATIONS, Declaration, Side
 from canon.route.call import Arguments, Call, Place, made_call
 from canon.route.checks import DTYPES, cached, check_mask_type
-from canon.route.plan_arguments import check_size
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,12 +12,8 @@ for weight and bias are multiplied by the gradient of the loss in the backward p
 there, once.
 
 Cost for N tokens of width D: 6 N D V FLOPs. Peak memory in bytes, beyond inputs, gradients and
-results, if D <= V / 32, with L = 4 c V (8 c V) bytes of logits:
-
-    float32, float64    forward    1.2 L
-    bfloat16, float16   forward    1.2 L + 2 D V   the float32 sum for weight takes 4 D V, and its
-                        backward   4 D V           gradient 2 D V, both at one time; 4 D V more with
-                                                   float64 sums
+results, if D <= V / 32: 1.2 L for L = 4 c V (8 c V) bytes of logits. In 16 bits also 2 D V forward,
+and 4 D V backward, for the float32 sum of the weight; 4 D V more with float64 sums.
 
 Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also
 torch.nn.functional.linear_cross_entropy; divided vocabulary, Shoeybi et al., Megatron-LM (2019),

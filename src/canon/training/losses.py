@@ -41,14 +41,12 @@ def sequence_loss(
             label. With num_items_in_batch, they may have any sign.
         num_items_in_batch: divide by this number instead, counted over all ranks of the group and
             all microbatches. Then the losses of microbatches add up. 1 gives the sum.
-        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension or
-            ("tokens", "heads"); None is all ranks.
+        group: the ranks that hold the sequence, as in `canon.faces`.
         ignore_index: the label of tokens without a loss.
 
-    If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) /
-    (n_1 + ... + n_n). Its gradient is that of n S_r / (n_1 + ... + n_n), because DDP and FSDP2
-    average over ranks. Where gradients are added, divide the loss by n. With the group of context
-    ranks, each data rank counts equally; with that of all ranks, each token does.
+    The gradient on each of n ranks is n times that of its own tokens' part of the mean, because DDP
+    and FSDP2 average over ranks. Where gradients are added, divide the loss by n. With the group of
+    context ranks, each data rank counts equally; with that of all ranks, each token does.
 
     Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64
     for float64), and added in float64. Cost: one all-reduce of 16 bytes.
