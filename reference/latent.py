@@ -33,8 +33,7 @@ R = h (d - rope + dv) rows:
 
 A model that projects before `ring_attention` computes 1/n of these projections. So latents pay
 where hops of K and V would take longer than attention and the projections: for DeepSeek-V3 forward,
-at F FLOP/s and B bytes/s, below about 2 F / B - 820 tokens a rank. For 600 TFLOP/s these are 3,200
-tokens at 300 GB/s, and 23,000 at 50 GB/s.
+at F FLOP/s and B bytes/s, below about 2 F / B - 820 tokens a rank.
 
 Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
 decode few queries, absorb Wk into q and Wv into the output instead.

@@ -8,11 +8,11 @@ that carry them.
 
 Those of magi (`group_collectives.py`) differ in size, so each one allocates its own memory. The
 classes here have two buffers: kernels read one while the other one receives. A message into a
-buffer starts after the launch of all kernels that read its old content, and after the end of the
-message that sent it on.
+buffer starts after the launch of all kernels that read its old content, and after the message that
+sent it on.
 
-With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs gathers
-and reductions have a communicator each, so that a gather never queues behind a reduction.
+With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs a gather
+never queues behind a reduction: each has a communicator.
 """
 
 from collections.abc import Sequence

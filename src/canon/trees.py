@@ -37,9 +37,8 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Sequences packed into t positions. Tensors are (t,) and on the CPU.
-
-    Positions in gaps behind leaves have token 0, position 0, no label and weight 0.
+    """Sequences packed into t positions. Tensors are (t,) and on the CPU. Positions in gaps behind
+    leaves have token 0, position 0, no label and weight 0.
     """
 
     token_ids: Tensor  # int64
@@ -57,10 +56,8 @@ class Tree:
     paths: tuple[tuple[int, ...], ...]  # the nodes of each sequence, from its root to its leaf
 
     def unpack(self, x: Tensor, dim: int = 0) -> list[Tensor]:
-        """Return the entries of each sequence, in order, from a tensor with the tree's t positions
-        on ``dim``. Differentiable.
-
-        Raises ValueError if ``x`` has no t entries there.
+        """Return the entries of each sequence from a tensor with the tree's t positions on ``dim``.
+        Differentiable. Raises ValueError if ``x`` has no t entries there.
         """
         dim = plain_tensor("unpack", x, dim) % x.ndim
         if x.shape[dim] != len(self.token_ids):

@@ -98,7 +98,6 @@ def decode_attention(
         between ranks; RuntimeError for ``rank_invariant`` on several ranks while a CUDA graph is
         captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-
         given, rank, ranks, mask, checked, compute = _agreed(
             q, k, v, mask, scale, softcap, sink, rank_invariant, group,
             decode, in_order, check_device,
@@ -131,8 +130,8 @@ def _agreed(
     in_order: Callable[..., Callable[..., Any]],
     check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
-    """Return the process group, the rank, the number of ranks, the mask, the scale, and
-    ``way(several)``, after a comparison between ranks.
+    """Return the process group, the rank, the number of ranks, the mask, the scale, and the
+    function that computes, after a comparison between ranks.
     """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)

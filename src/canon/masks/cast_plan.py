@@ -113,7 +113,7 @@ class CastPlan:
         )
 
     def local_mask(self, step: int, rank: int) -> Mask:
-        """Return the mask between a rank's queries and the buffer of a step. Cached."""
+        """Return the mask between a rank's queries and the buffer of a step."""
         return _local_mask(self, step, rank)
 
     def receive_sizes(self, cast: int, rank: int) -> list[int]:

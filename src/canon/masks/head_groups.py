@@ -5,8 +5,8 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-Nothing hides the first gather and the last reduction. Smaller groups make them shorter, but each
-split adds a step.
+Smaller groups shorten the first gather and the last reduction, which nothing hides; each split adds
+a step.
 """
 
 from collections.abc import Mapping

@@ -124,9 +124,7 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``,
-        ...
-        """
+        """Return the layout in which rank r holds every token r + i ``ranks``."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
@@ -183,7 +181,7 @@ class Layout(metaclass=OpaqueMeta):
         return sum(map(len, self._held(rank)))
 
     def positions(self, rank: int) -> Tensor:
-        """Return the position of each local token in the whole sequence: int64 [t], on the CPU."""
+        """Return the position of each local token in the sequence: int64 [t], on the CPU."""
         pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 

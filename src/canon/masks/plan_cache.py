@@ -3,8 +3,7 @@
 A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. A
 dropped one stays valid while a caller, an autograd context or a stream uses it.
 
-    `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device: 24 masks of
-                                              1M tokens, 32 / 8 heads
+    `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device
     `PARTS`   what only plans are made of     32 MB on the host
 """
 

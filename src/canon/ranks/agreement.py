@@ -9,12 +9,12 @@ deadlock:
 
 On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a
 known call continues at once. Its digests are read at the next call, or after a second by a thread,
-which aborts the messages in flight if they cannot succeed. A replayed CUDA graph checks nothing.
+which aborts the messages in flight if they cannot succeed.
 
 After a failure, each running rank answers through the group's store, so errors name the missing
-ranks. A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception
-to the store. If the other ranks do not raise the same in that call, every rank logs it within 3 s
-and aborts the group, and the pending or the next call raises it.
+ranks. A rank that raises in a pass writes its exception to the store. If the other ranks do not
+raise the same in that call, every rank logs it within 3 s and aborts the group, and the pending or
+the next call raises it.
 """
 
 import atexit

@@ -145,10 +145,10 @@ class Side:
     """The properties that all algorithms of a half share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
-    settings that change the kernels of a call, and ``restored`` is a context with them, for its
-    later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
+    settings that change the kernels of a call; ``restored`` is a context with them.
+    ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
     ``compile_for(call)`` compiles the kernels of the call's model. ``over_mesh``: both passes of a
-    call on a mesh; the side hands them in.
+    call on a mesh.
     """
 
     name: str

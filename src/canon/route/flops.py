@@ -1,5 +1,4 @@
-"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`. Visible cells count,
-not the dense square.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`, over visible cells.
 
     cells       of the mask, between this rank's queries and all keys; the ranks' counts add up
     forward     2 cells b h (d + dv)
@@ -8,11 +7,9 @@ not the dense square.
 
 `latent_attention` also projects the tokens that this rank's queries see: 2 b tokens rows rank FLOPs
 by up_weight (rows, rank). Backward has as many for K and V, for the gradient of the latents, and
-for that of up_weight.
-
-Unneeded gradients and the repeated scores of ``backward="split"`` count 0, as in torch's formula of
-`scaled_dot_product_attention`. So do dk and dv that the owner of the keys computes with
-``rank_invariant=True``.
+for that of up_weight. Unneeded gradients and the repeated scores of ``backward="split"`` count 0,
+as in torch's formula of `scaled_dot_product_attention`. So do dk and dv that the owner of the keys
+computes with ``rank_invariant=True``.
 
 `torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are
 registered at a call under a dispatch mode, after a program has imported it.
