@@ -294,15 +294,15 @@ def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     """Return the carrier of a group's digests: shared memory, or all-gathers. A collective."""
-    if backend_of(group, torch.device("cpu")) in GATHERING:
-        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
+    on_cpu = backend_of(group, torch.device("cpu"))
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             timeout = group._get_backend(torch.device(device)).options._timeout
-    if (memory := shared_memory(store, rank, ranks)) is not None:
+    memory = None if on_cpu in GATHERING else shared_memory(store, rank, ranks)
+    if memory is not None:
         return SharedDigests(memory, rank, ranks, timeout.total_seconds())
-    if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
+    if on_cpu in ("gloo", "mpi", *GATHERING):
         return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     channel = companion_of(group, store, "digests", "gloo", timeout)
     return GatheredDigests(lambda: channel, ranks, lambda: abort_group(channel))
