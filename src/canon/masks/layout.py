@@ -93,8 +93,8 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return the layout of 2 ``ranks`` such pieces: rank r holds the pieces r and 2 ``ranks`` -
-        1 - r.
+        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
+        and 2 ``ranks`` - 1 - r.
         """
         n = whole("n", n, 0)
         ranks = whole("ranks", ranks, 1)
