@@ -1,8 +1,5 @@
 """Fast kernels for the functions of `canon.reference`, with the same modules, signatures, defaults
-and docstrings.
-
-Where there is no Triton, plain PyTorch computes (`backend`). The docstring of `attention` gives the
-range of scores and the reach of a NaN.
+and docstrings. Where there is no Triton, plain PyTorch computes (`backend`).
 """
 
 from canon.fast.ahead.warm import warm_up

@@ -3,10 +3,8 @@ these.
 
 The step of the own keys computes all queries, because it initialises the results. In packed
 documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
-active queries is a view; several are gathered into a copy. So no fully masked row is visited or
-merged. `visible_keys` crops the keys to one range that holds all visible ones.
-
-Cost: gathering copies q; the backward pass also copies dout, lse and delta.
+active queries is a view; several are gathered into copies of q, and backward of dout, lse and
+delta. So no fully masked row is visited or merged.
 """
 
 import numpy as np
@@ -22,9 +20,7 @@ from canon.masks.plan_cache import cached_plan
 
 
 class ActiveQueries:
-    """Some queries of a rank, in ascending ``ranges``, and the ``mask`` between them and the keys
-    of the step.
-    """
+    """Some queries of a rank, in ascending ``ranges``, and their ``mask`` to the step's keys."""
 
     def __init__(self, mask: Mask, ranges: tuple[range, ...]):
         self.mask, self.ranges = mask, ranges
@@ -64,10 +60,8 @@ class ActiveQueries:
     def merge(
         self, running: list[Tensor], part: tuple[Tensor, Tensor], result: Tensor | None = None
     ) -> None:
-        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, out and lse
-        of all queries.
-
-        ``result``: write the merged out of all queries there, in its dtype.
+        """Merge out (b, n, h, dv) and lse (b, h, n) of these queries into ``running``, those of
+        all. ``result``: write the merged out of all queries there, in its dtype.
         """
         if self.in_place:
             out = None if result is None else self.take(result)

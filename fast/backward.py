@@ -1,40 +1,26 @@
-"""Compute the gradients of attention from its out and lse, in two kernels or in one.
+"""Compute the gradients of attention from its out and lse, by the methods of
+`canon.reference.backward`. Their memory:
 
-    method            kernels                          MMAs a tile   memory
-    "split"           dk and dv over tiles of keys,    4 + 3         statistics: 8 b h t bytes
-                      the query heads of a group one
-                      after another; then dq over
-                      tiles of queries
-    "head_parallel"   dk and dv of each *query*        4 + 3         also 4 b h s (d + dv) bytes;
-                      head, summed over the group in                 above 256 MB in chunks of keys
-                      head order; dq as in "split"
-    "fused"           one over tiles of keys; it       5             statistics, and 4 b h t d bytes
-                      adds to dq by atomics                          unless dq is float32 itself
+    "split"           statistics: 8 b h t bytes
+    "head_parallel"   also 4 b h s (d + dv) bytes; above 256 MB in chunks of keys
+    "fused"           statistics, and 4 b h t d bytes unless dq is float32 itself
 
-"fused" adds to dq in any order, so its bits may differ between runs. Under
+"fused" adds to dq by atomics, in any order, so its bits may differ between runs. Under
 `torch.use_deterministic_algorithms(True)` the Gluon kernel adds in a fixed order: a tile of keys
 waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
 raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" is the fastest method; under that switch, also with ``warn_only=True``, the fastest that
-repeats its bits. Each pass reads the switch when it runs. The kernel backend chooses by counts of
-work tiles (`choose_method`):
+"auto" is the fastest method, and under that switch the fastest that repeats its bits. Each pass
+reads the switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
-    "fused"            Gluon, without the switch: queries see enough keys that two MMAs a tile cost
-                       more than the float32 sums of dq (`canon.fast.kernels.gluon.method`)
-                       Gluon, under the switch: so many that the fixed order costs less, too
-                       (`canon.fast.kernels.gluon.dq_order`)
+    "fused"            Gluon, if queries see enough keys that two MMAs a tile cost more than the
+                       float32 sums of dq, or under the switch than their fixed order
     "split"            otherwise
 
-Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs
-(`canon.fast.schedule`).
+Except with "fused", dq is computed last: ranks send dk and dv while its kernel runs.
 
-delta = rowsum(dout * out) - dlse is computed once for each call: by `attention` with the row
-statistics (`make_row_statistics`), by distributed functions in a kernel of its own (`make_delta`).
-
-Sources: FlashAttention-2 (Tri Dao, 2023), algorithm 2; split: jax-ml/jax-triton pull request 177;
-head-parallel: TensorAuto/OpenTau pull request 376.
+Source: FlashAttention-2 (Tri Dao, 2023), algorithm 2.
 """
 
 from collections.abc import Hashable
@@ -48,9 +34,10 @@ from canon.fast.device import check_device, kernels_for, rows_for
 from canon.fast.kernels.backend import Kernels
 from canon.fast.kernels.launcher import is_cpu, multiprocessor_count
 from canon.fast.replay.recordings import replayed
-from canon.fast.tables.cells import Cells, Places
+from canon.fast.tables.cells import Cells
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
@@ -60,10 +47,8 @@ PARTIAL_BYTES = 1 << 28
 
 
 class Method(NamedTuple):
-    """The ``option`` of a call, and what "auto" depends on besides tensors and mask.
-
-    ``repeats``: equal calls must give equal bits. ``sends``: dk and dv are sent to other ranks
-    while a kernel of dq runs.
+    """The ``option`` of a call, and what "auto" depends on besides tensors and mask. ``repeats``:
+    equal calls must give equal bits. ``sends``: dk and dv travel while a kernel of dq runs.
     """
 
     option: str
@@ -78,7 +63,7 @@ def method_now(option: str, sends: bool = False) -> Method:
 
 class QueryInputs(NamedTuple):
     """The inputs of a backward pass that belong to queries: dout (b, t, h, dv) and q (b, t, h, d);
-    lse and delta (b, h, t), both over *all* keys of these queries.
+    lse and delta (b, h, t), both over *all* keys.
     """
 
     dout: Tensor
@@ -100,23 +85,20 @@ def gradients(
     out: Tensor,
     lse: Tensor,
     dlse: Tensor | None,
-    mask: Mask,
+    cells: Cells,
     scale: Scale,
     method: str,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dtype: torch.dtype | None = None,
     kind: Hashable = None,
-    places: Places | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dk and dv as `attention_backward` does, without checks, in one recorded pass. dk
-    and dv come together.
-
-    ``kind``: as in `replayed`, for all tensors except the gradients.
+    and dv come together. ``kind``: as in `replayed`, except for the gradients.
     """
-    grads = _empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
+    grads = empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
     kind = None if kind is None else (kind, how)
-    replayed(_gradients, given, Cells(mask, places), scale, how, kind=kind)
+    replayed(_gradients, given, cells, scale, how, kind=kind)
     return grads
 
 
@@ -136,7 +118,7 @@ def _gradients(
         kernels.dq(*arguments, dq)
 
 
-def _empty_gradients(
+def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, needs_grad: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Allocate dq, dk and dv, None where they are not needed. One kernel computes dk and dv."""
@@ -163,9 +145,9 @@ def plan_gradients(
     sends: bool = False,
 ) -> None:
     """Look up the plans of a backward pass: `gradients` on the meta device. "auto" looks up those
-    of both states of `torch.use_deterministic_algorithms`, as another process may make the call.
+    of both states of `torch.use_deterministic_algorithms`.
     """
-    grads = _empty_gradients(q, k, v, q.dtype, (True, True, True))
+    grads = empty_gradients(q, k, v, q.dtype, (True, True, True))
     now = method_now(method, sends)
     for repeats in (False, True) if method == "auto" else (now.repeats,):
         how = now._replace(repeats=repeats)
@@ -176,13 +158,12 @@ def backward_into(
     inputs: QueryInputs,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    cells: Cells,
     scale: Scale,
     method: str,
     dq: Tensor | None,
     dk: Tensor | None,
     dv: Tensor | None,
-    places: Places | None = None,
 ) -> None:
     """Write the gradients, of any strides and dtypes, without checks. dq, or dk and dv together,
     may be None.
@@ -190,7 +171,7 @@ def backward_into(
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
     given = q, k, v, dout, lse, delta, statistics
-    options = Cells(mask, places), scale, method_now(method)
+    options = cells, scale, method_now(method)
     replayed(_dkdv, (*given, dq, dk, dv), *options)
     if dq is not None and (method != "fused" or dk is None):
         replayed(_dq, (*given, dq, dk), *options)
@@ -330,17 +311,17 @@ def _attention_backward(
     scale: Scale,
     method: str,
     grad_dtype: torch.dtype,
-    needs_grad: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, ...]:
+    needs_grad: NeedsGrad,
+) -> Gradients:
     check_device(q)
-    dout = dout.to(q.dtype)
+    dout, cells = dout.to(q.dtype), Cells(mask)
     if delta is None:
         grads = gradients(
-            dout, q, k, v, out, lse, dlse, mask, scale, method, needs_grad, grad_dtype
+            dout, q, k, v, out, lse, dlse, cells, scale, method, needs_grad, grad_dtype
         )
     else:
-        grads = _empty_gradients(q, k, v, grad_dtype, needs_grad)
-        backward_into(QueryInputs(dout, q, lse, delta), k, v, mask, scale, method, *grads)
+        grads = empty_gradients(q, k, v, grad_dtype, needs_grad)
+        backward_into(QueryInputs(dout, q, lse, delta), k, v, cells, scale, method, *grads)
     return tuple(x if wanted else None for x, wanted in zip(grads, needs_grad, strict=True))
 
 

@@ -1,11 +1,8 @@
 """Merge the parts of all ranks in place. Each rank's kernel writes its part into the buffer of the
 one message; with a list of masks the part is copied there.
 
-With rank_invariant=True and few queries on Hopper, sums travel from rank to rank, and no keys:
-`decode_in_order`. Source: `canon.reference.decode`.
+Source: `canon.reference.decode`.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -15,8 +12,9 @@ from canon.faces import public_decode
 from canon.fast.decode_in_order import in_order
 from canon.fast.device import check_inputs
 from canon.fast.local import attention, attention_forward, forward_into, merge_into
+from canon.fast.tables.cells import Cells
 from canon.fast.transport.messages import transport_for
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 from canon.route.sink_weights import weighted
 
@@ -24,7 +22,7 @@ __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Masks, scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """As the twin in `canon.reference`."""
@@ -37,7 +35,7 @@ def decode(
         for target, source in zip(parts[rank], result, strict=True):
             target.copy_(source)
     else:
-        forward_into(q, k, v, mask, scale, *parts[rank], whole=True)
+        forward_into(q, k, v, Cells(mask), scale, *parts[rank], whole=True)
     (out, lse), *others = parts
     if others and out.numel():
         transport_for(group, q.device).all_gather(buffer).wait()

@@ -1,12 +1,9 @@
 """Few queries over keys that are divided among ranks, with the bits of one rank: sums travel, and
 no keys.
 
-    rank 0   first maxima \\          / weights of its keys, O += P V \\
-    rank 1   first maxima  } gather {  weights of its keys            O += P V \\
-    rank 2   first maxima /          \\ weights of its keys                     O += P V -> out on
-             all
-
-First maxima are those of the first tiles.
+    rank 0   first maxima |          weights of its keys, O += P V |
+    rank 1   first maxima | gather   weights of its keys           | O += P V |
+    rank 2   first maxima |          weights of its keys                      | O += P V -> out
 
 Only the sums depend on the order of keys (`canon.fast.kernels.gluon.few_queries`). So all ranks
 compute the weights of their keys at once, and each continues the sums of the rank before. A row
@@ -18,17 +15,14 @@ maximum, where scores or values are not finite, on other backends than "gluon", 
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 
-    messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8), of which a
-                      rank uses two
-    FLOPs             as `canon.fast.decode`
+    messages          n + 1: an all-gather of b t h, and n broadcasts of b t h (dv + 8)
     memory            2.25 bytes for each weight, b t h s_r of them; heads wider than 128: 2.5
-    host              waits for the end: it has to know whether a maximum must rise, so a CUDA graph
-                      cannot be captured
+    host              waits for the end, to see whether a maximum must rise: no CUDA graph
 
 Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), for the sums.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -42,7 +36,7 @@ from canon.fast.replay.recordings import replayed
 from canon.fast.sinks import under_sink
 from canon.fast.tables.cells import Cells, in_place
 from canon.fast.transport.messages import transport_for
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 from canon.ranks.divided_keys import check_starts
 from canon.route.checks import Scale
 
@@ -59,14 +53,14 @@ def in_order(q: Tensor, k: Tensor, v: Tensor) -> Callable[..., Result]:
 
 
 def decode_in_order(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Masks, scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> Result:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks;
     None, on all ranks, if the keys must travel. A collective.
 
-    ``mask``: of this rank's keys, or one for each sequence. Raises ValueError, on all ranks, if the
-    keys of a rank do not begin at a multiple of 128.
+    ``mask``: of this rank's keys, or one for each sequence. Raises ValueError, on all ranks, as
+    `check_starts`.
     """
     (b, t, h, _), dv, kernels = q.shape, v.shape[3], cast(Any, kernels_for(q, v))
     rows = b * h * t
@@ -83,11 +77,10 @@ def decode_in_order(
         if isinstance(mask, Mask)
         else [(slice(i, i + 1), one) for i, one in enumerate(mask)]
     )
-    parts = [(x, Cells(one, in_place(one))) for x, one in each]
-    inputs = [(q[x], k[x], v[x]) for x, _ in parts]
-    weights = [
-        kernels.weights_of_rank(*qkv, one) for qkv, (_, one) in zip(inputs, parts, strict=True)
-    ]
+    parts = []
+    for x, one in each:
+        qkv, cells = (q[x], k[x], v[x]), Cells(one, in_place(one))
+        parts.append((x, qkv, cells, kernels.weights_of_rank(*qkv, cells)))
 
     stride = _padded(rows + 1)
     messages = torch.full(
@@ -95,18 +88,17 @@ def decode_in_order(
     )  # infinity: a row sees no key of the rank
     maxima, numbers = messages[:, :rows].unflatten(1, (b, h, t)), messages.view(torch.int32)
     numbers[rank, rows] = k.shape[1]
-    for qkv, (x, one) in zip(inputs, parts, strict=True):
-        replayed(kernels.write_first_maxima, (*qkv, maxima[rank, x]), one, scale)
+    for x, qkv, cells, _ in parts:
+        replayed(kernels.write_first_maxima, (*qkv, maxima[rank, x]), cells, scale)
     transport_for(group, q.device).all_gather(messages.view(-1)).wait()
-    for qkv, made, (x, one) in zip(inputs, weights, parts, strict=True):
-        replayed(
-            kernels.write_weights, (*qkv, maxima[0, x], *made, counter), one, scale, ranks, stride
-        )
+    for x, qkv, cells, weights in parts:
+        given = *qkv, maxima[0, x], *weights, counter
+        replayed(kernels.write_weights, given, cells, scale, ranks, stride)
     for source in range(ranks):
         if source == rank:
             must_repeat |= counter[1:2]
-            for qkv, made, (x, one) in zip(inputs, weights, parts, strict=True):
-                replayed(kernels.add_values, (*qkv, *made, o[x], sums[:, x]), one)
+            for x, qkv, cells, weights in parts:
+                replayed(kernels.add_values, (*qkv, *weights, o[x], sums[:, x]), cells)
         dist.broadcast(state, group=group, group_src=source)
     out, lse = empty_result(q, v, q.dtype)
     replayed(kernels.write_results, (o, sums, maxima[0], out, lse, must_repeat), ranks, stride)

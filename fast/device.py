@@ -1,16 +1,9 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
-supports the inputs.
+supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
 
-    "gluon"     Hopper (sm_90): bfloat16 and float16, heads up to 256 wide; "fused" up to 128
-    "triton"    any GPU that Triton supports, any dtype, heads up to 512 wide;
-                return_max_logits=True; a CPU with TRITON_INTERPRET=1
-    "torch"     plain PyTorch: any device, any dtype, any width
-    "cuda"      sm_80 and later: bfloat16 and float16, heads of 16 to 256 in multiples of 16; no
-                "fused", no soft-cap. Needs the extra cuda
-
-Without `backend`, the first of the first three that serves the inputs is used; "triton" also for
-few queries over many keys without rank_invariant (`canon.fast.tables.key_parts`). A chosen backend
-is never replaced: it raises. `canon.fast.kernels.backend` has what a backend declares.
+Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used;
+"triton" also for few queries over many keys without rank_invariant. A chosen backend is never
+replaced: it raises.
 """
 
 from collections import Counter
@@ -42,11 +35,11 @@ def backend(name: str) -> Iterator[None]:
     """Use this kernel backend inside the block: "triton", "gluon", "cuda" or "torch".
 
     A backward pass uses the backend of its call. A function that `torch.utils.checkpoint`
-    recomputes must contain the block, or the recomputation raises RuntimeError. Without `backend`,
-    calls use the fastest one that supports them. What the backend does not support raises
-    ValueError or RuntimeError when a call needs it. A compiled function keeps the backend of its
-    compilation: a call with another choice raises RuntimeError. Raises ValueError for an unknown
-    name. The first kernel of "cuda" raises ModuleNotFoundError without the extra cuda.
+    recomputes must contain the block, or the recomputation raises RuntimeError. A compiled function
+    keeps the backend of its compilation: a call with another choice raises RuntimeError. What the
+    backend does not support raises ValueError or RuntimeError when a call needs it. Raises
+    ValueError for an unknown name. The first kernel of "cuda" raises ModuleNotFoundError without
+    the extra cuda.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend({name!r}): expected one of {', '.join(map(repr, BACKENDS))}")
@@ -76,8 +69,8 @@ _first_runs: Counter[tuple[int, bool]] = Counter()
 
 
 def settings_of(key: Hashable) -> str | None:
-    """Return the chosen backend, for the ``key`` of a call (None: it has none). Raise RuntimeError
-    if its recomputation would use another one.
+    """Return the chosen backend, for the ``key`` of a call. Raise RuntimeError if its recomputation
+    would use another one.
     """
     chosen = _chosen.get()
     if _used[0] and key is not None:
@@ -86,10 +79,8 @@ def settings_of(key: Hashable) -> str | None:
 
 
 def _count(key: int, is_chosen: bool) -> None:
-    """Count a first run, or match a recomputation with one.
-
-    A checkpoint runs a call first without gradients (use_reentrant=True), or with hooks that save
-    tensors (use_reentrant=False), and again in a backward pass.
+    """Count a first run, or match a recomputation with one. A checkpoint runs a call first without
+    gradients (use_reentrant=True), or with hooks that save tensors, and again in a backward pass.
     """
     if torch._C._current_graph_task_id() == -1:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,8 +103,8 @@ def restored(settings: str | None) -> AbstractContextManager:
 
 
 def backend_for(q: Tensor, v: Tensor, method: str = "split", extra: str = "") -> Backend:
-    """Return the backend for q and v: the chosen one, or the first automatic one that serves them
-    and has the ``extra``. ``method``: of the backward pass; "split" also for the forward.
+    """Return the chosen backend, or the first automatic one that serves q and v and has the
+    ``extra``. ``method``: of the backward pass; "split" also for the forward.
     """
     found = _backend_for(q.device, q.dtype, q.shape[-1], v.shape[-1], method, extra)
     if not found.replayable:

@@ -1,14 +1,10 @@
 """Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
 move the rows of each.
 
-- NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms.
-- Index tables are uploaded once for each (plan, rank, device), and made again without messages.
-- One kernel gathers the rows of K and V of a cast, and one adds the received gradients, on the
-  communication stream.
-- On GPUs casts and reductions have separate communicators, so that a cast never queues behind a
-  reduction.
-
-Tables: 8 bytes for each row that is sent, 8 more for its reduction, 8 for each own row.
+NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. Index
+tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8 more
+for its reduction, 8 for each own row. The kernels that gather rows and add gradients run on the
+communication stream.
 
 Cost and source: as `canon.reference.group_collectives`.
 """
@@ -40,9 +36,7 @@ __all__ = ["cast_plan", "group_cast", "group_reduce", "plan_report"]
 def granular_plan(
     mask: Mask, layout: Layout, casts: int, own_keys_first: bool | None, granularity: int = 1
 ) -> CastPlan:
-    """Return the plan of casts that send whole units of ``granularity`` tokens, cut at its
-    multiples in the sequence.
-    """
+    """Return the plan of casts that send whole units of ``granularity`` tokens of the sequence."""
     rank, source, first, stop, step, _ = _transfers(mask, layout, granularity)
     moved = -(-(stop - first) // step)
     largest = int(np.bincount(rank * layout.ranks + source, moved).max(initial=0))
@@ -79,11 +73,9 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 class _Holdings:
-    """The tokens of all ranks under a layout, as arrays: one entry of ``start``, ``size``, ``rank``
-    and ``row`` a range.
-
-    ``row`` is the local index of the range's first token. ``step`` is that of all ranges. ``runs``
-    holds (start, stop, rank) of contiguous runs of tokens, ascending.
+    """The tokens of all ranks under a layout, as arrays with an entry a range. ``row`` is the local
+    index of its first token. ``runs`` holds (start, stop, rank) of contiguous runs of tokens,
+    ascending.
     """
 
     def __init__(self, layout: Layout):
@@ -108,9 +100,7 @@ class _Holdings:
 
 
 def transfers(mask: Mask, layout: Layout, granularity: int = 1) -> tuple[np.ndarray, ...]:
-    """Return (rank, source, first token, stop, step, row at the source) of all transfers, sorted by
-    rank, source and row.
-    """
+    """Return (rank, source, first token, stop, step, row there) of all transfers, sorted."""
     held = _Holdings(layout)
     _, run, first, stop = areas_and_needs(mask, *held.runs[:2])
     first = first // granularity * granularity
@@ -183,9 +173,8 @@ def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
     """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
-    row. Return its work and the sent rows, to be kept until it has ended.
-
-    ``kind``: as in `replayed`, for k, v and the transfer.
+    row. Return its work and the sent rows, to be kept until it has ended. ``kind``: as in
+    `replayed`.
     """
     transport = transport_for(group, k.device)
     sent = k.new_empty(transfer.sent, *rows.shape[1:])
@@ -197,24 +186,23 @@ def begin_cast(
         ), sent
 
 
+def columns(rows: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Return such rows of two tensors as views (b, tokens, heads, width) of each."""
+    return rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1)
+
+
 def _take(k: Tensor, v: Tensor, sent: Tensor, transfer: Transfer) -> None:
     rows_for(k).take_rows(k, v, transfer.rows_sent(k.device), sent.transpose(0, 1))
 
 
 class GroupReduce:
-    """A group reduce of contiguous ``rows`` in flight, to be added to ``into`` in rank order.
-    ``kind``: as in `replayed`, for rows, ``into`` and the transfer.
-    """
+    """A group reduce of contiguous ``rows`` in flight, to be added to ``into`` in rank order."""
 
     def __init__(
         self, rows: Tensor, transfer: Transfer, into: Tensor, group, kind: Hashable = None
     ):
-        self.transport, self.transfer, self.into, self.kind = (
-            transport_for(group, rows.device),
-            transfer,
-            into,
-            kind,
-        )
+        self.transport = transport_for(group, rows.device)
+        self.transfer, self.into, self.kind = transfer, into, kind
         sizes = transfer.sends, transfer.receives  # reversed: the cast's rows come back
         self.sent, self.received = rows, rows.new_empty(transfer.sent, *rows.shape[1:])
         self.work = dist.all_to_all_single(
@@ -247,9 +235,7 @@ def rows_sent(plan: CastPlan, cast: int, rank: int) -> np.ndarray:
 
 @device_plan
 def rows_returned(plan: CastPlan, cast: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of `add_rows`: for each own row its entries, and the received rows, by
-    sender.
-    """
+    """Return the tables of `add_rows`: for each own row its entries, and the received rows."""
     rows = plan.send_rows(cast, rank).numpy()
     counts = np.bincount(rows, minlength=plan.layout.size(rank))
     return np.append(0, np.cumsum(counts)), np.argsort(rows, kind="stable")

@@ -14,9 +14,7 @@ FAST = Side("fast", under_sink, settings_of, restored, check_inputs)
 
 
 class Part(NamedTuple):
-    """One kernel part of a call: the queries and keys of ``mask``, and ``key_heads`` of the key
-    heads.
-
+    """One kernel part of a call: the cells of ``mask``, and ``key_heads`` of the key heads.
     ``whole``: the part is the call, on one rank. ``forward``, ``backward``: the passes that launch
     it. ``sends``: as in `canon.fast.backward.Method`.
     """

@@ -1,18 +1,10 @@
 """Latent attention with overlap: cuBLAS projects the latents of a step while the next ones travel.
 
-Read `canon.reference.latent` first, and `ring.py` for the steps. The differences:
-
-    messages          latent and k_rope travel in one message, their gradients in another
-    projected tokens  from step 1 on those from the first to the last visible one. A fully masked
-                      step projects none
-    operands          dK and dV are float32, and rounded to the inputs' dtype as operands of both
-                      products. The products are added and stay in float32 (float64 for float64)
-
-A step i of the backward pass, between the kernel of dk, dv and the kernel of dq:
-
-    wait for the sums that step i - 1 sent    from step 2 on
-    project dK and dV to latent and k_rope    two products, and the sum of dK[rope] over the heads
-    add them to the sums, start the hop       from step 1 on
+Read `canon.reference.latent` first, and `ring.py` for the steps. latent and k_rope travel in one
+message, their gradients in another. From step 1 on a step projects the tokens from the first to the
+last visible one. dK and dV are float32, and rounded to the inputs' dtype as operands of both
+products, which are added and stay in float32 (float64 for float64). They run between the kernel of
+dk, dv and the kernel of dq.
 
 A step of t tokens needs this memory beyond that of the ring:
 
@@ -36,7 +28,7 @@ from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.half import FAST, Part
 from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of, steps_of_ring
 from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
@@ -81,7 +73,7 @@ def latent_backward(
     up_weight: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """As the twin in `canon.reference`. With dup_weight, the others are sent, too."""
     ring = ring_of(call, latent, k_rope, _Step)
     projection = _Projection(call, up_weight, needs_grad[3])
@@ -94,8 +86,6 @@ def latent_backward(
 
 
 class _Projection:
-    """Both projections of one pass. ``dup_weight``: its sum so far, if it is needed."""
-
     def __init__(self, call: Call, up_weight: Tensor, needs_grad: bool = False):
         q, _, k_rope, weight = call.shapes
         self.sizes, self.up_weight, self.dup_weight = sizes_of(q, k_rope, weight), up_weight, None
@@ -107,9 +97,7 @@ class _Projection:
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:
-        """Start the messages of a pass. Return an iterator over (step, K and V), None and None for
-        a step without work.
-        """
+        """Start a pass's messages. Return an iterator over (step, K and V), None without work."""
         if ring.call.ranks == 1:
             return iter([(0, self._read(ring.steps[0], latent, k_rope))])
         received = receiving(ring.call.ranks, KeyRing(ring, latent, k_rope).fetch)
@@ -137,9 +125,7 @@ class _Projection:
         return k, by_head[..., nope:]
 
     def gradients(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradients of latent and k_rope of the last step (b, tokens, 1, width), and add
-        to ``dup_weight``.
-        """
+        """Return the gradients of latent and k_rope of the last step; add to ``dup_weight``."""
         b, tokens, heads, _ = dk.shape
         _, nope, _, value, _ = self.sizes
         by_head = self.up_weight.new_empty(b, tokens, heads, nope + value)
@@ -161,8 +147,6 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Backward(RingBackward):
-    """The state of one backward pass: as in the ring, for blocks of latent and k_rope."""
-
     def __init__(
         self, ring: Ring, inputs: QueryInputs, projection: _Projection, needs_grad: tuple[bool, ...]
     ):

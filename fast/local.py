@@ -1,12 +1,9 @@
 """Compute attention on one rank in one kernel, by the online softmax of `canon.reference.local`.
 
 A mask becomes a work table (`tables/work_tables.py`): tiles that are visible from end to end need
-no mask comparisons. `device.py` selects the kernel backend. `merge` combines two whole results in
-one kernel. Few queries over many keys are computed in parts of the keys (`tables/key_parts.py`).
-
-Cost: 2 b h area (d + dv) FLOPs, where area is the number of visible cells. Memory beyond inputs and
-outputs: the work table. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile
-and a band that overlap.
+no mask comparisons. It takes about 1 KB per 1000 tokens, and 32 bytes for each pair of a tile and a
+band that overlap. Few queries over many keys are computed in parts of the keys
+(`tables/key_parts.py`).
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -21,10 +18,10 @@ from canon.fast.backward import attention_backward, gradients, rank_invariant_me
 from canon.fast.device import backend_for, check_device, kernels_for, rows_for
 from canon.fast.half import FAST, Part
 from canon.fast.replay.recordings import replayed
-from canon.fast.tables.cells import Cells, Places, aligned, canonical, in_place
+from canon.fast.tables.cells import Cells, aligned, canonical, in_place
 from canon.fast.tables.key_parts import has_parts
 from canon.masks.mask import Mask
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
 from canon.route.call import Call
 from canon.route.checks import Scale, accumulate_dtype
 
@@ -32,19 +29,17 @@ __all__ = ["attention", "attention_backward", "attention_forward", "merge"]
 
 
 class LocalPlan:
-    """The backward method of one kind of call, and the ``strides`` of q, k, v, out and lse in its
-    forward pass; with ``rank_invariant`` also the places of tokens.
-    """
+    """The cells and the backward method of one kind of call, and its forward pass's strides."""
 
     def __init__(self, call: Call):
-        self.places, self.method, self.strides = None, call.backward, ()
+        self.cells, self.method, self.strides = Cells(call.mask), call.backward, ()
         if call.options["rank_invariant"]:
-            self.places = in_place(call.mask)
+            self.cells = Cells(call.mask, in_place(call.mask))
             self.method = rank_invariant_method(call.backward)
 
     def aligned(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return the tensors, with places as every number of ranks has them."""
-        return tensors if self.places is None else tuple(map(aligned, tensors))
+        return tensors if self.cells.places is None else tuple(map(aligned, tensors))
 
 
 def local_forward(
@@ -54,19 +49,19 @@ def local_forward(
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
+    whole = plan.cells.places is None
     forward_into(
-        q, k, v, call.mask, call.scale, out, lse,
-        whole=plan.places is None, kind=call, max_logits=max_logits, places=plan.places,
-    )  # fmt: skip
+        q, k, v, plan.cells, call.scale, out, lse, whole=whole, kind=call, max_logits=max_logits
+    )
     if not plan.strides:
         plan.strides = _strides(q, k, v, out, lse)
     return out, lse
 
 
 def local_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`; dk and dv come together."""
     plan, kind = call.plan, None
     given = (dout,) if dlse is None else (dout, dlse)
@@ -75,12 +70,11 @@ def local_backward(
         kind = call, needs_grad, dout.dtype, _strides(*given)
     if dout.dtype is not q.dtype:
         dout = dout.to(q.dtype)
-    if plan.places is not None:
+    if plan.cells.places is not None:
         dout, q, k, v = canonical(dout), *plan.aligned(q, k, v)
     return gradients(
-        dout, q, k, v, out, lse, dlse, call.mask, call.scale, plan.method, needs_grad,
-        kind=kind, places=plan.places,
-    )  # fmt: skip
+        dout, q, k, v, out, lse, dlse, plan.cells, call.scale, plan.method, needs_grad, kind=kind
+    )
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
@@ -88,7 +82,6 @@ def _strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
 
 
 def _are_aligned(*tensors: Tensor) -> bool:
-    """Return whether all begin at multiples of 16 bytes."""
     addresses = 0
     for x in tensors:
         addresses |= x.data_ptr()
@@ -101,7 +94,7 @@ def forward_part(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out in ``out_dtype`` and lse as `attention_forward`, without checks."""
     out, lse = empty_result(q, v, out_dtype)
-    forward_into(q, k, v, mask, scale, out, lse, max_logits=max_logits, whole=whole)
+    forward_into(q, k, v, Cells(mask), scale, out, lse, max_logits=max_logits, whole=whole)
     return out, lse
 
 
@@ -116,7 +109,7 @@ def forward_into(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask,
+    cells: Cells,
     scale: Scale,
     out: Tensor,
     lse: Tensor,
@@ -124,16 +117,13 @@ def forward_into(
     whole: bool = False,
     kind: Hashable = None,
     max_logits: Tensor | None = None,
-    places: Places | None = None,
 ) -> None:
-    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``. Raise
-    RuntimeError for unusable devices.
+    """Write a batch's results into ``out``, of any strides and dtype, and ``lse``.
 
     ``max_logits`` (h,) is raised to the largest scores. ``whole``: as in `forward_for`. ``kind``:
     as in `replayed`.
     """
-    given = (q, k, v, out, lse, max_logits)
-    replayed(launch_forward, given, Cells(mask, places), scale, whole, kind=kind)
+    replayed(launch_forward, (q, k, v, out, lse, max_logits), cells, scale, whole, kind=kind)
 
 
 def launch_forward(
@@ -157,9 +147,7 @@ def forward_for(
     q: Tensor, v: Tensor, mask: Mask, whole: bool = True, with_max_logits: bool = False
 ) -> Callable[..., None]:
     """Return the launch function. In ``whole`` calls, few queries over many keys are computed in
-    parts (`key_parts`).
-
-    Raises ValueError if the chosen backend does not take ``max_logits``.
+    parts. Raises ValueError if the chosen backend does not take ``max_logits``.
     """
     if whole and has_parts(mask) and "parts" in (found := backend_for(q, v, extra="parts")).extras:
         return found.forward_in_parts
@@ -198,7 +186,6 @@ def merge_into(
     result: Tensor | None = None,
 ) -> None:
     """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
-
     ``rows``: indices (int64, distinct) of the tokens that the other part has; None is all.
     ``result``: out is written there, in any dtype.
     """

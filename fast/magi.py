@@ -1,40 +1,29 @@
 """Magi attention with overlap: each group cast travels while the step before it is computed.
 
 Read `canon.reference.magi` first: algorithm, order of sums and cost are the same. `schedule.py`
-runs the steps:
+runs the steps, each for its active queries. At most two casts are held; with ``keep_kv`` all are.
 
-    stream           step 0           step 1              step 2               after
-    group cast       keys of step 1   keys of step 2      .                    .
-    compute          own keys         keys of cast 0      keys of cast 1       .
-    group reduce     .                .                   dk, dv of cast 0     dk, dv of cast 1
-
-- At most two casts are held; with ``keep_kv`` all are.
-- A step computes only its active queries (`active_queries.py`).
 - With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
   merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
   Received gradients are added on the communication stream, without atomics.
-- With ``keep_kv`` the backward pass fetches nothing, and the own keys come last, so that every
-  reduction overlaps with a kernel.
+- With ``keep_kv`` the own keys come last in the backward pass, so that every reduction overlaps
+  with a kernel.
 
 Memory while the keys of cast i are used, with N = b g (d + dv) elements of K and V a token. R_i and
 S_i are the tokens that this rank receives and sends in cast i:
 
-    K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N, until they
-                                               have been used again
-    dk, dv       (R_i + R_{i-1} + S_{i-1}) N   of reduce_dtype: written, sent and received; then
-                                               (R_i + S_i) N
-                 t N                           of float32, of the own keys; keep_kv: twice in the
-                                               last step
-    the rest     out and lse, or dq, twice     of float32, running and newest part; backward also
-                                               delta
+    K, V         (R_i + R_{i+1} + S_{i+1}) N   of the inputs' dtype; keep_kv: all R N
+    dk, dv       (R_i + R_{i-1} + S_{i-1}) N   of reduce_dtype; t N of float32, of the own keys,
+                                               with keep_kv twice in the last step
+    the rest     out and lse, or dq, twice     of float32; backward also delta
     one buffer   K, V (t + R) N, and S N at first; dk, dv (t + R) N of float32, S N of reduce_dtype
-                 (and R N, if it is another); delta
 
 Source: as `canon.reference.magi`.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import repeat
 
 import torch
@@ -49,6 +38,7 @@ from canon.fast.group_collectives import (
     Transfer,
     begin_cast,
     cast_plan,
+    columns,
     group_cast,
     group_reduce,
     plan_report,
@@ -63,17 +53,17 @@ from canon.fast.ring import VARIANTS, active_part
 from canon.fast.schedule import (
     Step,
     StepBackward,
+    cached_parts,
     receiving,
     run_backward,
     run_forward,
-    settings_now,
 )
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import META
 from canon.fast.transport.messages import Pending, transport_for
 from canon.fast.transport.tile_exchanges import OwnTokens, TileCast
 from canon.masks.cast_plan import CastPlan
-from canon.masks.plan_cache import PLANS
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
 from canon.route.call import Call, kinds_of
 from canon.route.checks import accumulate_dtype
 
@@ -115,36 +105,24 @@ class _Step(Step):
         self.transfer = None if cast is None else Transfer(plan, cast, call.rank)
 
     def keys(self, k: Tensor | None, v: Tensor | None, rows: Tensor | None) -> Sequence[Tensor]:
-        return (k, v) if rows is None else _columns(rows, self.width)
+        return (k, v) if rows is None else columns(rows, self.width)
 
-    def gradients(self, grads: Tensor) -> list[Tensor]:
-        return _columns(grads, self.width)
+    def gradients(self, grads: Tensor) -> Sequence[Tensor]:
+        return columns(grads, self.width)
 
 
+@dataclass(eq=False)
 class _StepKeys:
     """K and V of each step: the own ones, or rows that a cast brings. ``kept`` holds the rows with
-    ``keep``.
-
-    ``kinds``: a key for k and v, if not those of the call.
+    ``keep``. ``kinds``: a key for k and v, if not those of the call.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[_Step],
-        k: Tensor,
-        v: Tensor,
-        kept: Sequence[Tensor] = (),
-        keep: bool = False,
-        kinds: Hashable = None,
-    ):
-        self.steps, self.k, self.v, self.kept, self.keep, self.kinds = (
-            steps,
-            k,
-            v,
-            list(kept),
-            keep,
-            kinds,
-        )
+    steps: Sequence[_Step]
+    k: Tensor
+    v: Tensor
+    kept: list[Tensor] = field(default_factory=list)
+    keep: bool = False
+    kinds: Hashable = None
 
     def fetch(self, number: int) -> Pending:
         """Start to bring the keys of a step: (k, v, None), or (None, None, rows)."""
@@ -167,7 +145,6 @@ class _StepKeys:
 
 
 def _copy_own(k: Tensor, v: Tensor, rows: Tensor) -> None:
-    """Write K and V of the own tokens into the first rows."""
     own = k.shape[1]
     rows_for(k).take_rows(k, v, row_indices(0, own, k.device), rows[:own].transpose(0, 1))
 
@@ -176,11 +153,6 @@ def _empty_rows(k: Tensor, v: Tensor, tokens: int, dtype: torch.dtype) -> Tensor
     """Allocate a row (b, g, d + dv) for each token, for K and V or their gradients."""
     b, _, g, d = k.shape
     return k.new_empty(tokens, b, g, d + v.shape[-1], dtype=dtype)
-
-
-def _columns(rows: Tensor, d: int) -> tuple[Tensor, ...]:
-    """Return views of such rows: K (b, tokens, g, d) and V (b, tokens, g, dv)."""
-    return rows.transpose(0, 1).split([d, rows.shape[-1] - d], -1)
 
 
 def magi_forward(
@@ -195,30 +167,30 @@ def magi_forward(
 
 
 def magi_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, plan = call.plan, call.plan.plan
     if not plan.casts:
-        mask = plan.local_mask(0, call.rank)
-        return gradients(dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, needs_grad)
-    keys = _StepKeys(schedule.steps, k, v, kept, kinds=kinds_of(k, v, *kept))
+        cells = Cells(plan.local_mask(0, call.rank))
+        return gradients(
+            dout, q, k, v, out, lse, dlse, cells, call.scale, call.backward, needs_grad
+        )
+    keys = _StepKeys(schedule.steps, k, v, list(kept), kinds=kinds_of(k, v, *kept))
     order = (*range(1, plan.steps), 0) if kept else range(plan.steps)
     received = receiving(plan.steps, lambda place: keys.fetch(order[place]))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     state = _Backward(schedule, order, inputs, keys, needs_grad)
     rows = state.gradient_rows() if any(needs_grad[1:]) else repeat(None)
     run_backward(state.parts, received, inputs, state.dq, rows, state.reduce)
-    dk, dv = (None, None) if state.own_rows is None else _columns(state.own_rows, k.shape[-1])
+    dk, dv = (None, None) if state.own_rows is None else columns(state.own_rows, k.shape[-1])
     return tuple(None if x is None else x.to(q.dtype) for x in (state.dq, dk, dv))
 
 
 class _Backward:
     """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
-
-    ``order``: of the steps. If the own keys come first, they write all of dq, and other steps add
-    to it.
+    If the own keys come first, they write all of dq, and other steps add to it.
     """
 
     def __init__(
@@ -227,7 +199,7 @@ class _Backward:
         order: Sequence[int],
         inputs: QueryInputs,
         keys: _StepKeys,
-        needs_grad: tuple[bool, bool, bool],
+        needs_grad: NeedsGrad,
     ):
         self.call, self.k, self.v = schedule.call, keys.k, keys.v
         self.accumulate, self.own_rows, self.dq = accumulate_dtype(self.k.dtype), None, None
@@ -237,25 +209,13 @@ class _Backward:
             self.dq = (torch.empty if own_is_first else torch.zeros)(
                 inputs.q.shape, dtype=dtype, device=self.k.device
             )
-        grads = needs_grad[0], any(needs_grad[1:])
-        key = (
-            _Backward,
-            schedule,
-            own_is_first,
-            grads,
-            kinds_of(*inputs[:3]),
-            keys.kinds,
-            settings_now(),
-        )
+        key = schedule, own_is_first, needs_grad[0], any(needs_grad[1:]), keys.kinds
         new = lambda number: StepBackward(
             schedule.steps[number], inputs, keys.v, self.dq, adds_dq=number > 0 or not own_is_first
         )
-        self.parts = PLANS.find(key, lambda: tuple(map(new, order)))
+        self.parts = cached_parts(key, inputs, new, order)
 
     def reduce(self, place: int, rows: Tensor | None, _: Tensor | None) -> GroupReduce | None:
-        """Add the own rows of the step to ``own_rows``, and start to send the others to their
-        owners.
-        """
         if rows is None:
             return None
         step, own = self.parts[place].step, self.k.shape[1]
@@ -270,9 +230,6 @@ class _Backward:
         return GroupReduce(rows, step.transfer, self.own_rows, self.call.group, kind=step)
 
     def gradient_rows(self) -> Iterator[Tensor]:
-        """Allocate rows for dk and dv, step by step: in the accumulation dtype if some are own
-        keys.
-        """
         for part in self.parts:
             dtype = self.accumulate if part.step.holds_own else self.call.reduce_dtype
             yield _empty_rows(self.k, self.v, part.step.rows, dtype)
@@ -298,7 +255,7 @@ def invariant_forward(
 
 def invariant_backward(
     call: Call,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -307,7 +264,7 @@ def invariant_backward(
     out: Tensor,
     lse: Tensor,
     *kept: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """As the twin in `canon.reference`."""
     exchange = TileCast(call, kept) if call.ranks > 1 else OwnTokens(call)
     return owner_backward(

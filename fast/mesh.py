@@ -2,16 +2,10 @@
 message each way.
 
 A message has a row for each token: the values of all tensors and sequences for the heads of one
-column, side by side. So a column reads what it receives in place:
-
-                 before the all-to-all                   after it
-    to a column  q, k, v are copied to the rows of       views of the rows; copied once if the parts
-                 H parts, one for each column            of the row do not arrive by position
-    to tokens    out and lse are copied to rows, in      out and lse are copied, so that the heads
-                 the order in which they arrived         of all columns lie side by side
-
-Backward, dout and dlse travel to the columns, and dq, dk and dv to the tokens. Row kernels make the
-copies. The exchange inside a row has a communicator of its own on NCCL (`transport/messages.py`).
+column, side by side. A column reads q, k and v in place in the rows that it receives, unless the
+parts of the row of the mesh do not arrive by position. Back in the rows of tokens, out and lse are
+copied once more, so that the heads of all columns lie side by side. Row kernels make the copies.
+The exchange inside a row has a communicator of its own on NCCL.
 
 Cost: as the reference. A row is padded to 16 bytes for each tensor, and to 16 elements. Memory: a
 message that is sent and one that is received; the views of q, k and v keep theirs until the
@@ -34,6 +28,7 @@ from canon.fast.transport.messages import transport_for
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import PLANS
 from canon.masks.rows import arrival_order
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.call import Call
 
 __all__: list[str] = []  # the passes belong to the public functions
@@ -54,9 +49,9 @@ def mesh_forward(
 
 
 def mesh_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`."""
     schedule = call.computed
     b, t, h, _ = call.shapes[0]
@@ -122,10 +117,7 @@ def _room(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 class TokenRows:
     """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
-    tensors.
-
-    ``kinds``: of the tensors. ``sizes``: the tokens of each rank of this row of the mesh.
-    ``nbytes``: of a row.
+    tensors. ``sizes``: the tokens of each rank of this row of the mesh. ``nbytes``: of a row.
     """
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):
@@ -149,18 +141,16 @@ class TokenRows:
         return views
 
     def orders(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return (arrived row of each token, token of each arrived row), int64, or nothing if the
-        parts arrive by position.
+        """Return (arrived row of each token, token of each arrived row), int64, or nothing if parts
+        arrive by position.
         """
         return _orders(self.call.layout, self.call.columns, self.row, device)
 
     def exchange(
         self, pack: Callable[..., None], tensors: list[Tensor], *sizes: list[int]
     ) -> Tensor:
-        """Send rows to the ranks of the row of the mesh, and return those of all.
-
-        ``pack`` copies the tensors into the message. ``sizes``: the rows that each rank gets, and
-        those that it sends.
+        """Send rows to the ranks of the row of the mesh, and return those of all. ``pack`` copies
+        the tensors into the message. ``sizes``: the rows that each rank gets, and sends.
         """
         nbytes = [[rows * self.nbytes for rows in some] for some in sizes]
         sent, received = (tensors[0].new_empty(sum(x), dtype=torch.uint8) for x in nbytes)
@@ -196,7 +186,6 @@ def _divide_heads(*given) -> None:
 
 
 def _join_heads(message: Tensor, *given) -> None:
-    """Copy the rows of a message from all columns into tensors (b, t, n, width)."""
     *tensors, rows = given
     for own, part in _by_column(tensors, message, rows):
         rows_for(own).copy_tokens(part, own)
@@ -213,7 +202,6 @@ def _by_column(
 
 
 def _order_tokens(*given) -> None:
-    """Copy the rows of a message into tensors (b, sum of t, heads, width), by position."""
     message, *copies, rows = given
     for copy, arrived in zip(copies, rows.views(message, sum(rows.sizes)), strict=True):
         if copy is not None:
@@ -221,14 +209,12 @@ def _order_tokens(*given) -> None:
 
 
 def _reorder_tokens(*given) -> None:
-    """Copy tensors (b, sum of t, heads, width) to the rows of a message, in rank order."""
     *tensors, message, rows = given
     for x, target in zip(tensors, rows.views(message, sum(rows.sizes)), strict=True):
         _copy(x, target, rows.orders(message.device)[1:])
 
 
 def _copy(x: Tensor, copy: Tensor, rows: tuple[Tensor, ...]) -> None:
-    """Write copy = x, or x[:, rows[0]] if there are rows."""
     if rows:
         rows_for(x).copy_rows(x, copy, *rows)
     else:

@@ -9,13 +9,7 @@ dv:
     compute    dq of i                      dk, dv of i
 
 Sizes of tiles differ from the reference's, and so do the bits. `canon.route.rank_invariance` has
-the contract and its proof. Launches keep these rules:
-
-    tiles             cut at multiples of their sizes in the sequence, visited in the order of keys
-                      (`key_order`)
-    configuration     by widths and dtype; no rows of 192 in Gluon's forward; odd strides or
-                      addresses are copied first
-    backward="auto"   "split"
+the contract and its proof. Odd strides or addresses are copied first; "auto" is "split".
 
 Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g
 times the heads. A message of whole tiles carries up to 127 rows without tokens.
@@ -26,14 +20,20 @@ Sources: as `canon.reference.owner_computes`.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from canon.fast.backward import QueryInputs, backward_into, make_delta, rank_invariant_method
+from canon.fast.backward import (
+    QueryInputs,
+    backward_into,
+    empty_gradients,
+    make_delta,
+    rank_invariant_method,
+)
 from canon.fast.local import empty_result, forward_into
 from canon.fast.schedule import receiving
-from canon.fast.tables.cells import Places, aligned, canonical
+from canon.fast.tables.cells import Cells, Places, aligned, canonical
 from canon.fast.transport.messages import Pending
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.call import Call
 
 Messages = Sequence[tuple[Tensor, ...]]  # the tensors (b, t, heads, width) of each message
@@ -74,35 +74,33 @@ def owner_forward(
     q, k, v = map(aligned, (q, k, v))
     out, lse = empty_result(q, v, q.dtype)
     legs = [_key_leg(heads, k, v) for heads in steps]
+    cells = Cells(call.mask, exchange.key_places)
     for number, keys in receiving(len(legs), exchange.fetches(legs)):
         own = query_heads(legs[number].heads, q, k)
         results = out[:, :, own], lse[:, own]
         largest = None if max_logits is None else max_logits[own]
-        forward_into(
-            q[:, :, own], *keys, call.mask, call.scale, *results,
-            max_logits=largest, places=exchange.key_places,
-        )  # fmt: skip
+        forward_into(q[:, :, own], *keys, cells, call.scale, *results, max_logits=largest)
         keys = None
     return out, lse
 
 
 def owner_backward(
-    call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: tuple[bool, bool, bool],
+    call: Call, steps: Sequence[range], exchange: Exchange, needs_grad: NeedsGrad,
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent for."""
     q, k, v, dout = *map(aligned, (q, k, v)), canonical(dout.to(q.dtype))
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    options = call.mask, call.scale, rank_invariant_method(call.backward)
-    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
-    new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
+    key_cells = Cells(call.mask, exchange.key_places)
+    query_cells = Cells(call.mask, exchange.query_places)
+    options = call.scale, rank_invariant_method(call.backward)
+    dq, dk, dv = empty_gradients(q, k, v, q.dtype, needs_grad)
     legs: list[Leg] = []
     for heads in steps:
-        legs += [_key_leg(heads, k, v)] if dq is not None else []
-        legs += (
-            [_query_leg(heads, inputs.heads(query_heads(heads, q, k)))] if dk is not None else []
-        )
+        if dq is not None:
+            legs.append(_key_leg(heads, k, v))
+        if dk is not None:
+            legs.append(_query_leg(heads, inputs.heads(query_heads(heads, q, k))))
 
     def compute(number: int, brought: Sequence[Tensor]) -> None:
         heads, of_queries, _ = legs[number]
@@ -110,17 +108,12 @@ def owner_backward(
         if of_queries and dk is not None and dv is not None:
             q_full, dout_full, *statistics = brought
             lse_full, delta_full = (x.squeeze(-1).transpose(1, 2) for x in statistics)
-            given = (
-                QueryInputs(dout_full, q_full, lse_full, delta_full),
-                k[:, :, here],
-                v[:, :, here],
-            )
-            written = None, dk[:, :, here], dv[:, :, here]
-            backward_into(*given, *options, *written, places=exchange.query_places)
+            queries = QueryInputs(dout_full, q_full, lse_full, delta_full)
+            own_keys, written = (k[:, :, here], v[:, :, here]), (dk[:, :, here], dv[:, :, here])
+            backward_into(queries, *own_keys, query_cells, *options, None, *written)
         elif dq is not None:
-            given = inputs.heads(own), *brought
             written = dq[:, :, own], None, None
-            backward_into(*given, *options, *written, places=exchange.key_places)
+            backward_into(inputs.heads(own), *brought, key_cells, *options, *written)
 
     for number, brought in receiving(len(legs), exchange.fetches(legs)):
         compute(number, brought)

@@ -3,33 +3,20 @@ current one.
 
 Read `canon.reference.ring` first: algorithm, order of sums and cost are the same. The differences:
 
-    messages          K and V travel in one message, dk and dv in another
-    buffers           each travels through two: one is read and sent while the other receives
-                      (`messages.BlockRing`)
-    active queries    from step 1 on, a step computes only the queries that see a key
-                      (`active_queries.py`), over the keys from the first to the last visible one.
-                      A fully masked step only forwards K, V and the received sums; step 1 then
-                      sends zeros as dk and dv
-    in place          a kernel merges each part into the running result; step 0 writes it, and the
-                      last merge writes out in the dtype of the inputs
-    dq last           dk and dv leave before the kernel of dq, so the last hop overlaps too
-                      (`StepBackward`); "fused" has one kernel for all three
-
-Order of step i of the backward pass; the forward pass has the first three lines:
-
-    wait for K, V of step i                      from step 1 on
-    start the hop of K, V for step i + 1         except in the last step
-    launch the kernel (backward: dk, dv)
-    wait for the sums, add dk, dv of step i      from step 2 on; after the last step: own keys
-    start the hop of the new sums                from step 1 on
-    launch the kernel of dq
+- K and V travel in one message, dk and dv in another, each through two buffers: one is read and
+  sent while the other receives (`messages.BlockRing`).
+- From step 1 on, a step computes only the queries that see a key, over the keys from the first to
+  the last visible one. A fully masked step only forwards.
+- A kernel merges each part into the running result. Step 0 writes it, and the last merge writes out
+  in the dtype of the inputs.
+- dk and dv leave before the kernel of dq, so the last hop overlaps too; "fused" has one kernel for
+  all three.
 
 `latent.py` runs the same ring with projected keys. Scratch, with N = b t g (d + dv):
 
     forward     2 N of the inputs' dtype (K, V); float32 out and lse twice (running, newest part)
     backward    2 N of the inputs' dtype; 2 N of reduce_dtype (dk, dv); N float32 (own dk, dv), and
-                N more if W > 2 (newest part); float32 dq twice; delta; row statistics (Gluon, 2 b h
-                t float32); that of the backward method
+                N more if W > 2 (newest part); float32 dq twice; delta; that of the backward method
     both        copies of the active queries' inputs, if they form several ranges
 
 Sources: as `canon.reference.ring`.
@@ -57,26 +44,25 @@ from canon.fast.replay.recordings import replayed
 from canon.fast.schedule import (
     Step,
     StepBackward,
+    cached_parts,
     receiving,
     run_backward,
     run_forward,
-    settings_now,
 )
+from canon.fast.tables.cells import Cells
 from canon.fast.tables.device_plans import META
 from canon.fast.transport.messages import BlockRing, Blocks, Pending
 from canon.masks.plan_cache import PLANS
-from canon.route.algorithm import Algorithm
-from canon.route.call import Call, kinds_of
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
+from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
 __all__ = ["ring_attention", "striped_attention", "zigzag_attention"]
 
 
 class Ring:
-    """The shared part of all calls of one kind: the places of the blocks in a buffer, and each
-    step's visible cells.
-
-    ``k`` and ``v``: the two tensors that travel. ``step``: the class of the steps.
+    """What all calls of one kind share: the places of the blocks in a buffer, and each step's
+    visible cells. ``k`` and ``v``: the two tensors that travel.
     """
 
     def __init__(self, call: Call, k: Tensor, v: Tensor, step: "type[RingStep]"):
@@ -90,16 +76,13 @@ class Ring:
 
 
 class RingStep(Step):
-    """A step of one kind of call, with the keys of rank ``owner``: the ``visible`` ones, from the
-    first to the last that a query sees; in step 0 all.
+    """A step of one kind of call, over the ``visible`` keys of rank ``owner``: from the first to
+    the last that a query sees; in step 0 all.
     """
 
     def __init__(self, ring: Ring, number: int):
-        self.ring, self.number, self.owner = (
-            ring,
-            number,
-            (ring.call.rank - number) % ring.call.ranks,
-        )
+        self.ring, self.number = ring, number
+        self.owner = (ring.call.rank - number) % ring.call.ranks
         mask = ring.call.local_mask(self.owner)
         self.visible, cells = visible_keys(mask) if number else (slice(0, mask.keys), mask)
         super().__init__(
@@ -133,13 +116,14 @@ def ring_forward(
 
 
 def ring_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`."""
     if call.ranks == 1:
+        cells = Cells(call.local_mask(0))
         return gradients(
-            dout, q, k, v, out, lse, dlse, call.local_mask(0), call.scale, call.backward, needs_grad
+            dout, q, k, v, out, lse, dlse, cells, call.scale, call.backward, needs_grad
         )
     ring = ring_of(call, k, v)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
@@ -153,37 +137,26 @@ class RingBackward:
     """The state of one backward pass: running dq, ``own`` dk and dv of this rank's keys from its
     own queries, and the ring of the ``sums``.
 
-    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1 for
-    the keys of that step. Then this rank's part is added.
+    In step i > 1, buffer i % 2 of ``sums`` receives the sum of ranks owner + 1, ..., rank - 1. Then
+    this rank's part is added.
     """
 
-    def __init__(
-        self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: tuple[bool, bool, bool]
-    ):
-        self.ring, call, new = (
-            ring,
-            ring.call,
-            {"dtype": accumulate_dtype(v.dtype), "device": v.device},
-        )
-        # else the kernel of step 0 writes the result
-        adds_dq = any(step.has_work for step in ring.steps[1:])
-        of_dq = new if adds_dq else new | {"dtype": v.dtype}
-        self.dq = torch.empty(inputs.q.shape, **of_dq) if needs_grad[0] else None
-        self.own, self.sums, self.grads = None, None, repeat(None)
+    def __init__(self, ring: Ring, inputs: QueryInputs, v: Tensor, needs_grad: NeedsGrad):
+        self.ring, call, accumulate = ring, ring.call, accumulate_dtype(v.dtype)
+        self.dq, self.own, self.sums, self.grads = None, None, None, repeat(None)
+        if needs_grad[0]:
+            # without parts to add, the kernel of step 0 writes the result
+            adds_dq = any(step.has_work for step in ring.steps[1:])
+            dtype = accumulate if adds_dq else v.dtype
+            self.dq = torch.empty(inputs.q.shape, dtype=dtype, device=v.device)
         if any(needs_grad[1:]):
-            self.own = torch.empty(ring.blocks.elements[call.rank], **new)
+            elements = ring.blocks.elements[call.rank]
+            self.own = torch.empty(elements, dtype=accumulate, device=v.device)
             if call.ranks > 1:
                 self.sums = BlockRing(call, ring.blocks, call.reduce_dtype, v.device)
             self.grads = self.written()
-        key = (
-            type(self),
-            ring,
-            needs_grad[0],
-            self.own is None,
-            kinds_of(inputs.dout, inputs.q, inputs.lse),
-        )
-        make = lambda: tuple(self.part(step, inputs, v) for step in ring.steps)
-        self.parts = PLANS.find((*key, settings_now()), make)
+        key = type(self), ring, needs_grad[0], self.own is None
+        self.parts = cached_parts(key, inputs, lambda step: self.part(step, inputs, v), ring.steps)
 
     def written(self) -> Iterator[Tensor]:
         """Return the tensors to which the kernels of each step write dk and dv."""
@@ -203,20 +176,16 @@ class RingBackward:
         return self.sums.hop(number % 2, self.parts[number].step.owner, following.step.owner)
 
     def add(self, number: int, written: Tensor, room: Tensor | None) -> None:
-        """Add this rank's part of a step to the received sums, ``written``. In steps 0 and 1
-        kernels have done so.
-        """
+        """Add this rank's part of a step to the sums. In steps 0 and 1 kernels have done so."""
         part = self.parts[number]
         if number > 1 and part.step.has_work:
             replayed(_add_part, (written, room), part, kind=part)
         elif number == 1 and not part.step.has_work:
             written.zero_()
 
-    def results(
-        self, received: list[Tensor] | None, dtype: torch.dtype
-    ) -> tuple[Tensor | None, ...]:
+    def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> Gradients:
         """Return dq and the gradients of the own block. ``received``: the sums of the other ranks,
-        None for one rank.
+        if any.
         """
         dq = None if self.dq is None else self.dq.to(dtype)
         if self.own is None:
@@ -232,9 +201,9 @@ class RingBackward:
 class _StepBackward(StepBackward):
     """The backward pass of a step for one kind of call.
 
-    The kernel writes dk and dv into the own block in step 0, and into the buffer that is sent in
-    step 1, which has no received sum yet. Later it writes into scratch, and `_add_part` adds that
-    to the received sums.
+    The kernel writes dk and dv into the own block in step 0, and in step 1 into the buffer that is
+    sent, which has no received sum yet. Later it writes into scratch, and `_add_part` adds that to
+    the received sums.
     """
 
     def __init__(
@@ -265,9 +234,7 @@ def _add_part(sums: Tensor, room: Tensor, part: _StepBackward) -> None:
 
 
 class KeyRing:
-    """K and V of all ranks, one block in each step: the own block, then that of the previous rank,
-    and so on.
-    """
+    """K and V of all ranks, one block in each step, from the own block on."""
 
     def __init__(self, ring: Ring, k: Tensor, v: Tensor):
         self.steps, self.blocks = ring.steps, BlockRing(ring.call, ring.blocks, k.dtype, k.device)
@@ -305,9 +272,7 @@ def steps_of_ring(call: Call, key_heads: int, forward: bool = True) -> Iterator[
 def active_part(
     active: ActiveQueries, key_heads: int, forward: bool, writes: bool, sends: bool
 ) -> Iterator[Part]:
-    """Yield the part of a step, unless no query sees a key and it does not write the first results
-    (``writes``).
-    """
+    """Yield the part of a step, unless it has no visible cell and writes no first results."""
     if active.mask.bands or writes:
         if not writes:
             query_indices(active, META)
@@ -324,14 +289,9 @@ VARIANTS = (
     "active_rows",
     "sinks",
 )
-RING = Algorithm(
-    FAST, public_ring.RING, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
-)
-ZIGZAG = Algorithm(
-    FAST, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
-)
-STRIPED = Algorithm(
-    FAST, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS
+RING, ZIGZAG, STRIPED = (
+    Algorithm(FAST, declared, ring_forward, ring_backward, parts=ring_parts, variants=VARIANTS)
+    for declared in (public_ring.RING, public_ring.ZIGZAG, public_ring.STRIPED)
 )
 
 ring_attention = public_ring.ring_attention(RING)

@@ -8,16 +8,9 @@
 The first message overlaps with nothing, unless the caller calls `receiving` earlier. dk and dv of a
 step are sent before its dq is launched, if dq has a kernel of its own.
 
-    shared by ring, strided and magi             their own part
-    `receiving`      messages, one step ahead    how they are sent (`messages`, `group_collectives`)
-    `run_forward`    the forward pass
-    `run_backward`   the backward pass           `reduce`: where the sums of dk and dv are sent
-    `Step`           kernels, forward            which keys and heads; where dk and dv are written
-    `StepBackward`   kernels, backward           ring: a part of dk and dv, which is added to a sum
-
 `replayed` repeats a forward step as one pass, and a backward step as two: dk and dv, then dq. So
 `forward`, `dkdv` and `dq` below run only to record a pass, or where it cannot be replayed. Both
-passes of a backward step share one scratch tensor:
+passes of a backward step share one scratch tensor, with
 
     dout, q, lse, delta    copies at the active queries, if these form several ranges
     statistics             row statistics, if the kernel backend has a form of its own
@@ -26,7 +19,7 @@ passes of a backward step share one scratch tensor:
 Source: the order is that of aqlaboratory/ring-flash-attention pull request 12 (2025).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +31,9 @@ from canon.fast.device import chosen_backend, kernels_for
 from canon.fast.local import empty_result, launch_forward
 from canon.fast.replay.recordings import replayed
 from canon.fast.tables.cells import Cells
+from canon.masks.plan_cache import PLANS
 from canon.ranks.profiling import named_steps
-from canon.route.call import Call
+from canon.route.call import Call, kinds_of
 from canon.route.checks import accumulate_dtype
 
 ALIGNMENT = 256  # bytes, of each tensor inside a scratch tensor
@@ -49,9 +43,8 @@ def receiving(steps: int, fetch: Callable[[int], Any]) -> Iterator[tuple[int, An
     """Start the messages of step 0. Return an iterator over (step, tensors that its messages have
     brought).
 
-    ``fetch(step)`` starts the messages of a step, and its result's ``wait()`` returns the tensors.
-    The messages of the next step start before a step is returned, so set its tensors to None
-    before.
+    ``fetch(step)`` starts the messages of a step; ``wait()`` of its result returns the tensors. The
+    messages of the next step start before a step is returned, so set its tensors to None before.
     """
     return iter(named_steps(_received(steps, fetch, fetch(0))))
 
@@ -98,8 +91,7 @@ def run_backward(
     grads: Iterator[Tensor | None],
     reduce: Callable[[int, Tensor | None, Tensor | None], Any],
 ) -> Any:
-    """Write dq. Return the result of the last reduction's ``wait()``, or None if nothing was
-    reduced.
+    """Write dq. Return the result of the last reduction's ``wait()``, or None.
 
     Args:
         received: of `receiving`.
@@ -125,10 +117,8 @@ def run_backward(
 
 class Step:
     """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``,
-    over some keys.
-
-    A step that ``writes`` initialises the results of its heads; others merge their part. A schedule
-    defines `keys` and `gradients`.
+    over some keys. A step that ``writes`` initialises the results of its heads; others merge their
+    part. A schedule defines `keys` and `gradients`.
     """
 
     def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):
@@ -136,15 +126,13 @@ class Step:
         self.has_work = writes or bool(active.mask.bands)
 
     def keys(self, *held: Any) -> Sequence[Tensor]:
-        """Return K and V (b, keys, heads, width) of the step, views of what its message brought,
+        """Return K and V (b, keys, heads, width), views of what the step's message brought,
         ``held``.
         """
         raise NotImplementedError
 
     def gradients(self, grads: Tensor) -> Sequence[Tensor]:
-        """Return the views of ``grads`` for dk and dv of these keys, and set those of other keys to
-        0.
-        """
+        """Return the views of ``grads`` for dk and dv of these keys, and set others to 0."""
         raise NotImplementedError
 
     def forward(
@@ -205,16 +193,24 @@ class Scratch:
         return room[place.start : place.stop].view(place.dtype).view(place.shape)
 
 
-def settings_now() -> Hashable:
-    """Return the settings of a `StepBackward`, for its key."""
-    return chosen_backend(), torch.are_deterministic_algorithms_enabled()
+def cached_parts(
+    key: tuple[Hashable, ...],
+    inputs: QueryInputs,
+    make: Callable[[Any], "StepBackward"],
+    steps: Iterable[Any],
+) -> tuple["StepBackward", ...]:
+    """Return ``make(step)`` of each step, from the plan cache.
+
+    ``key``: all that decides them, besides the kinds of the inputs and the caller's settings.
+    """
+    settings = chosen_backend(), torch.are_deterministic_algorithms_enabled()
+    whole = (StepBackward, *key, kinds_of(*inputs[:3]), settings)
+    return PLANS.find(whole, lambda: tuple(map(make, steps)))
 
 
 class StepBackward:
     """The kernels of a step's backward pass, for one kind of call. ``adds_dq``: the part of dq is
-    added to a running dq, else written there.
-
-    ``scratch`` has the places of the tensors that both parts use; a schedule may add its own.
+    added to a running dq, else written there. A schedule may add tensors to ``scratch``.
     """
 
     def __init__(
@@ -264,9 +260,7 @@ class StepBackward:
         room: Tensor | None,
         *held,
     ) -> None:
-        """Launch dq after `dkdv`, and add it to the running dq. ``grads``: as in `dkdv`; None
-        changes the method.
-        """
+        """Launch dq after `dkdv`, and add it to the running dq. No ``grads`` change the method."""
         if dq is None:
             return
         part = self._dq(dq, room)

@@ -1,8 +1,6 @@
 """Attention sinks in two kernels, one for each pass, which run after those over the keys.
-Derivation, memory and sources: `canon.reference.local`.
-
-PyTorch reduces dlse (b, h, t) to dsink, in a fixed order. If only the sink needs a gradient, dout
-of the keys is neither computed nor stored.
+Derivation and sources: `canon.reference.local`. PyTorch reduces dlse (b, h, t) to dsink, in a fixed
+order.
 """
 
 from typing import Any

@@ -2,18 +2,9 @@
 step is computed.
 
 Read `canon.reference.strided` first: algorithm, order of sums and messages are the same.
-`schedule.py` runs the steps:
-
-    stream          step i
-    all-gather      K, V of step i + 1, by the group's communicator
-    compute         the kernel on K, V of step i; backward dk and dv, then dq
-    all-to-all      dk, dv of step i - 1, by another communicator on NCCL
-    communication   copies of K, V of step i + 1; sums of dk, dv of step i - 1
-
-- Kernels read K and V in the buffers that received them, from the first to the last key that the
-  rank's queries see. `gathered_mask` is in the coordinates of these buffers.
-- Kernels write out and dq of a step's heads into the results, and dk and dv, rounded to
-  reduce_dtype, into the sending buffer. After the exchange one kernel sums them in rank order.
+`schedule.py` runs the steps. Kernels read K and V in the buffers that received them, and write dk
+and dv, rounded to reduce_dtype, into the sending buffer. Copies into buffers, and the sums of
+received parts in rank order, run on the communication stream.
 
 Scratch, with T the most tokens of a rank, N = b T g (d + dv), W ranks and w the most key heads of a
 step, in buffers of W N w / g elements: two to gather, in the dtype of the inputs; backward also two
@@ -26,12 +17,11 @@ Sources: as `canon.reference.strided`.
 from collections.abc import Iterator
 from itertools import cycle, repeat
 
-import torch
 from torch import Tensor
 
 from canon.faces import public_strided
 from canon.fast.active_queries import active_queries_of, visible_keys
-from canon.fast.backward import QueryInputs, make_delta
+from canon.fast.backward import QueryInputs, empty_gradients, make_delta
 from canon.fast.half import FAST, Part
 from canon.fast.local import forward_part
 from canon.fast.owner_computes import owner_backward, owner_forward
@@ -39,10 +29,10 @@ from canon.fast.ring import ring_backward, steps_of_ring
 from canon.fast.schedule import (
     Step,
     StepBackward,
+    cached_parts,
     receiving,
     run_backward,
     run_forward,
-    settings_now,
 )
 from canon.fast.transport.messages import (
     AllGather,
@@ -53,9 +43,8 @@ from canon.fast.transport.messages import (
 )
 from canon.fast.transport.tile_exchanges import OwnTokens, TileGather
 from canon.masks.head_groups import Steps, steps_of
-from canon.masks.plan_cache import PLANS
-from canon.route.algorithm import Algorithm
-from canon.route.call import Call, kinds_of
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
+from canon.route.call import Call
 
 __all__ = ["strided_attention"]
 
@@ -122,9 +111,9 @@ def strided_forward(
 
 
 def strided_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """As the twin in `canon.reference`; unneeded gradients are neither computed nor sent."""
     schedule, steps = call.plan, call.plan.backward
     if steps is None:
@@ -132,23 +121,13 @@ def strided_backward(
     groups = [step.group for step in steps]
     keys = receiving(len(steps), AllGather(k, v, call, groups).fetch)
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
-    needed = needs_grad[0], any(needs_grad[1:]), any(needs_grad[1:])
-    new = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dq, dk, dv = (new(x) if wanted else None for x, wanted in zip((q, k, v), needed, strict=True))
+    dq, dk, dv = empty_gradients(q, k, v, q.dtype, needs_grad)
+    new = lambda step: StepBackward(step, inputs, v, dq, adds_dq=False)
+    parts = cached_parts((schedule, dq is None, dk is None), inputs, new, steps)
     reduction = None if dk is None else ReduceScatter(dk, dv, call, groups)
-    key = StepBackward, schedule, needed, kinds_of(dout, q, lse), settings_now()
-    parts = PLANS.find(
-        key, lambda: tuple(StepBackward(step, inputs, v, dq, adds_dq=False) for step in steps)
-    )
     sent = cycle(reduction.sent) if reduction else repeat(None)
-    run_backward(
-        parts,
-        keys,
-        inputs,
-        dq,
-        sent,
-        lambda number, *_: reduction.start(number) if reduction else None,
-    )
+    start = lambda number, *_: reduction.start(number) if reduction else None
+    run_backward(parts, keys, inputs, dq, sent, start)
     return dq, dk, dv
 
 
@@ -159,9 +138,7 @@ def invariant_forward(
     return owner_forward(call, call.plan.steps.forward, call.plan.exchange, q, k, v, max_logits)
 
 
-def invariant_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None) -> Gradients:
     """As the twin in `canon.reference`."""
     return owner_backward(call, call.plan.steps.backward, call.plan.exchange, needs_grad, *given)
 

@@ -7,42 +7,28 @@
 
 With a soft-cap, the factor of ds is the slope of each score, scale * (1 - (score / softcap)^2).
 
-lse normalises over all keys that a query sees, also keys on other ranks. So p is the final weight
-of a key. Parts of dq, dk and dv from disjoint keys or queries add up. A call computes delta once
-for all steps.
+lse normalises over all keys that a query sees, also those on other ranks, so p is the final weight
+of a key. Hence parts of dq, dk and dv from disjoint keys or queries add up.
 
-dq is a sum along rows of the scores (over keys). dk and dv are sums along columns (over queries).
-One loop cannot finish both tile by tile, so three methods compute the same sums:
+dq is a sum over keys, dk and dv are sums over queries. One loop cannot finish both tile by tile, so
+three methods compute the same sums, with area visible cells:
 
-    method            loops over tiles           matrix products of a       dq on a GPU
-                                                 tile
-    "fused"           keys outside, queries      5: s dp dv dk dq           atomic additions, in any
-                      inside: dk and dv are                                 order
-                      finished, dq grows with
+    method            loops over tiles            products of a tile        FLOPs
+    "fused"           of keys; dq grows with      5: s dp dv dk dq          2 b h area (3 d + 2 dv)
                       every tile of keys
-    "split"           keys outside for dk and    4: s dp dv dk, 3: s dp     one owner of each
-                      dv, then queries outside   dq                         element
-                      for dq
-    "head_parallel"   as "split"; each query     4 + 3                      one owner of each
-                      head has its own dk and                               element
-                      dv, added over its share
+    "split"           of keys for dk and dv,      4: s dp dv dk, 3: s dp    2 b h area (4 d + 3 dv)
+                      then of queries for dq      dq
+    "head_parallel"   as "split", with dk and dv of each query head, which are added over its share
                       in head order
 
-A *share* is the query heads that share one key head. This half adds in one fixed order with every
-method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
+A *share* is the query heads that share one key head. On a GPU, "fused" adds to dq by atomics, in
+any order; in the other methods each element has one owner. This half adds in one fixed order with
+every method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
 notebooks/09_grouped_heads.md.
 
-Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
-cost as much:
-
-    method            FLOPs                     exponentials   float32 memory, beyond inputs and
-                                                               outputs
-    "fused"           2 b h area (3 d + 2 dv)   b h area       dq, dk, dv; b h tiles of scores;
-                                                               boolean tiles of one column
-    "split"           2 b h area (4 d + 3 dv)   2 b h area     the same, boolean tiles of one row or
-                                                               column
-    "head_parallel"   2 b h area (4 d + 3 dv)   2 b h area     the same, and dk, dv of every query
-                                                               head
+Cost: nothing is sent. Hidden cells of a computed tile cost as much as visible ones. float32 memory,
+beyond inputs and outputs: dq, dk, dv ("head_parallel": of every query head), b h tiles of scores,
+and the boolean tiles of one row or column of tiles.
 
 Limits: those of `local.py`. Second derivatives are not supported.
 
@@ -66,6 +52,7 @@ from canon.reference.tiles import (
     slope_of,
     visible_tiles,
 )
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.checks import Scale, accumulate_dtype
 
 __all__ = ["attention_backward"]
@@ -85,9 +72,9 @@ def gradients(
     scale: Scale,
     method: str,
     grad_dtype: torch.dtype,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     whole_tiles: bool = False,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dk and dv as `attention_backward`, for a batch and without checks."""
     if delta is None:
         delta = make_delta(dout, out, dlse)
@@ -129,7 +116,7 @@ def tiled_backward(
     scale: Scale,
     method: str,
     grad_dtype: torch.dtype,
-    needs_grad: tuple[bool, bool, bool] = (True, True, True),
+    needs_grad: NeedsGrad = (True, True, True),
     whole_tiles: bool = False,
 ) -> tuple[
     Float[Tensor, "b t h d"] | None,
@@ -147,16 +134,13 @@ def tiled_backward(
         mask = mask_in_whole_tiles(mask)
     heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
     tiles = _Backward(mask, scale, *heads_first, lse, delta)
-    walk = {"fused": tiles.fused, "head_parallel": tiles.head_parallel}.get(method, tiles.split)
-    if not any(needs_grad[1:]):
-        grads = tiles.dq(), None, None
-    elif not needs_grad[0]:
-        grads = (
-            None,
-            *(tiles.head_parallel_keys() if method == "head_parallel" else tiles.split_keys()),
-        )
+    keys_need_grad = any(needs_grad[1:])
+    if method == "fused" and needs_grad[0] and keys_need_grad:
+        grads = tiles.fused()
     else:
-        grads = walk()
+        of_keys = tiles.head_parallel_keys if method == "head_parallel" else tiles.split_keys
+        dq = tiles.dq() if needs_grad[0] else None
+        grads = dq, *(of_keys() if keys_need_grad else (None, None))
     return tuple(
         x.transpose(1, 2)[:, :size].to(grad_dtype) if needed else None
         for x, size, needed in zip(grads, sizes, needs_grad, strict=True)
@@ -182,9 +166,6 @@ class _Backward:
                 dq[:, :, queries] += over_visible(ds, k, visible)
         return dq, dk, dv
 
-    def split(self):
-        return self.dq(), *self.split_keys()
-
     def split_keys(self):
         """Return dk, dv. The query heads of a key head are added in each tile."""
         dk, dv = self._zeros(self.k), self._zeros(self.v)
@@ -194,9 +175,6 @@ class _Backward:
                 dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
                 dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
         return dk, dv
-
-    def head_parallel(self):
-        return self.dq(), *self.head_parallel_keys()
 
     def head_parallel_keys(self):
         """Return dk, dv: a sum for each query head, then over the query heads of each key head, in

@@ -5,11 +5,9 @@
     rank 2   q, K2 V2 -> out_2, lse_2 /
 
 Each rank computes attention over its own keys, in float32 (float64 for float64). One message brings
-out and lse of every rank to all ranks. Each rank merges the parts in rank order and rounds once, so
-all ranks return the same bits. A sink is applied after the last merge.
-
-With rank_invariant=True all keys travel to all ranks, and each rank computes `attention`
-(`canon.ranks.divided_keys`).
+all parts to all ranks. Each rank merges them in rank order and rounds once, so all ranks return the
+same bits. A sink is applied after the last merge. With rank_invariant=True all keys travel to all
+ranks, and each rank computes `attention` (`canon.ranks.divided_keys`).
 
 Cost of a rank with s_r keys, n ranks:
 
@@ -18,20 +16,17 @@ Cost of a rank with s_r keys, n ranks:
     FLOPs             those of `attention_forward` for t queries x s_r keys, and n - 1 merges
     memory            n times b t h (dv + 1) in the accumulation dtype
 
-Limits: the result is not differentiable. Ranks compare shapes, dtypes, scales and soft-caps in each
-call, but not the number of keys.
+Limits: the result is not differentiable. Ranks do not compare their numbers of keys.
 
 Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.faces import public_decode
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.reference.local import attention, attention_forward, merged
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 from canon.route.sink_weights import weighted
@@ -40,7 +35,7 @@ __all__ = ["decode_attention"]
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask | Sequence[Mask], scale: Scale, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Masks, scale: Scale, sink: Tensor | None,
     group: dist.ProcessGroup | None, rank: int, ranks: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return out (b, t, h, dv) in the dtype of q, and lse (b, h, t), over the keys of all ranks."""

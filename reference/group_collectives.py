@@ -12,15 +12,12 @@ their gradients back.
 
 All ranks derive this table from mask and layout (`cast_plan`), so no rank sends a request.
 
-`group_cast` is one all-to-all with its own size for each pair of ranks. A token that two ranks need
-is sent twice. The received buffer is not reordered: `CastPlan.local_mask` is the mask in its order.
+`group_cast` is one all-to-all with its own size for each pair of ranks. The received buffer is not
+reordered: `CastPlan.local_mask` is the mask in its order. With ``casts`` > 1 the tokens from one
+rank to another are divided into that many nearly equal parts; ``stage`` is the number of a cast.
 
-`group_reduce` is the transpose. Gradients of received tokens return to the owners. Each owner adds
-them to the gradients of its own tokens in rank order, so the same inputs and the same plan give the
-same bits.
-
-With ``casts`` > 1 the tokens from one rank to another are divided into that many nearly equal
-parts, one for each cast. The argument ``stage`` is the number of a cast.
+`group_reduce` is the transpose: each owner adds the gradients that return to those of its own
+tokens, in rank order. So the same inputs and the same plan give the same bits.
 
 Cost of a rank that receives R and sends S tokens of N elements in one cast:
 

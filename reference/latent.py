@@ -11,17 +11,15 @@ A token has a latent c of ``rank`` values, the model's name for this width, and 
     K and V     h (d + dv)       40,960
     c and r     rank + rope         576, 71 times fewer
 
-The schedule is that of `ring_attention`: c and r travel instead of K and V. Forward, in each step:
-start the next hop, project, attend, merge. Backward: project again. The gradients dK and dV of a
-step stay on the rank, and become
+The schedule is that of `ring_attention`, with c and r in place of K and V; each step projects
+before it attends. The gradients dK and dV of a step stay on the rank, and become
 
     dc = sum over heads of dK_i[nope] Wk_i + dV_i Wv_i    dr = sum over heads of dK_i[rope]
     dWk_i = sum over steps and tokens of dK_i[nope]^T c   dWv_i = the same sum of dV_i^T c
 
-dc and dr join the sums that follow the latents, in reduce_dtype. dWk and dWv do not travel. A
-rank's gradient of ``up_weight`` is the part of its own queries. All sums have a fixed order.
-
-Hidden tokens may hold NaN, which would reach dWk and dWv, so `Projection.keys` sets them to 0.
+dc and dr join the sums that follow the latents, in reduce_dtype. A rank's gradient of ``up_weight``
+is the part of its own queries, and does not travel. Hidden tokens may hold NaN, which would reach
+dWk and dWv, so `Projection.keys` sets them to 0.
 
 Cost of a rank for s tokens in equal shards of t on n ranks, elements of e bytes, E in reduce_dtype.
 R = h (d - rope + dv) rows:
@@ -31,19 +29,14 @@ R = h (d - rope + dv) rows:
     backward  c, r    2 (n - 1)   the same                      6 b s rank R: again, dc, dWk and dWv
               dc, dr  2 (n - 1)   (n - 1) b t (rank + rope) E
     memory    the projection of a step and K, b t h (2 d - rope + dv) elements; backward also dK and
-              dV, and both once more in projection order, in float32
+              dV, and both once more in float32
 
-Price: a model that projects before `ring_attention` computes 1/n of these projections. Under a
-causal mask, the forward projections are 2 rank R / (t h (d + dv)) of attention's FLOPs: 820 / t for
-DeepSeek-V3.
-
-It pays where hops of K and V would take longer than attention and the projections. Forward, at F
-FLOP/s and B bytes/s, with e = 2, that is below about 2 F / B - 820 tokens a rank: for 600 TFLOP/s
-3,200 tokens at 300 GB/s, and 23,000 at 50 GB/s.
+A model that projects before `ring_attention` computes 1/n of these projections. So latents pay
+where hops of K and V would take longer than attention and the projections: for DeepSeek-V3 forward,
+at F FLOP/s and B bytes/s, below about 2 F / B - 820 tokens a rank.
 
 Limits: those of the ring. The latent's normalisation and the rotary embedding are the caller's. To
-decode few queries, absorb Wk into q and Wv into the output instead: then keys of rank + rope values
-serve all heads.
+decode few queries, absorb Wk into q and Wv into the output instead.
 
 Source: DeepSeek-AI, DeepSeek-V2: A Strong, Economical, and Efficient Mixture-of-Experts Language
 Model (2024), section 2.1.
@@ -59,7 +52,7 @@ from canon.faces.latent_arguments import hidden_keys, sizes_of, visible_only
 from canon.masks.mask import Mask
 from canon.reference.local import REFERENCE
 from canon.reference.ring import ring_backward, ring_forward, ring_parts
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
@@ -91,7 +84,7 @@ def latent_backward(
     up_weight: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is
     needed, all are computed.
     """

@@ -8,12 +8,10 @@ keys with a visible cell:
     total = exp(m - m') total + rowsum p   weighted = exp(m - m') weighted + p v
     after the last tile                    out = weighted / total       lse = m + log total
 
-Subtracting m' keeps exp from overflowing. Derivation: notebooks/00_softmax_in_pieces.md.
-
-`merge` joins two finished results over disjoint keys in the same way: steps of a ring, for example.
-
-A *sink*, a learned logit for each query head, joins the denominator without a key or a value, once,
-after all keys (`_Sink`).
+Subtracting m' keeps exp from overflowing. Derivation: notebooks/00_softmax_in_pieces.md. `merge`
+joins two finished results over disjoint keys in the same way: steps of a ring, for example. With a
+soft-cap, scores become softcap * tanh(scores / softcap) before they are masked. A *sink*, a learned
+logit for each query head, joins the denominator once, after all keys (`_Sink`).
 
 Cost: nothing is sent. area counts the visible cells of the mask; hidden cells of a computed tile
 cost as much:
@@ -22,8 +20,6 @@ cost as much:
     peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond
                     inputs and outputs; with a sink a second (b, t, h, dv), because the backward
                     pass reads out_keys
-
-With a soft-cap, scores become softcap * tanh(scores / softcap) before they are masked.
 
 Limits: no dropout or bias.
 
@@ -51,7 +47,7 @@ from canon.reference.tiles import (
     scores_of,
     visible_tiles,
 )
-from canon.route.algorithm import Algorithm, Side
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad, Side
 from canon.route.call import Call
 from canon.route.checks import Scale, accumulate_dtype
 from canon.route.sink_weights import over_width, sigmoid, sink_weight
@@ -74,8 +70,7 @@ def tiled_forward(
     """Return out and lse as `attention_forward`, without checks: the step of every forward pass.
 
     ``whole_tiles``: compute all tiles with 128 x 128 tokens, so that the bits of a query do not
-    depend on other tokens. ``max_logits``: raise it in place to the largest visible score of each
-    head.
+    depend on other tokens. ``max_logits`` is raised to the largest visible score of each head.
     """
     tokens = q.shape[1]
     if whole_tiles:
@@ -128,7 +123,7 @@ def local_forward(
 
 def local_backward(
     call: Call,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -136,7 +131,7 @@ def local_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dk, dv in the dtype of q. Unneeded ones are None."""
     return gradients(
         dout,

@@ -5,18 +5,12 @@ In a pack of documents a query sees only its own document, so most keys need not
 ranks:
 
     layout = dispatch(mask, ranks)                  once per pack: the chunks of tokens of each rank
-    x = layout.shard(tokens, rank)                  once per pack, before the first layer: data and
-                                                    labels
+    x = layout.shard(tokens, rank)                  once per pack: data and labels
     out = magi_attention(q, k, v, mask, layout)     in every layer: queries stay, needed keys travel
     full = layout.unshard(out)                      once, if at all
 
-    dispatch        gives the ranks nearly equally many visible cells, with few keys to receive
-    group cast      one all-to-all: a rank receives the keys that its queries see and that other
-                    ranks hold
-    group reduce    the transpose: dk and dv of received keys go back to their owners, who add them
-
-Forward: the received keys are divided into up to ``casts`` casts. In each step: wait for its cast,
-start the next cast, compute attention over one buffer of keys, `merge`. Out is rounded once:
+The received keys are divided into up to ``casts`` group casts. Each step waits for its cast, starts
+the next one, computes attention over one buffer of keys, and merges. out is rounded once:
 
     own_keys_first=False   compute              own keys and cast 0             no overlap
     casts=1                in flight   cast 0
@@ -27,34 +21,27 @@ start the next cast, compute attention over one buffer of keys, `merge`. Out is 
 
 A buffer holds own keys first, then received keys by source rank. `CastPlan.local_mask` is its mask.
 
-Backward: the same steps. Keys travel again, or were kept with ``keep_kv``. dq stays; dk and dv of
-received keys travel back. A key is received in one cast, so its dk and dv are rounded to
-reduce_dtype once. The owner adds in float32: its own part, then cast by cast, each in rank order.
-Equal calls give the same bits, other ``casts`` perhaps others. With ``rank_invariant=True`` any
-number of ranks gives the same bits (`owner_computes.py`).
+Backward, keys travel again, or were kept with ``keep_kv``. dq stays, and a group reduce sends dk
+and dv of received keys to their owners, rounded to reduce_dtype once. The owner adds in float32:
+its own part, then cast by cast, each in rank order. So equal calls give the same bits, other
+``casts`` perhaps others. With ``rank_invariant=True`` any number of ranks gives the same bits
+(`owner_computes.py`).
 
-Cost of a rank that receives R and sends S tokens in all casts (a token sent to two ranks counts
-twice). K and V of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype.
-`plan_report` gives R and S:
+Cost of a rank that receives R and sends S tokens in all casts (`plan_report` gives both). K and V
+of a token have N = b g (d + dv) elements of e bytes, E in reduce_dtype:
 
-                       messages                       bytes received   peak memory, at most
-    each pass   K, V   one all-to-all for each cast   R N e            own tokens, three buffers,
-                                                                       rows sent in two casts
-    backward  dk, dv   one all-to-all for each cast   S N E            own tokens, four buffers in
-                                                                       float32, rows of two reduces
-                                                                       in reduce_dtype
-    with keep_kv       none for K and V in backward   0 in backward    all received keys until the
-                                                                       backward pass
+                       messages            bytes received   peak memory, at most
+    each pass   K, V   one for each cast   R N e            own tokens, three buffers, rows sent in
+                                                            two casts
+    backward  dk, dv   one for each cast   S N E            own tokens, four buffers in float32,
+                                                            rows of two reduces
+    with keep_kv       none for K and V    0 in backward    all received keys
 
-FLOPs: those of the visible cells of this rank's queries. All terms of the peak memory:
-notebooks/04_magi.md.
+All terms of the peak memory: notebooks/04_magi.md. Own keys first hides a cast that takes at most
+as long as step 0. More casts hide more, and shorten the last reduce; each one adds messages and a
+merge.
 
-Casts: own keys first hides a cast that takes at most as long as step 0. More casts hide more and
-shorten the last reduce. Each one adds an all-to-all and a merge forward, and two all-to-alls
-backward (one with keep_kv).
-
-Limits: every rank takes part in every cast. A cast that no rank needs is left out. The backend
-decides about overlap.
+Limits: every rank takes part in every cast. A cast that no rank needs is left out.
 
 Source: Zewei Tao and Yunpeng Huang, MagiAttention (SandAI, 2025).
 """
@@ -80,7 +67,7 @@ from canon.reference.group_collectives import (
 from canon.reference.local import REFERENCE, merged, tiled_forward
 from canon.reference.owner_computes import owner_backward, owner_forward
 from canon.reference.planner import dispatch
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 from canon.route.rank_invariance import transposed
@@ -117,9 +104,9 @@ def magi_forward(
 
 
 def magi_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *kept: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens in the dtype of q; dq is None if q needs no gradient,
     dk and dv if neither k nor v needs one.
     """
@@ -166,7 +153,7 @@ def invariant_forward(
 
 def invariant_backward(
     call: Call,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -175,7 +162,7 @@ def invariant_backward(
     out: Tensor,
     lse: Tensor,
     *kept: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return the gradients of `magi_backward` with the bits of one rank."""
     query_plan = cast_plan(transposed(call.mask), call.layout, own_keys_first=False)
     fetch_keys = lambda x, y, heads: SequenceCast(call, call.plan, x, y, *kept)
@@ -198,10 +185,8 @@ def key_steps(
     call: Call, own: Tensor, kept: Sequence[Tensor] = ()
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield (step, its buffer of keys, the received keys). Start the next step's cast before each
-    yield.
-
-    A buffer has this rank's own keys, if the step uses them, then the received keys. ``kept``:
-    those of an earlier pass."""
+    yield. ``kept``: received keys of an earlier pass.
+    """
     plan = call.plan
     casts = [None if kept else plan.cast_of(step) for step in range(plan.steps)]
     start = lambda cast: None if cast is None else GroupCast(own, plan, cast, call.group)

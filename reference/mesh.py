@@ -11,21 +11,18 @@ The mesh is ("tokens", "heads"). A row has H neighbouring ranks, best on one hos
                                                                  a schedule over T ranks
 
 Forward: exchange q, k and v; run the schedule of the call, `Call.computed`; send out and lse back.
-Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back. The forward pass
-keeps the exchanged q, k, v, out and lse. A compiled call keeps its own tokens, and exchanges them
-again. T = 1 is Ulysses.
+Backward: exchange dout and dlse; run its backward pass; send dq, dk and dv back. T = 1 is Ulysses.
 
 A row holds its tokens by position (`canon.masks.rows`), so the parts of ``zigzag(n, T H)`` make the
-rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. Values move
-unchanged, and no sum crosses a column, so rank_invariant=True gives the bits of one rank. All ranks
-of the mesh compare a call: a column with another mask would compute wrong heads without an error.
+rows of ``zigzag(n, T)``. Only rows need equal work: ``dispatch(mask, T).divided(H)``. No sum
+crosses a column, so rank_invariant=True gives the bits of one rank. All ranks of the mesh compare a
+call: a column with another mask would compute wrong heads without an error.
 
 Cost of a rank with t tokens, for elements of e bytes, E in partial results: in each pass it sends
 (1 - 1 / H) t b ((h + g) (d + dv) e + h E) bytes inside its row, and receives as many. The schedule
 adds its own cost for T ranks of T H t tokens, with h / H and g / H heads.
 
-Limits: H divides the key heads g. Repeating key heads would move the same bytes between rows as a
-mesh of gcd(g, H) columns. Nothing hides the exchanges.
+Limits: H divides the key heads g. Nothing hides the exchanges.
 
 Sources: Jacobs et al., DeepSpeed Ulysses (2023), the exchange; Fang and Zhao, USP (2024), both
 dimensions.
@@ -38,6 +35,7 @@ from torch import Tensor
 from canon.masks.layout import Layout
 from canon.masks.plan_cache import cached_plan
 from canon.masks.rows import arrival_order
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.call import Call
 
 __all__: list[str] = []  # the passes belong to the public functions
@@ -58,9 +56,9 @@ def mesh_forward(
 
 
 def mesh_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *others: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """Return dq, dk, dv of this rank's tokens, from tensors of the column (q and all after it)."""
     schedule = call.computed
     if q.shape[2] == call.shapes[0][2]:  # a compiled call keeps the rank's own

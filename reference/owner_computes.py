@@ -9,27 +9,18 @@ never travel:
     backward   queries      K, V                        dq over all keys
                keys         q, dout, lse, delta         dk, dv over all queries
 
-A received token is written to its position in the sequence. So the tiles are those of one rank: 128
-x 128 tokens, cut at multiples of 128. A rank walks the tiles of its own pieces, and each piece
-begins at a multiple of 128 tokens. Hence every tile has the operands that it has on one rank.
-Experiment: notebooks/08_backward.md.
-
-Two exchanges bring tokens to their positions:
-
-    `strided.SequenceGather`    all tokens of some heads: an all-gather of shards, padded to the
-                                largest
-    `magi.SequenceCast`         the needed tokens of all heads: a group cast; other positions hold 0
-
-A cast of queries follows the plan of the transposed mask: the owner of a key receives the queries
-that see it.
+A received token is written to its position in the sequence, and each piece of a rank begins at a
+multiple of 128 tokens. So every tile has the operands that it has on one rank. Experiment:
+notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some heads,
+`magi.SequenceCast` the needed tokens of all heads. A cast of queries follows the plan of the
+transposed mask: the owner of a key receives the queries that see it.
 
 Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
 another order. Equal bits need a matrix product that depends on its operands alone. The products of
 PyTorch on a CPU do, with one thread. On a GPU, cuBLAS may choose another kernel for another number
 of heads, so compare calls of one ``head_stride``.
 
-Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype), 4
-bytes for lse and for delta:
+Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype):
 
                                           bytes received
     each pass     K, V                    (n - 1) b t g (d + dv) e, as without the option
@@ -37,10 +28,10 @@ bytes for lse and for delta:
                   without the option      (n - 1) b t g (d + dv) E for dk, dv
 
 With group casts only needed tokens travel. FLOPs: those of "split". Memory: both tensors of an
-exchange for the whole sequence, once as received and once in order.
+exchange for the whole sequence, twice.
 
 Limits: no "fused" backward, because it adds to dq key tile by key tile; no ring, because its dk and
-dv travel; whole tiles on each rank.
+dv travel.
 
 Sources: one owner for each gradient is "split" of `backward.py`, between ranks. The wish for equal
 bits: zhuzilin, ring-flash-attention issue 84.
@@ -55,6 +46,7 @@ from torch import Tensor
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import tiled_forward
+from canon.route.algorithm import Gradients, NeedsGrad
 from canon.route.call import Call
 from canon.route.rank_invariance import Piece, pieces_of
 
@@ -114,7 +106,7 @@ def owner_backward(
     steps: Sequence[range],
     fetch_keys: Fetch,
     fetch_queries: Fetch,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -122,7 +114,7 @@ def owner_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
     nor v needs one.
     """

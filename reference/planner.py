@@ -1,42 +1,36 @@
 """Plans of a layout: assign the chunks of a sequence to ranks, so that ranks compute equally and
 move few keys.
 
-The sequence is cut into chunks, which stay whole. A chunk has an *area*, the visible cells in its
-rows, and a *need*, its own tokens and the keys that its queries see. A rank computes the sum of its
-areas, and receives the union of its needs without its own tokens:
+A chunk has an *area*, the visible cells in its rows, and a *need*, its own tokens and the keys that
+its queries see. A rank computes the sum of its areas, and receives the union of its needs without
+its own tokens:
 
     22 causal tokens   aaaaaaaaaaaaaabbccdddd    chunk   area               need
     their chunks       0000111122223333444455    1       5+6+7+8    = 26    tokens 0 to 7 (of a)
                                                  3       13+14+1+2  = 30    tokens 0 to 15 (a and b)
 
-With a mask for each sequence, areas, needs and moved tokens are sums over the sequences.
-
-An exchange takes a rank as long as the larger of both directions, moved = max(received, sent). dk
-and dv return on the same paths, so moved is the same in both passes. A token has one time for all
-exchanges of a call, 1 / tokens_per_us.
+With a mask for each sequence, areas, needs and moved tokens are sums over the sequences. An
+exchange takes a rank as long as the larger of both directions, moved = max(received, sent). dk and
+dv return on the same paths.
 
 Aim, in whole numbers, so that every rank on any machine decides alike:
 
     1. minimise the peak, max over ranks of max(area / cells_per_us, moved / tokens_per_us). A peak
        up to `allowed` counts as `allowed`: `imbalance` times the lower bound of the computing part,
        max(mean area, largest chunk)
-    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens. The
-       weight is chosen on packs: with less, the sum grows by more than 3 per cent
+    2. minimise the traffic, ranks x the largest moved + `WEIGHT` x the sum of received tokens. With
+       a smaller weight, the sum grows by more than 3 per cent on packs
 
 Four steps (the first three are worked by hand in notebooks/04_magi.md):
 
     starts    *greedy*: largest chunk first, to the rank that needs the fewest additional keys and
-              keeps its area within a limit, else to the least loaded rank. A free slot counts as
-              some area (`RESERVE`). Three limits, from perfect balance to the allowed imbalance.
-              *contiguous*, best for a window. *zigzag*, best for one causal document
-    choice    the start with the least (peak, real peak x traffic): the factor keeps balance among
-              peaks that are allowed
-    swaps     two ranks exchange one chunk each: the two with the least (peak, received tokens) of
-              these two ranks, without sent tokens. Batches of `BATCH` swaps a rank go on while they
-              improve the score of the choice, pairs gain, and swaps are left
+              keeps its area within a limit, else to the least loaded rank. Three limits, from
+              perfect balance to the allowed imbalance. *contiguous* and *zigzag*
+    choice    the start with the least (peak, real peak x traffic)
+    swaps     two ranks exchange the two chunks with the least (peak, received tokens), in batches
+              of `BATCH` swaps a rank, while these improve the score of the choice
     relief    the rank that moves most exchanges a chunk with one of the `PARTNERS` ranks that move
-              least, while the best exchange improves the score, at most `swaps_per_chunk` times for
-              each rank
+              least, at most `swaps_per_chunk` times for each rank, while that improves the score
 
 No step makes the score worse, so a plan is never worse than zigzag or contiguous chunks.
 
@@ -45,7 +39,7 @@ a free slot. A rank holds at most one small chunk, so token counts differ by at 
 
 Cost: a round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
 
-Limits: queries do not move, chunks are not cut, and all links between ranks count as equally fast.
+Limits: chunks are not cut, and all links between ranks count as equally fast.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025);
 longest first, Graham, Bounds on multiprocessing timing anomalies (1969).
@@ -101,9 +95,7 @@ def _dispatch(
 @dataclass(frozen=True)
 class Chunk:
     """Tokens, the area of their rows, and their need. Sets of tokens are integers with one bit for
-    each token.
-
-    ``size``: the number of tokens in all sequences. ``own``: the set of these.
+    each token. ``size`` and ``own``: the number and the set of these in all sequences.
     """
 
     number: int
@@ -282,9 +274,8 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """Return whether a rank may take the chunk and keep at most one small chunk.
-
-    A slot stays free for each small one to come: at most ``most_full`` ranks fill up without one.
+    """Return whether a rank may take the chunk and keep at most one small chunk. A slot stays free
+    for each small one to come: at most ``most_full`` ranks fill up without one.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small

@@ -1,22 +1,14 @@
 """Make the plans of a call ahead of it, for example in a worker of the data loader.
 
-    in collate_fn:            plans = prepare("magi_attention", mask, layout, rank=rank, heads=(32,
-    8), widths=(128, 128)) before the first layer:   plans.load()
-    in every layer:           out = magi_attention(q, k, v, plans.mask, plans.layout)
+    in collate_fn             plans = prepare("magi_attention", mask, layout, rank=rank,
+                                              heads=(32, 8), widths=(128, 128))
+    before the first layer    plans.load()
+    in every layer            out = magi_attention(q, k, v, plans.mask, plans.layout)
 
-A mask of packed documents is new in every step, so its plans cannot come from an earlier one, and
-workers of the data loader have time for them. In threads of the training process, `prepare` alone
-fills the cache.
-
-    function                 plans of `canon.reference`
-    the ring functions       the local masks of this rank and each owner of keys
-    `latent_attention`       the same, and the keys that no query sees
-    `strided_attention`      the local mask of this rank and all keys; those of each owner with
-                             backward_schedule="ring"
-    `magi_attention`         the cast plan, and the local mask of each of its steps
-    `attention`              none
-
-`canon.fast.prepare` also makes the tables of its kernels, from shapes, dtype and device.
+A mask of packed documents is new in every step, so its plans cannot come from an earlier one. In
+threads of the training process, `prepare` alone fills the cache. Plans of `canon.reference` are the
+local masks of all steps, the cast plan of `magi_attention`, and the hidden keys of
+`latent_attention`. `canon.fast.prepare` also makes the tables of its kernels.
 
 Source: MagiAttention (Tao and Huang, 2025) also plans once for each mask.
 """

@@ -1,31 +1,25 @@
 """Ring attention: queries stay on their rank, keys and values travel round all ranks.
 
 Each of n ranks holds q, k and v of its own t tokens. At step i, rank r uses K and V of rank r - i,
-their owner (modulo n). A *hop* sends them to rank r + 1 and receives the next ones from rank r - 1.
-Every step except the last starts one:
+their owner (modulo n). A *hop* sends them to rank r + 1 and receives the next ones from rank r - 1:
 
     n = 4    step 0   step 1   step 2   step 3   dk, dv of owner 0, one step behind its keys
-    rank 0   K0 V0    K3 V3    K2 V2    K1 V1    keeps its own part; after step 3 it adds the
-                                                 received sum to it
-    rank 1   K1 V1    K0 V0    K3 V3    K2 V2    step 1: computes a part and sends it
-    rank 2   K2 V2    K1 V1    K0 V0    K3 V3    step 2: computes a part, adds the received one,
-                                                 sends the sum
+    rank 0   K0 V0    K3 V3    K2 V2    K1 V1    adds the received sum to its own part at the end
+    rank 1   K1 V1    K0 V0    K3 V3    K2 V2    step 1: sends its part
+    rank 2   K2 V2    K1 V1    K0 V0    K3 V3    step 2: adds its part, and sends the sum
     rank 3   K3 V3    K2 V2    K1 V1    K0 V0    step 3: does the same
 
-Forward, in each step: start the next hop, compute out and lse over the keys of one owner, `merge`
-them into the result, wait for the hop. Partial results are float32 (float64 for float64). out is
-rounded once, at the end.
+Forward, each step starts the next hop, computes out and lse over the keys of one owner, and merges
+them into the result. Partial results are float32 (float64 for float64). out is rounded once, at the
+end. Backward, K and V travel again, because a rank saves only its own. Its part of dk and dv joins
+the sum that follows the keys, which is rounded to reduce_dtype before each hop.
 
-Backward: K and V travel again, because a rank saves only its own. Its part of dk and dv joins the
-sum that follows the keys. A sum is rounded to reduce_dtype before each hop.
+Bits: rank r adds by owner, r, r - 1, ..., r + 1, and the sums of owner o are added by rank, o + 1,
+o + 2, ..., o. So a repeated call gives the same bits.
 
-Bits: every order is fixed, so a repeated call gives the same bits. Rank r adds by owner: r, r - 1,
-..., r + 1. The sums of owner o are added by rank: o + 1, o + 2, ..., o.
-
-Balance: a rank that starts a step late delays the next rank one step later. So all ranks need equal
-work in *every* step. `Layout.zigzag` cuts s = 2 n c tokens into 2 n chunks, and rank r holds the
-chunks r and 2 n - 1 - r. Under a causal mask each rank then has 2 c^2 + c visible cells in step 0
-and 2 c^2 in every other step. Contiguous shards take about 2 - 1/n times as long. Proof:
+Balance: a rank that starts a step late delays the next rank one step later, so all ranks need equal
+work in *every* step. `Layout.zigzag` gives it under a causal mask: of 2 n chunks, rank r holds the
+r-th from both ends. Contiguous shards take about 2 - 1/n times as long. Proof:
 notebooks/02_ring_and_zigzag.md.
 
 Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in
@@ -33,17 +27,13 @@ reduce_dtype, A in partial results:
 
                        hops    bytes sent, as many received   peak memory, beyond inputs and outputs
     each pass   K, V   n - 1   (n - 1) N e                    3 N e while a hop starts, else 2 N e
-    backward  dk, dv   n - 1   (n - 1) N E                    5 A N if E = A; else see
-                                                              notebooks/02_ring_and_zigzag.md
+    backward  dk, dv   n - 1   (n - 1) N E                    5 A N if E = A; else see the notebook
     out; dq            0       0                              five tensors like out in `merge`;
                                                               three like dq
 
-A hop has two messages, one for each tensor. If neither k nor v needs a gradient, dk and dv make no
-hops. FLOPs: those of the visible cells of this rank's queries (`local.py`, `backward.py`).
-
-Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Only empty shards
-are not sent. A step hides one hop of keys, backward also one of gradients; nothing hides the last
-hop of dk and dv. The backend decides about overlap; gloo needs free CPU cores for it.
+Limits: keys make all n - 1 hops, even to ranks without a query that sees them. A step hides one hop
+of keys, backward also one of gradients; nothing hides the last hop of dk and dv. The backend
+decides about overlap.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue
 2 (2024), and mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).
@@ -60,7 +50,7 @@ from canon.masks.mask import Mask
 from canon.ranks.profiling import named_steps
 from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, merged, tiled_forward
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
@@ -110,7 +100,7 @@ def ring_forward(
 
 def ring_backward(
     call: Call,
-    needs_grad: tuple[bool, bool, bool],
+    needs_grad: NeedsGrad,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -120,7 +110,7 @@ def ring_backward(
     lse: Tensor,
     read: Read = as_held,
     returned: Return = as_computed,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Return dq, dk, dv of this rank's tokens in the dtype of q; dq is None if q needs no gradient,
     dk and dv (which then do not travel) if neither k nor v needs one.
     """
@@ -174,8 +164,8 @@ def _plus_received(part: Sequence[Tensor], hop: "Hop") -> list[Tensor]:
 
 
 class Hop:
-    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors from the
-    previous rank. These belong to ``owner``, modulo the number of ranks.
+    """A transfer in flight: ``tensors`` to the next rank, the same kind of tensors of ``owner``
+    from the previous rank.
     """
 
     def __init__(self, tensors: Sequence[Tensor], owner: int, call: Call):
@@ -200,9 +190,10 @@ def _operation(kind: Callable, tensor: Tensor, peer: int, call: Call) -> dist.P2
     return dist.P2POp(kind, tensor, dist.get_global_rank(group, peer), call.group)
 
 
-RING = Algorithm(REFERENCE, public_ring.RING, ring_forward, ring_backward, parts=ring_parts)
-ZIGZAG = Algorithm(REFERENCE, public_ring.ZIGZAG, ring_forward, ring_backward, parts=ring_parts)
-STRIPED = Algorithm(REFERENCE, public_ring.STRIPED, ring_forward, ring_backward, parts=ring_parts)
+RING, ZIGZAG, STRIPED = (
+    Algorithm(REFERENCE, declared, ring_forward, ring_backward, parts=ring_parts)
+    for declared in (public_ring.RING, public_ring.ZIGZAG, public_ring.STRIPED)
+)
 
 ring_attention = public_ring.ring_attention(RING)
 zigzag_attention = public_ring.zigzag_attention(ZIGZAG)

@@ -1,37 +1,28 @@
 """Strided attention: gather K and V of a few heads from all ranks, compute these heads, go on to
 the next heads.
 
-Each of n ranks holds q, k and v of its own t tokens. A *head group* is `head_stride` neighbouring
-key heads, with the query heads that share them. A step computes one head group. With 8 query heads,
-4 key heads and head_stride=2:
+A *head group* is `head_stride` neighbouring key heads, with the query heads that share them. With 8
+query heads, 4 key heads and head_stride=2:
 
     step   gathered from all ranks   computed on each rank            backward: sent to the owners
-                                                                      of the keys
-    0      K, V of key heads 0, 1    heads 0-3 of its queries, all    dk, dv of key heads 0, 1
-                                     keys
-    1      K, V of key heads 2, 3    heads 4-7 of its queries, all    dk, dv of key heads 2, 3
-                                     keys
+    0      K, V of key heads 0, 1    query heads 0-3, over all keys   dk, dv of key heads 0, 1
+    1      K, V of key heads 2, 3    query heads 4-7, over all keys   dk, dv of key heads 2, 3
 
-Forward, in each step: wait for the gather, start the next one, compute. A query head sees all its
-keys in one step, so nothing is merged and out is rounded once. Gathered keys lie in rank order;
-`Layout.local_mask` gives their mask for every layout.
+A query head sees all its keys in one step, so nothing is merged and out is rounded once. Gathered
+keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
 
-Backward: K and V are gathered again, because a rank saves only its own. A step gives the final dq
-of its query heads and this rank's part of dk and dv for the keys of all ranks. Each part is rounded
-to reduce_dtype, and one all-to-all sends it to the owner of the keys. The owner adds the n parts in
-rank order, in float32 (float64 for float64), so a repeated call gives the same bits. With
-``rank_invariant=True`` any number of ranks gives the same bits (`owner_computes.py`). With
-``backward_schedule="ring"`` the backward pass is that of `ring_attention`.
+Backward, K and V are gathered again. A step gives the final dq of its query heads, and this rank's
+part of dk and dv for the keys of all ranks, which one all-to-all sends to the owners in
+reduce_dtype. An owner adds the n parts in rank order, in float32 (float64 for float64), so a
+repeated call gives the same bits. With ``rank_invariant=True`` any number of ranks does
+(`owner_computes.py`). With ``backward_schedule="ring"`` the backward pass is that of
+`ring_attention`.
 
-Overlap: the next gather and the previous all-to-all are in flight while a step computes. Nothing
-hides the first gather and the last all-to-all. Split head groups shorten them, but rarely pay
-(notebooks/03_strided.md).
-
-Balance: only the sum over all keys must be equal on all ranks, not each step. Pass `Layout.zigzag`
-for a causal mask.
-
-Stride: a larger one makes fewer and larger messages and kernels; 1 takes the least memory. If the
-buffers do not fit, or if g = 1, use the ring: its buffers do not grow with n.
+The next gather and the previous all-to-all are in flight while a step computes. Nothing hides the
+first gather and the last all-to-all. Only the sum over all keys must be equal on all ranks, not
+each step: pass `Layout.zigzag` for a causal mask. A larger stride makes fewer and larger messages
+and kernels; 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring: its
+buffers do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
 bytes in reduce_dtype:
@@ -42,11 +33,7 @@ bytes in reduce_dtype:
     backward  dk, dv   m          (n - 1) N E      5 of float32; with a narrower reduce_dtype 2, and
                                                    3 of it
 
-FLOPs: 2 b h area (d + dv) forward for h query heads and the area visible cells of the rank's
-queries; backward as in `backward.py`. Peak memory in full: notebooks/03_strided.md.
-
-Limits: head_stride must divide g, and g must divide h. A gather pads each shard to the size of the
-largest.
+Limits: head_stride must divide g. A gather pads each shard to the size of the largest.
 
 Sources: all-gather: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2. Some heads at a
 time: Zilin Zhu, ring-flash-attention. Split head groups, float32 reduction:
@@ -68,7 +55,7 @@ from canon.reference.backward import make_delta, tiled_backward
 from canon.reference.local import REFERENCE, tiled_forward
 from canon.reference.owner_computes import of_heads, owner_backward, owner_forward, query_heads
 from canon.reference.ring import ring_backward, ring_parts
-from canon.route.algorithm import Algorithm
+from canon.route.algorithm import Algorithm, Gradients, NeedsGrad
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
 
@@ -108,9 +95,9 @@ def strided_forward(
 
 
 def strided_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], dout: Tensor, dlse: Tensor | None,
+    call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+) -> Gradients:  # fmt: skip
     """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
     nor v needs one.
     """
@@ -161,9 +148,7 @@ def invariant_forward(
     )
 
 
-def invariant_backward(
-    call: Call, needs_grad: tuple[bool, bool, bool], *given: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None) -> Gradients:
     """Return the gradients of `strided_backward`, likewise."""
     fetch = partial(SequenceGather, call=call)
     return owner_backward(call, call.plan.backward, fetch, fetch, needs_grad, *given)

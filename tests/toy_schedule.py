@@ -13,6 +13,7 @@ from torch import Tensor
 from canon.fast import backward as fast_backward
 from canon.fast import local as fast_local
 from canon.fast.half import FAST, Part
+from canon.fast.tables.cells import Cells
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.ranks.group import Group
@@ -119,7 +120,7 @@ QUICK = passes(
         q, k, v, mask, scale=call.scale, out_dtype=q.dtype, max_logits=max_logits
     ),
     lambda dout, q, k, v, out, lse, dlse, mask, call: fast_backward.gradients(
-        dout, q, k, v, out, lse, dlse, mask, call.scale, call.backward, ALL
+        dout, q, k, v, out, lse, dlse, Cells(mask), call.scale, call.backward, ALL
     ),
 )
 SIDES = {

@@ -5,8 +5,8 @@
     forks      one per core: each compiles the next recorded job
 
 Forks inherit the jobs without pickling, and never use the GPU. The first process is new, because a
-fork of a process with threads may deadlock. Processes of one host take turns: the first compiles
-and leaves stamp files."""
+fork of a process with threads may deadlock. Processes of one host take turns.
+"""
 
 import fcntl
 import hashlib
@@ -76,8 +76,9 @@ def compile_ahead(
     """Compile the kernels that ``collect``, picklable, launches, with a call of ``progress`` a
     step.
 
-    ``identities``: values with a stable repr that decide the work besides code and GPU. Each one
-    leaves a stamp; if all have one, nothing is done. ``processes``: None is one per core."""
+    ``identities``: values with a stable repr that decide the work besides code and GPU. If each one
+    has left a stamp, nothing is done. ``processes``: None is one per core.
+    """
     folder = Path(knobs.cache.dir)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "canon.lock").open("w") as lock:

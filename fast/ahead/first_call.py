@@ -1,10 +1,10 @@
 """Compile all kernels of a model in its first call, so that a new mask, size or layout never waits
 for a compiler.
 
-A model is all that fixes the variants of its kernels: those that `warm_up` compiles. New
-interpreters do it (`compile_ahead`), so scripts need no main guard. The first process of a host
-compiles for all, and leaves a stamp file for later ones. Rank 0 writes a line.
-CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used."""
+A model is all that fixes the variants of its kernels: those that `warm_up` compiles. The first
+process of a host compiles for all, in new interpreters, so scripts need no main guard. Rank 0
+writes a line. CANON_COMPILE_AHEAD=0 disables it: then each kernel compiles when it is first used.
+"""
 
 import os
 import sys
@@ -75,12 +75,8 @@ def _compile(model: Model, device: torch.device) -> None:
         f"{model.functions[0]} ({model.dtype}, widths {model.d}/{model.dv}, heads "
         f"{model.heads[0]}/{model.heads[1]})"
     )
-    if first_rank:
-        print(
-            f"canon.fast: compiling the kernels of {what}, once on each host ...",
-            file=sys.stderr,
-            flush=True,
-        )
+    tell = partial(print, file=sys.stderr, flush=True) if first_rank else lambda text: None
+    tell(f"canon.fast: compiling the kernels of {what}, once on each host ...")
     work = partial(collect, model, str(device)), len(steps(model)), identities(model)
     try:
         make_cache_writable()
@@ -93,10 +89,8 @@ def _compile(model: Model, device: torch.device) -> None:
             f"{what}; the others compile when they are first used: {done.error}",
             stacklevel=2,
         )
-    elif first_rank:
-        print(
-            f"canon.fast: compiled in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True
-        )
+    else:
+        tell(f"canon.fast: compiled in {time.monotonic() - began:.0f} s")
 
 
 def make_cache_writable() -> None:

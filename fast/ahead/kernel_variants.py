@@ -24,7 +24,7 @@ from canon.fast.ring import VARIANTS
 from canon.fast.tables.cells import Cells, in_place
 from canon.masks.band import Band
 from canon.masks.mask import Mask
-from canon.route.algorithm import ALGORITHMS
+from canon.route.algorithm import ALGORITHMS, NeedsGrad
 from canon.route.checks import CappedScale, Scale, accumulate_dtype
 
 TOKENS = 16  # another number needs the same variants
@@ -106,7 +106,7 @@ def precision_of(dtype: torch.dtype) -> str:
 
 def collect(model: Model, device: str, progress: Callable[[int], None] = lambda done: None) -> None:
     """Launch all variants that the model's functions can need; call ``progress(done)`` after each
-    step. Raises ValueError if no kernel supports the model on this device.
+    step. Raises ValueError if no kernel supports the model here.
     """
     if torch.are_deterministic_algorithms_enabled() != model.deterministic:
         torch.use_deterministic_algorithms(model.deterministic)  # imports PyTorch's compiler
@@ -165,8 +165,7 @@ class Inputs:
         )
         self.model = model
         self.mask = Mask([Band(0, queries, 0, keys)], queries, keys)
-        self.places = in_place(self.mask) if model.rank_invariant else None
-        self.cells = Cells(self.mask, self.places)
+        self.cells = Cells(self.mask, in_place(self.mask) if model.rank_invariant else None)
         self.indices = torch.arange(queries, device=device)
 
     def statistic(self) -> Tensor:
@@ -206,8 +205,8 @@ def _forward(inputs: Inputs, dtype: torch.dtype) -> None:
             launch.signed(x.q, -1.0)
         for _ in tiles_forced(x, "forward"):
             results = x.out.to(dtype), x.statistic()
-            more = {"max_logits": x.max_logits(), "places": x.places}
-            forward_into(x.q, x.k, x.v, x.mask, x.model.scale, *results, **more)
+            given = x.q, x.k, x.v, x.cells, x.model.scale
+            forward_into(*given, *results, max_logits=x.max_logits())
 
 
 def few_queries(x: Inputs) -> None:
@@ -223,29 +222,31 @@ def few_queries(x: Inputs) -> None:
 
 def few_queries_in_order(x: Inputs) -> None:
     """Launch the Hopper kernels for few queries in key order, and the forward after them."""
-    kernels = backend_for(x.q, x.v).module
-    if not packs_heads(kernels) or x.model.max_logits:
-        return
-    few = kernels.few_queries_launch
-    config, pack = kernels.forward_config(x.q, x.v, x.cells)[0], few.heads_of_tile(x.q, x.k)
-    for width, rows in product(few.SLICES, few.P_ROWS):
-        y = Inputs(x.model, x.q.device, max(1, rows // pack), TOKENS)
+    for kernels, pack, y in slices_forced(x):
+        few, config = kernels.few_queries_launch, kernels.forward_config(x.q, x.v, x.cells)[0]
         planned = few.few_queries_plan(y.cells, pack, config.columns, 1, y.q.device)
-        with _replaced(few, "few_queries", planned), _replaced(few, "slice_width", width):
+        with _replaced(few, "few_queries", planned):
             for _ in tiles_forced(y, "forward"):
-                given = y.q, y.k, y.v, y.mask, y.model.scale
-                forward_into(*given, y.out, y.statistic(), places=y.places)
+                forward_into(y.q, y.k, y.v, y.cells, y.model.scale, y.out, y.statistic())
 
 
-def few_queries_on_ranks(x: Inputs) -> None:
-    """Launch the Hopper kernels of `decode_in_order`."""
+def slices_forced(x: Inputs) -> Iterator[tuple[ModuleType, int, Inputs]]:
+    """Yield the Hopper kernels, the heads of a tile, and inputs of each number of rows, while each
+    width of slices is forced.
+    """
     kernels = backend_for(x.q, x.v).module
     if not packs_heads(kernels) or x.model.max_logits:
         return
     few = kernels.few_queries_launch
     pack = few.heads_of_tile(x.q, x.k)
     for width, rows in product(few.SLICES, few.P_ROWS):
-        y = Inputs(x.model, x.q.device, max(1, rows // pack), TOKENS)
+        with _replaced(few, "slice_width", width):
+            yield kernels, pack, Inputs(x.model, x.q.device, max(1, rows // pack), TOKENS)
+
+
+def few_queries_on_ranks(x: Inputs) -> None:
+    """Launch the Hopper kernels of `decode_in_order`."""
+    for kernels, _, y in slices_forced(x):
         if not kernels.takes_keys_of_ranks(y.q, y.k, y.v):
             continue
         lse = y.statistic()
@@ -253,10 +254,9 @@ def few_queries_on_ranks(x: Inputs) -> None:
         scale = y.model.scale
         o, sums, qkv = y.out.float(), lse.new_zeros(2, *lse.shape, 4), (y.q, y.k, y.v)
         weights = kernels.weights_of_rank(*qkv, y.cells)
-        with _replaced(few, "slice_width", width):
-            kernels.write_first_maxima(*qkv, lse, y.cells, scale)
-            kernels.write_weights(*qkv, lse, *weights, counter, y.cells, scale, 1, 0)
-            kernels.add_values(*qkv, *weights, o, sums, y.cells)
+        kernels.write_first_maxima(*qkv, lse, y.cells, scale)
+        kernels.write_weights(*qkv, lse, *weights, counter, y.cells, scale, 1, 0)
+        kernels.add_values(*qkv, *weights, o, sums, y.cells)
         kernels.write_results(o, sums, lse, y.out, lse, counter, 1, 0)
 
 
@@ -267,20 +267,8 @@ def whole_backward(inputs: Inputs) -> None:
         lse = x.statistic()
         for needed in backward_forced(x):
             for dlse in (None, lse):
-                backward.gradients(
-                    x.out,
-                    x.q,
-                    x.k,
-                    x.v,
-                    x.out,
-                    lse,
-                    dlse,
-                    x.mask,
-                    model.scale,
-                    model.method,
-                    needed,
-                    places=x.places,
-                )
+                given = x.out, x.q, x.k, x.v, x.out, lse, dlse
+                backward.gradients(*given, x.cells, model.scale, model.method, needed)
 
 
 def backward_parts(inputs: Inputs) -> None:
@@ -298,8 +286,8 @@ def backward_parts(inputs: Inputs) -> None:
                     y.to(z) if wanted else None
                     for y, z, wanted in zip((x.q, x.k, x.v), dtypes, needed, strict=True)
                 )
-                given = rows, x.k, x.v, x.mask, model.scale, model.method
-                backward.backward_into(*given, *grads, places=x.places)
+                given = rows, x.k, x.v, x.cells, model.scale, model.method
+                backward.backward_into(*given, *grads)
 
 
 def masked_rows(x: Inputs) -> None:
@@ -413,7 +401,7 @@ def tiles_forced(x: Inputs, kernel: str) -> Iterator[None]:
             yield
 
 
-def backward_forced(x: Inputs) -> Iterator[tuple[bool, bool, bool]]:
+def backward_forced(x: Inputs) -> Iterator[NeedsGrad]:
     """Yield the needed gradients, while each method of "auto" and tile of dq is forced."""
     names = ["split"] + ["head_parallel"] * (x.q.shape[2] > x.k.shape[2])
     if packs_heads(backend_for(x.q, x.v, "fused").module) and gluon_config.padded_to(

@@ -52,26 +52,20 @@ def warm_up(
         functions: the functions of `canon.fast` that the model calls.
         backend: as for `canon.fast.backend`. None is the backend that surrounds this call, or the
             automatic choice.
-        backward, softcap, return_max_logits: the options of the functions.
+        backward, softcap, return_max_logits, reduce_dtype: the options of the functions.
         ranks: of the group; None is the world size, or 1, 2, 4 and 8 without a process group.
-        reduce_dtype: the option of the functions, besides None.
         rank_invariant: compile for calls with this option, not for those without it.
         processes: compiling processes; None is one per core.
         progress: show a progress bar on the standard error stream.
 
     Raises:
         ValueError: an argument is not as described.
-        RuntimeError: a kernel does not compile, or no kernel supports the model; the message gives
-            the cause."""
-    options = {
-        "reduce_dtype": reduce_dtype,
-        "rank_invariant": rank_invariant,
-        "max_logits": return_max_logits,
-    }
-    widths = d, d if dv is None else dv
+        RuntimeError: a kernel does not compile, or no kernel supports the model.
+    """
     model = _checked_model(
-        dtype, *widths, heads, functions, backend, backward, ranks, softcap, **options
-    )
+        dtype, d, d if dv is None else dv, heads, functions, backend, backward, ranks, softcap,
+        reduce_dtype=reduce_dtype, rank_invariant=rank_invariant, max_logits=return_max_logits,
+    )  # fmt: skip
     if processes is not None and processes < 1:
         raise ValueError(f"processes must be at least 1 or None, got {processes}")
     if not torch.cuda.is_available():
@@ -158,15 +152,12 @@ def _checked_model(
     check_method("backward", backward)
     if ranks is None and dist.is_available() and dist.is_initialized():
         ranks = dist.get_world_size()
-    options |= {
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "precision": precision_of(dtype),
-    }
     ranks = (1, 2, 4, 8) if ranks is None else (ranks,)
-    backend, softcap = backend or chosen_backend(), checked_softcap(softcap)
     return Model(
-        dtype, d, dv, sizes, functions, backend, backward, ranks, softcap=softcap, **options
-    )
+        dtype, d, dv, sizes, functions, backend or chosen_backend(), backward, ranks,
+        deterministic=torch.are_deterministic_algorithms_enabled(), precision=precision_of(dtype),
+        softcap=checked_softcap(softcap), **options,
+    )  # fmt: skip
 
 
 def _is_width(d) -> bool:

@@ -32,8 +32,8 @@ class NotReplayable(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An address: ``offset`` bytes into tensor ``slot`` of the pass, and after these of its plans;
-    temporary n if -1 - n.
+    """An address: ``offset`` bytes into tensor ``slot`` of the pass and then of its plans, or into
+    temporary n if it is -1 - n.
     """
 
     slot: int

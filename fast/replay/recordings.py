@@ -7,16 +7,17 @@ runs as written while a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
-    zeros          one memset clears zeroed temporaries; each zeroed range of a result is one memset
+    zeros          memory that is cleared: by one memset for all temporaries
     plans          tensors of `device_plan`: the prepared pass keeps them alive
 
 If a pass takes `Cells`, this is the first call of its kind, and the recording serves other masks,
-too (`sharing`): their first call is a replay. Other passes, such as the steps of a schedule, serve
-one mask and layout, and are recorded in the second call, so a mask of one step costs no recording.
+too (`sharing`). Other passes, such as the steps of a schedule, are recorded in the second call, so
+a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
-of unknown origin, launches no kernel, or takes a backend that is not ``replayable``."""
+of unknown origin, launches no kernel, or takes a backend that is not ``replayable``.
+"""
 
 import copy
 from collections.abc import Callable, Hashable
@@ -160,9 +161,9 @@ def replayed(
 ) -> None:
     """Do what ``body(*tensors, *options)`` does, from its recording if there is one.
 
-    ``body`` writes into given tensors. The first one is not None; all are on its device. All else
-    that the launches depend on is in ``options`` or `_settings`. ``kind``: the caller's key for it,
-    or None."""
+    ``body`` writes into given tensors on the device of the first one. All else that the launches
+    depend on is in ``options`` or `_settings`. ``kind``: the caller's key for it, or None.
+    """
     first = tensors[0]
     prepared = REPLAYED.get(first.device.type)
     if (

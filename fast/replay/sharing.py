@@ -2,12 +2,9 @@
 
 A pass depends on its mask only through the mask's sizes and the plans that it looks up. If another
 mask has plans of the same *structure*, only the addresses of their tensors differ. So the first
-call with a new mask looks up the same plans in the same order, and compares structures:
-
-    plan                            structure
-    a tensor                        shape, dtype, alignment
-    a tuple                         structures of its parts, or its property ``structure``
-    anything else                   itself"""
+call with a new mask looks up the same plans in the same order, and compares structures: shape,
+dtype and alignment of a tensor, those of the parts of a tuple, and anything else itself.
+"""
 
 from typing import Any
 
@@ -23,7 +20,7 @@ NO_MASK = Mask([], 0, 0)  # in place of a mask that may be dropped
 
 class LookUps:
     """The plans that a pass looks up for a mask: functions, arguments and structures, in order.
-    ``serves_others``: another mask can take its place in all arguments.
+    ``serves_others``: another mask can take its place.
     """
 
     def __init__(self, mask: Mask, seen: dict[Any, Any], tensors: int):

@@ -7,17 +7,17 @@ that carry them.
     magi       `begin_cast`: K and V of needed tokens    `GroupReduce`: their dk and dv
 
 Those of magi (`group_collectives.py`) differ in size, so each one allocates its own memory. The
-classes here have two buffers: kernels read one while the other one receives. Two are enough: a
-message into a buffer starts after the launch of all kernels that read its old content, and after
-the end of the message that sent it on.
+classes here have two buffers: kernels read one while the other one receives. A message into a
+buffer starts after the launch of all kernels that read its old content, and after the message that
+sent it on.
 
-With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs gathers
-and reductions have a communicator each, so that a gather never queues behind a reduction. Kernels
-on a `Transport`'s communication stream copy and sum while attention kernels run. No message uses
-copy engines (paper/records.md)."""
+With NCCL, `wait` blocks the compute stream and not the host; gloo blocks the host. On GPUs a gather
+never queues behind a reduction: each has a communicator.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -41,11 +41,13 @@ from canon.route.call import Call
 Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
+@dataclass(eq=False)
 class Pending:
     """Messages in flight, which bring ``received``. ``sent`` is kept until they have ended."""
 
-    def __init__(self, works: Sequence[Any], received: Sequence[Any], sent: Sequence[Tensor] = ()):
-        self.works, self.received, self.sent = works, received, sent
+    works: Sequence[Any]
+    received: Sequence[Any]
+    sent: Sequence[Tensor] = ()
 
     def wait(self) -> Sequence[Any]:
         """Make later kernels wait for the messages. Return ``received``."""
@@ -56,8 +58,8 @@ class Pending:
 
 
 class Blocks:
-    """The places of the ranks' blocks in a flat buffer: of each rank one contiguous tensor (b,
-    tokens, *shape) for each of ``shapes``.
+    """The places of the ranks' blocks in a flat buffer: a contiguous tensor (b, tokens, *shape) for
+    each of ``shapes``.
     """
 
     def __init__(self, layout: Layout, batch: int, shapes: Sequence[torch.Size]):
@@ -76,7 +78,7 @@ class Blocks:
         return [buffer.as_strided(*place) for place in self.places[owner]]
 
     def zero_outside(self, buffer: Tensor, owner: int, keys: slice) -> list[Tensor]:
-        """Return the tensors of ``owner``'s block at these keys, to be written; set others to 0."""
+        """Return the tensors of a block at these keys, to be written; set others to 0."""
         views = self.views(buffer, owner)
         for x in views:
             for sequence in x:  # one at a time: `replayed` records zeros of contiguous memory only
@@ -91,8 +93,8 @@ def _strides(size: Sequence[int]) -> tuple[int, ...]:
 
 
 class BlockRing:
-    """Blocks that travel round the ring, through two buffers of b * (most tokens of a rank) * (sum
-    of prod(shape)) elements. An empty block sends no message.
+    """Blocks that travel round the ring, through two buffers as large as the largest block. An
+    empty block sends no message.
     """
 
     def __init__(self, call: Call, blocks: Blocks, dtype: torch.dtype, device: torch.device):
@@ -103,11 +105,9 @@ class BlockRing:
         self.coalesced = _coalesces(self.group, device)
 
     def hop(self, buffer: int, sent: int, received: int) -> Pending:
-        """Start to send the block of rank ``sent`` to the next rank, and to receive that of
-        ``received``.
-
-        ``buffer`` holds the sent block; the other buffer receives. As `dist.batch_isend_irecv`, but
-        faster."""
+        """Start to send the block of rank ``sent``, in ``buffer``, to the next rank, and to receive
+        that of ``received`` in the other one. As `dist.batch_isend_irecv`, but faster.
+        """
         outgoing, incoming = self._message(buffer, sent), self._message(1 - buffer, received)
         works: list[Any] = []
         if self.coalesced and (outgoing or incoming):
@@ -136,9 +136,9 @@ class HeadGroup:
     """The places of K and V (or dk and dv) of all ranks in a flat buffer, for the key ``heads`` of
     a step.
 
-    A buffer is (W T, b, heads, d + dv), in rank order: both tensors travel in one message. T is the
-    ``room`` of each rank, by default the most tokens of one. The room behind a shard is not
-    written."""
+    A buffer is (W T, b, heads, d + dv), in rank order. T is the ``room`` of each rank, by default
+    the most tokens of one. The room behind a shard is not written.
+    """
 
     def __init__(
         self, call: Call, batch: int, heads: range, widths: Sequence[int], room: int | None = None
@@ -185,8 +185,8 @@ class HeadGroup:
 
 
 class AllGather:
-    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two alternating buffers
-    (one for a single step) of W T b (most heads of a step) (d + dv) elements.
+    """All-gathers of K and V, the key heads ``steps[i]`` in step i, into two alternating buffers of
+    W T b (most heads of a step) (d + dv) elements.
     """
 
     def __init__(self, k: Tensor, v: Tensor, call: Call, steps: Sequence[HeadGroup]):
@@ -213,9 +213,8 @@ class AllGather:
 class ReduceScatter:
     """Sums over the ranks of dk and dv, the key heads ``steps[i]`` in step i.
 
-    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype.
-    `start` exchanges them all to all, and `PendingReduction.wait` sums the received parts in rank
-    order. At most one exchange is in flight, so one buffer receives. Sizes are as in `AllGather`.
+    Kernels write the partial gradients of all ranks' keys into ``sent[i % 2]``, in reduce_dtype. At
+    most one exchange is in flight, so one buffer receives. Sizes are as in `AllGather`.
     """
 
     def __init__(self, dk: Tensor, dv: Tensor, call: Call, steps: Sequence[HeadGroup]):
@@ -232,11 +231,13 @@ class ReduceScatter:
         return PendingReduction(self, work, self.steps[step])
 
 
+@dataclass(eq=False)
 class PendingReduction:
     """An exchange of gradients in flight."""
 
-    def __init__(self, reduction: ReduceScatter, work: Any, group: HeadGroup):
-        self.reduction, self.work, self.group = reduction, work, group
+    reduction: ReduceScatter
+    work: Any
+    group: HeadGroup
 
     def wait(self) -> None:
         """Write the sums into dk and dv, for later kernels."""
@@ -260,9 +261,7 @@ def padded_tokens(layout: Layout) -> int:
 
 @cached_plan
 def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
-    """Return the mask between the queries of ``rank`` and a gathered buffer, whose room behind
-    shards is hidden.
-    """
+    """Return the mask between the queries of ``rank`` and a gathered buffer."""
     room = padded_tokens(layout)
     if room * layout.ranks == layout.tokens:
         return layout.local_mask(mask, rank, range(layout.ranks))
@@ -275,8 +274,8 @@ def gathered_mask(layout: Layout, mask: Mask, rank: int) -> Mask:
 
 
 class Transport:
-    """The communicators and the communication stream of one group. Its methods that send are
-    collective. ``gathers`` is the group itself; ``reductions``, on NCCL, another communicator.
+    """The communicators and the communication stream of one group. ``gathers`` is the group itself;
+    ``reductions``, on NCCL, another communicator.
     """
 
     def __init__(self, group, device: torch.device):
@@ -299,7 +298,7 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer with equal parts of all ranks; this rank's is there."""
+        """Start to fill a flat buffer with equal parts of all ranks, from this rank's."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12
@@ -313,8 +312,8 @@ class Transport:
         return dist.all_to_all_single(received, sent, *sizes, group=self.reductions, async_op=True)
 
     def on_communication_stream(self, after_compute: bool = True) -> AbstractContextManager:
-        """Launch the block's work on the communication stream, with ``after_compute`` after the
-        compute stream's.
+        """Launch the block's work on the communication stream, after the compute stream's if so
+        wanted.
         """
         if self.stream is None:
             return nullcontext()
@@ -324,7 +323,7 @@ class Transport:
 
     def wait_until_started(self) -> None:
         """Make later kernels wait for the communication stream, and usually start after its
-        messages. Those kernels fill all SMs: a message that starts later would wait for their end.
+        messages. They fill all SMs: a message that starts later would wait for their end.
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):

@@ -8,7 +8,8 @@ the needed tokens.
 
 Every piece begins at a multiple of 128 rows. A rank whose last tile is short sends copies of its
 last token behind it, which are masked. `TileGather` alternates two buffers; a `TileCast` allocates
-one for each leg. On GPUs, copies into buffers run on the communication stream."""
+one for each leg.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from canon.fast.group_collectives import Transfer, begin_cast, granular_plan
+from canon.fast.group_collectives import Transfer, begin_cast, columns, granular_plan
 from canon.fast.owner_computes import Leg
 from canon.fast.tables.cells import Places, shifted
 from canon.fast.tables.device_plans import device_plan
-from canon.fast.transport.messages import HeadGroup, Pending, transport_for
+from canon.fast.transport.messages import HeadGroup, Pending, padded_tokens, transport_for
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
@@ -51,7 +52,7 @@ class TileGather:
     """All-gathers. A message is one buffer (W room, b, heads, sum of widths), in rank order."""
 
     def __init__(self, call: Call):
-        self.call, self.room = call, _room(call.layout)
+        self.call, self.room = call, whole_tiles(padded_tokens(call.layout))
         self.key_places, self.query_places = _gathered_places(call.layout, call.rank)
 
     def fetches(self, legs: Sequence[Leg]) -> Callable[[int], Pending]:
@@ -95,8 +96,8 @@ class TileGather:
 
 class TileCast:
     """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
-
-    ``kept``: rows of keys from an earlier cast. With ``keep``, `rows` holds those of this one."""
+    ``kept``: rows of keys from an earlier cast; with ``keep``, `rows` holds this one's.
+    """
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
         self.call, self.kept, self.keep, self.rows = call, kept, keep, ()
@@ -112,7 +113,7 @@ class TileCast:
     def _fetch(self, leg: Leg, number: int) -> Pending:
         plan, pairs = self.plans[leg.of_queries], self._pairs(leg)
         if self.kept and not leg.of_queries:
-            return Pending([], _columns(self.kept[0], pairs[0][0].shape[-1]))
+            return Pending([], columns(self.kept[0], pairs[0][0].shape[-1]))
         brought = [
             x.new_empty(plan.rows, x.shape[0], x.shape[2], x.shape[3] + y.shape[3])
             for x, y in pairs
@@ -123,18 +124,16 @@ class TileCast:
         ]
         if number:
             transport_for(self.call.group, brought[0].device).wait_until_started()
+        tensors: list[Tensor] = []
         for pair, rows in zip(pairs, brought, strict=True):  # while the others are in flight
-            for target, source in zip(_columns(rows, pair[0].shape[-1]), pair, strict=True):
+            views = columns(rows, pair[0].shape[-1])
+            for target, source in zip(views, pair, strict=True):
                 target[:, : source.shape[1]].copy_(source)
             rows[pair[0].shape[1] : plan.own].zero_()
+            tensors += views
         if self.keep and not leg.of_queries:
             self.rows = (brought[0],)
-        columns = [
-            x
-            for pair, rows in zip(pairs, brought, strict=True)
-            for x in _columns(rows, pair[0].shape[-1])
-        ]
-        return Pending([work for work, _ in casts], columns, [sent for _, sent in casts])
+        return Pending([work for work, _ in casts], tensors, [sent for _, sent in casts])
 
     def _pairs(self, leg: Leg) -> list[tuple[Tensor, ...]]:
         """Return the tensors of a leg in pairs of one dtype, one pair a message."""
@@ -142,36 +141,30 @@ class TileCast:
         return list(zip(tensors[::2], tensors[1::2], strict=True))
 
 
-def _columns(rows: Tensor, width: int) -> list[Tensor]:
-    """Return rows (tokens, b, heads, both widths) as two tensors (b, tokens, heads, width)."""
-    return list(rows.transpose(0, 1).split([width, rows.shape[-1] - width], -1))
-
-
 class CastOfTiles(Transfer):
     """A group cast of whole tiles, for one rank: a buffer of ``rows`` holds ``pieces``, the own
-    ones first.
-
-    ``index``: the own rows that are sent, by receiver, whose queries see the token in ``mask``.
-    ``travels``: whether any rank receives a tile."""
+    ones first. ``index``: the own rows that are sent, by receiver. ``travels``: whether any rank
+    receives a tile.
+    """
 
     def __init__(self, layout: Layout, mask: Mask, rank: int):
         plan = granular_plan(mask, layout, 1, False, TILE)
-        self.travels, nothing = plan.casts > 0, [0] * layout.ranks
-        tokens = plan.send_sizes(0, rank) if self.travels else nothing
-        self.sends = list(map(whole_tiles, tokens))
-        self.receives = [
-            whole_tiles(n) for n in (plan.receive_sizes(0, rank) if self.travels else nothing)
-        ]
-        self.received, self.sent = sum(self.receives), sum(self.sends)
+        self.travels, index = plan.casts > 0, [np.empty(0, np.int64)]
+        self.sends = self.receives = [0] * layout.ranks
         self.own = self.rows = whole_tiles(layout.size(rank))
         pieces = list(pieces_of(layout, rank))
-        for piece in plan.received(0, rank) if self.travels else ():
-            pieces.append((self.rows, piece.tokens))
-            self.rows += whole_tiles(len(piece.tokens))
-        self.pieces = _joined(pieces)
-        sent = plan.send_rows(0, rank).split(tokens) if self.travels else ()
-        index = [np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge") for rows in sent if len(rows)]
-        self.index = np.concatenate([np.empty(0, np.int64), *index])
+        if self.travels:
+            tokens = plan.send_sizes(0, rank)
+            self.sends = list(map(whole_tiles, tokens))
+            self.receives = list(map(whole_tiles, plan.receive_sizes(0, rank)))
+            for piece in plan.received(0, rank):
+                pieces.append((self.rows, piece.tokens))
+                self.rows += whole_tiles(len(piece.tokens))
+            for rows in plan.send_rows(0, rank).split(tokens):
+                if len(rows):
+                    index.append(np.pad(rows.numpy(), (0, -len(rows) % TILE), "edge"))
+        self.received, self.sent = sum(self.receives), sum(self.sends)
+        self.pieces, self.index = _joined(pieces), np.concatenate(index)
 
     @property
     def nbytes(self) -> int:
@@ -200,13 +193,8 @@ def _cast_places(layout: Layout, mask: Mask, rank: int) -> tuple[Places, Places]
 
 
 @cached_plan
-def _room(layout: Layout) -> int:
-    return whole_tiles(max(map(layout.size, range(layout.ranks))))
-
-
-@cached_plan
 def _gathered_places(layout: Layout, rank: int) -> tuple[Places, Places]:
-    room, own = _room(layout), pieces_of(layout, rank)
+    room, own = whole_tiles(padded_tokens(layout)), pieces_of(layout, rank)
     everyone = [
         piece for r in range(layout.ranks) for piece in shifted(pieces_of(layout, r), r * room)
     ]

@@ -10,16 +10,10 @@ token differs, and a position has one label.
     logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
     loss = canon.training.sequence_loss(logits[0], tree.labels, weights=tree.weights)
 
-This loss is the mean over all tokens of all sequences. With `sequence_weights` it is the mean over
-the sequences' means. For a policy gradient, `Tree.weights_of` adds advantages, and the loss needs a
-count: ``num_items_in_batch``.
-
-Attention gives each token the output that it has in its sequence alone, up to rounding; with
-``multiple_of=128`` and ``rank_invariant=True`` with equal bits (`canon.route.rank_invariance`). The
-gradient of a shared token is the sum over its sequences, in an order that mask and layout fix.
-
-Operations that mix tokens in another way see the packed order: convolutions, state-space layers,
-the capacity of experts. Dropout draws one number for a shared token.
+This loss is the mean over all tokens of all sequences, and with `sequence_weights` that over the
+sequences' means. Attention gives each token the output that it has in its sequence alone, up to
+rounding. Policy gradients, and what can never be equal to separate sequences:
+paper/in_your_program.md#many-answers-to-one-prompt.
 """
 
 from bisect import bisect_left, insort
@@ -43,9 +37,8 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Sequences packed into t positions. Tensors are (t,) and on the CPU.
-
-    Positions in gaps behind leaves have token 0, position 0, no label and weight 0.
+    """Sequences packed into t positions. Tensors are (t,) and on the CPU. Positions in gaps behind
+    leaves have token 0, position 0, no label and weight 0.
     """
 
     token_ids: Tensor  # int64
@@ -63,10 +56,8 @@ class Tree:
     paths: tuple[tuple[int, ...], ...]  # the nodes of each sequence, from its root to its leaf
 
     def unpack(self, x: Tensor, dim: int = 0) -> list[Tensor]:
-        """Return the entries of each sequence, in order, from a tensor with the tree's t positions
-        on ``dim``. Differentiable.
-
-        Raises ValueError if ``x`` has no t entries there.
+        """Return the entries of each sequence from a tensor with the tree's t positions on ``dim``.
+        Differentiable. Raises ValueError if ``x`` has no t entries there.
         """
         dim = plain_tensor("unpack", x, dim) % x.ndim
         if x.shape[dim] != len(self.token_ids):
@@ -96,9 +87,8 @@ class Tree:
         For advantages.
 
         ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with
-        a weight for each of its tokens; the last one has no label. Sums of advantages may be 0 or
-        below: pass the number of labels to the loss, as ``num_items_in_batch``. Raises TypeError or
-        ValueError.
+        a weight for each of its tokens. The sums may be 0 or below: pass the number of labels to
+        the loss, as ``num_items_in_batch``. Raises TypeError or ValueError.
         """
         rows = self.unpack(torch.arange(len(self.token_ids), device="cpu"))
         given = list(per_sequence)
@@ -134,19 +124,16 @@ def pack(
 
     Args:
         sequences: lists or tensors of one axis.
-        multiple_of: branches begin at depths and positions that are multiples of this number. It
-            costs positions: up to ``multiple_of`` shared tokens repeat in each branch, and a gap
-            follows it. 8 answers of 5 tokens to a prompt of 130 take 177 positions with 1, and
-            1,031 with 128. Separately they have 1,080 tokens.
+        multiple_of: branches begin at depths and positions that are multiples of this number. Up to
+            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it.
         max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
             after tree keeps the order.
 
     Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so
     that its label is unique. A sequence that is the beginning of another has a leaf, and its last
-    token has label -100. Equal sequences have one path, and weight 2.
-
-    Gaps follow leaves only. Branches are sorted by their tokens. Sequences of 0 or 1 tokens have no
-    label, and count in no mean. Cost: O(s log n) for n sequences of s tokens together.
+    token has label -100. Equal sequences have one path, and weight 2. Sequences of 0 or 1 tokens
+    have no label, and count in no mean. Branches are sorted by their tokens. Cost: O(s log n) for n
+    sequences of s tokens together.
 
     Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is
     longer than ``max_tokens``.

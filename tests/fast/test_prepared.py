@@ -69,7 +69,7 @@ def test_a_replayed_backward_has_its_own_workspace_zeroed(method):
     def body(dout, q, k, v, out, lse, dq, dk, dv):
         delta = backward.make_delta(dout, out, lse, None)
         queries = backward.QueryInputs(dout, q, lse, delta)
-        backward.backward_into(queries, k, v, MASK, 0.25, method, dq, dk, dv)
+        backward.backward_into(queries, k, v, Cells(MASK), 0.25, method, dq, dk, dv)
 
     for seed in (0, 1):
         q, k, v, dout = inputs(seed)
@@ -226,7 +226,7 @@ def test_a_pass_of_a_backend_that_is_not_replayable_runs_as_written(monkeypatch)
     for seed in (0, 1):
         q, k, v, _ = inputs(seed)
         out, lse = room(q, v)
-        local.forward_into(q, k, v, MASK, 0.25, out, lse)
+        local.forward_into(q, k, v, Cells(MASK), 0.25, out, lse)
         assert torch.equal(lse, torch.full_like(lse, q.sum().item()))
     assert {made.reason for made in recorded()} == {
         "launches of the library backend are not recorded"

@@ -232,7 +232,7 @@ def test_registering_adds_one_name_and_changes_nothing_else():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((Mask.causal(8), LAYOUT), ValueError, "mask is 8 x 8, layout has 16 tokens"),
+        ((Mask.causal(8), LAYOUT), ValueError, "mask is 8 x 8, the layout has 16 tokens"),
         (((Mask.causal(16),), LAYOUT), TypeError, "mask must be one canon.Mask or None"),
         (
             ([0, 10, 16], LAYOUT),

@@ -13,6 +13,7 @@ from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config as hopper_config
 from canon.fast.kernels.gluon.config import Config as HopperConfig
 from canon.fast.kernels.triton.config import Config, forced
+from canon.fast.tables.cells import Cells
 from canon.route.checks import LARGEST_DS
 from canon.testing import simulated_kernels
 
@@ -59,7 +60,7 @@ def zeros(queries, keys, dtype=torch.bfloat16):
 def forward(q, k, v, mask, scale=1.0):
     out = torch.full(q.shape, 7.0, device=DEVICE)
     lse = torch.full((1, 1, q.shape[1]), 7.0, device=DEVICE)
-    local.forward_into(q, k, v, mask, scale, out, lse)
+    local.forward_into(q, k, v, Cells(mask), scale, out, lse)
     return out, lse
 
 

@@ -12,6 +12,7 @@ from canon.fast.kernels.gluon.epilogue import even_strides, row_offset
 from canon.fast.kernels.gluon.few_queries import place_of_rows
 from canon.fast.kernels.triton.config import Config, forced
 from canon.fast.kernels.triton.rows import copy_tokens, take_rows, zero_rows
+from canon.fast.tables.cells import Cells
 
 pytestmark = pytest.mark.gpu
 TOKENS = 18
@@ -63,7 +64,11 @@ def test_both_passes_read_and_write_tokens_that_lie_far_apart(far_apart):
         grads = backward.attention_backward(dout, q, k, v, out.to(q.dtype), lse, mask)
         wide_out = far_apart(torch.zeros_like(dout))
         local.forward_into(
-            *map(far_apart, (q, k, v)), mask, 0.25, wide_out, lse_again := torch.zeros_like(lse)
+            *map(far_apart, (q, k, v)),
+            Cells(mask),
+            0.25,
+            wide_out,
+            lse_again := torch.zeros_like(lse),
         )
         given = map(far_apart, (dout, q, k, v, out.to(q.dtype)))
         again = backward.attention_backward(*given, lse, mask)

@@ -1,5 +1,5 @@
-"""The arguments of `latent_attention`. Inside canon, latent and k_rope have an axis of one head:
-(b, t, 1, width).
+"""The arguments of `latent_attention`, and their checks, which raise TypeError or ValueError.
+Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width).
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
-from canon.route.checks import DTYPES, check_tensor
+from canon.route.checks import check_alike, check_tensor
 
 NAMES = "q", "latent", "k_rope", "up_weight"
 
@@ -39,7 +39,7 @@ def with_head(x: Tensor) -> Tensor:
 
 
 def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> None:
-    """Raise TypeError or ValueError unless the tensors fit together."""
+    """Raise unless the tensors fit together."""
     tensors = q, latent, k_rope, up_weight
     for name, x in zip(NAMES, tensors, strict=True):
         check_tensor(name, x)
@@ -59,16 +59,8 @@ def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
             "up_weight must be (h * (d - rope + dv), rank), the weight of a torch.nn.Linear "
             "from latents to K and V"
         )
-    elif len({x.dtype for x in tensors}) > 1 or q.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        given = ", ".join(str(x.dtype) for x in tensors)
-        raise ValueError(
-            f"{', '.join(NAMES)} must share one dtype of {names}, got {given}: cast them"
-        )
-    elif len({x.device for x in tensors}) > 1:
-        given = ", ".join(str(x.device) for x in tensors)
-        raise ValueError(f"{', '.join(NAMES)} must be on one device, got {given}: move them")
     else:
+        check_alike(NAMES, tensors)
         return
     of_token = (tuple(x.shape[:-2] + x.shape[-1:]) for x in (latent, k_rope))
     shapes = zip(NAMES, (tuple(q.shape), *of_token, tuple(up_weight.shape)), strict=True)

@@ -1,11 +1,9 @@
 """`attention` on one rank."""
 
-from collections.abc import Sequence
-
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.route.algorithm import Algorithm
 from canon.route.attend import attend
 from canon.route.operators import declared
@@ -18,7 +16,7 @@ def attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b s g d"],
         v: Float[Tensor, "*b s g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -41,17 +39,17 @@ def attention(algorithm: Algorithm):
                 needs t = s. A tuple or a list of b Masks holds one for each sequence.
             scale: factor of the scores, finite; None is 1 / sqrt(d).
             softcap: the limit of the scores: s becomes softcap * tanh(s / softcap) with s = scale *
-                q k^T, and lse is that of the capped scores. Positive; None is no limit.
-            sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q;
-                None is none. out becomes out * sigmoid(lse - sink), differentiable in sink, too.
-                lse stays that of the keys alone.
+                q k^T. Positive; None is no limit.
+            sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q.
+                out becomes out * sigmoid(lse - sink), differentiable in sink, too. lse stays that
+                of the keys alone.
             backward: "fused", "split", "head_parallel", or "auto": the methods of
                 `attention_backward`. "auto" is the fastest, and under
                 `torch.use_deterministic_algorithms(True)` the fastest that repeats its bits.
             rank_invariant: let the bits of a query depend on the keys that it sees and their
-                positions modulo 128 alone: equal in training on any number of ranks, in prefill by
-                chunks, in decoding, among other documents and in a tree
-                (`canon.route.rank_invariance`). "fused" contradicts the option.
+                positions modulo 128 alone: equal on any number of ranks, in prefill by chunks and
+                in decoding, among other documents and in a tree (`canon.route.rank_invariance`).
+                "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's
                 denominator, in float32 (float64 for float64). It is differentiable.
             return_max_logits: also return, as the last result, the largest visible score of each
@@ -64,7 +62,7 @@ def attention(algorithm: Algorithm):
 
         Warns:
             UserWarning: mask is None, h = g, and there are fewer tokens than heads, as if q were
-            (b, h, t, d).
+                (b, h, t, d).
 
         Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
         """

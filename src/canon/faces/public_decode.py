@@ -1,6 +1,6 @@
 """`decode_attention`: queries that all ranks hold, over keys that are divided among the ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,8 +8,8 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.masks.mask import Mask
-from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.masks.mask import Mask, Masks
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.divided_keys import keys_of_all_ranks
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
@@ -52,8 +52,8 @@ def decode_attention(
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank,
     ranks)``, after the checks.
 
-    ``in_order(q, k, v)`` returns the function for several ranks with ``rank_invariant``, with the
-    arguments of ``decode``. It returns None, on all ranks, where all keys have to travel.
+    ``in_order(q, k, v)`` returns the function for several ranks with ``rank_invariant``. It returns
+    None, on all ranks, where all keys have to travel.
     """
 
     @under_autocast("q", "k", "v")
@@ -61,7 +61,7 @@ def decode_attention(
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b s g d"],
         v: Float[Tensor, "*b s g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -73,9 +73,7 @@ def decode_attention(
         """Return attention of queries that all ranks hold over keys that are divided among the
         ranks. A collective.
 
-        Use it to generate or evaluate: few queries see many keys. Each rank computes the part of
-        its own keys. All ranks merge the parts in rank order and round once, so they return the
-        same bits.
+        Use it to generate or evaluate: few queries see many keys. All ranks return the same bits.
 
         Args:
             q: (b, t, h, d), or packed without b, equal on all ranks.
@@ -83,8 +81,8 @@ def decode_attention(
                 ranks, and may be 0.
             mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each
                 sequence. None: all are seen.
-            scale: factor of the scores; None is 1 / sqrt(d).
-            softcap, sink: as in `attention`; the sink is equal on all ranks, and applied last.
+            scale, softcap, sink: as in `attention`; the sink is equal on all ranks, and applied
+                last.
             rank_invariant: return the bits that `attention` with this option returns for these
                 queries, on any number of ranks. The keys of all ranks follow each other, and those
                 of each rank begin at a multiple of 128. K and V travel to all ranks, unless notes
@@ -100,27 +98,10 @@ def decode_attention(
         between ranks; RuntimeError for ``rank_invariant`` on several ranks while a CUDA graph is
         captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
-
-        def way(several: bool) -> Callable[..., tuple[Tensor, Tensor] | None]:
-            if not rank_invariant:
-                return decode
-            return in_order(*batched(q, k, v)) if several else keys_travel
-
-        agreed = _agreed(
-            q,
-            k,
-            v,
-            mask,
-            scale,
-            softcap,
-            sink,
-            rank_invariant,
-            group,
-            half_of(decode),
-            check_device,
-            way,
-        )
-        given, rank, ranks, mask, checked, compute = agreed
+        given, rank, ranks, mask, checked, compute = _agreed(
+            q, k, v, mask, scale, softcap, sink, rank_invariant, group,
+            decode, in_order, check_device,
+        )  # fmt: skip
         with torch.no_grad(), named_failures("decode_attention", given, ranks):
             result = compute(*batched(q, k, v), mask, checked, sink, given, rank, ranks)
             if result is None:
@@ -139,18 +120,18 @@ def _agreed(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Mask | Sequence[Mask] | None,
+    mask: Masks | None,
     scale: Any,
     softcap: Any,
     sink: Tensor | None,
     rank_invariant: Any,
     group: Group,
-    half: str,
+    decode: Callable[..., Any],
+    in_order: Callable[..., Callable[..., Any]],
     check_device: Callable[[Tensor], None],
-    way: Callable[[bool], Callable[..., Any]],
-) -> tuple[dist.ProcessGroup | None, int, int, Mask | Sequence[Mask], Scale, Callable[..., Any]]:
+) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
     """Return the process group, the rank, the number of ranks, the mask, the scale, and the
-    function of ``way(several ranks)``, after a comparison between ranks.
+    function that computes, after a comparison between ranks.
     """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)
@@ -172,12 +153,12 @@ def _agreed(
                 "graph cannot be captured: divide "
                 "the heads among ranks, and call attention(..., rank_invariant=True)"
             )
-        compute = way(ranks > 1)
+        compute = decode
+        if rank_invariant:
+            compute = in_order(*batched(q, k, v)) if ranks > 1 else keys_travel
     if ranks > 1:
         fields = (
-            ("function", name),
-            ("half", half),
-            ("dtype", q.dtype),
+            ("half", half_of(decode)),
             ("device", q.device.type),
             ("shape of q", tuple(q.shape)),
             ("batch, heads and width of k", (*k.shape[:-3], *k.shape[-2:])),
@@ -187,5 +168,5 @@ def _agreed(
             ("rank_invariant", rank_invariant),
             ("way", compute.__name__),
         )
-        group_state(group).agree(name, fields, wait=q.device.type == "cpu")
+        agree(name, group, ranks, q, *fields)
     return group, rank, ranks, mask, scale, compute

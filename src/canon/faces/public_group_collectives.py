@@ -8,7 +8,7 @@ from torch import Tensor
 
 from canon.masks.arguments import plain_tensor
 from canon.masks.cast_plan import CastPlan
-from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.group import Group, place_in
 from canon.ranks.profiling import recorded
 from canon.route.binding import bound, half_of
@@ -29,13 +29,13 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
         x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
     ) -> Float[Tensor, "received ..."]:
         """Return the tokens that this rank receives in cast ``stage``, by source rank and by row. A
-        collective.
+        collective. Not differentiable.
 
         Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the
-        number of the cast, from 0;
-            ``group``, a ProcessGroup or a DeviceMesh, None for all ranks.
-        The result is not differentiable; `group_reduce` sends gradients back. Raises ValueError if
-        x, the group or the stage do not fit the plan. Source: Tao and Huang, MagiAttention (2025).
+        number of the
+            cast, from 0; ``group``, a ProcessGroup or a DeviceMesh, None for all ranks.
+        Raises ValueError if x, the group or the stage do not fit the plan. Source: Tao and Huang,
+        MagiAttention (2025).
         """
         group, rank, sizes = _agreed(
             "group_cast", half_of(cast), check_device, x, plan, stage, group
@@ -65,11 +65,10 @@ def group_reduce(
         ``into``. A collective.
 
         Args: ``y`` (received, ...), one row for each token that this rank received in cast
-        ``stage``, in that order;
-            ``into`` (t, ...), this rank's tokens, changed in place. The others are those of
-            `group_cast`.
+        ``stage``, in
+            that order; ``into`` (t, ...), this rank's tokens, changed in place.
         Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in
-        rank order, and rounded once. Errors: those of `group_cast`, and Source, too.
+        rank order, and rounded once. Errors and Source: those of `group_cast`.
         """
         group, rank, _ = _agreed(
             "group_reduce", half_of(reduce), check_device, y, plan, stage, group, into
@@ -105,15 +104,12 @@ def _agreed(
         rank, sizes = check_rows(f"{function}: x", x, plan, stage, group, received=into is not None)
         if into is not None:
             check_into(into, x, plan, rank)
-    if ranks > 1:
-        fields = (
-            ("function", function),
-            ("half", half),
-            ("mask", plan.mask),
-            ("layout", plan.layout),
-            ("casts, own_keys_first, stage", (plan.casts, plan.own_keys_first, stage)),
-            ("dtype", x.dtype),
-            ("shape of a row", tuple(x.shape[1:])),
-        )
-        group_state(group).agree(function, fields, wait=x.device.type == "cpu")
+    fields = (
+        ("half", half),
+        ("mask", plan.mask),
+        ("layout", plan.layout),
+        ("casts, own_keys_first, stage", (plan.casts, plan.own_keys_first, stage)),
+        ("shape of a row", tuple(x.shape[1:])),
+    )
+    agree(function, group, ranks, x, *fields)
     return group, rank, sizes

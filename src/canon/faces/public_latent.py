@@ -1,7 +1,5 @@
 """`latent_attention`, and its sizes."""
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -15,7 +13,7 @@ from canon.faces.latent_arguments import (
     with_head,
 )
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.ranks.group import Group
 from canon.route.algorithm import Algorithm
 from canon.route.attend import attend
@@ -30,7 +28,7 @@ def latent_attention(algorithm: Algorithm):
         latent: Float[Tensor, "*b t rank"],
         k_rope: Float[Tensor, "*b t rope"],
         up_weight: Float[Tensor, "rows rank"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         layout: Layout | None = None,
         *,
         scale: float | None = None,
@@ -45,10 +43,8 @@ def latent_attention(algorithm: Algorithm):
         """Return multi-head latent attention. Latents travel round a ring; each rank projects them
         to K and V. A collective.
 
-        A token sends rank + rope values instead of h (d + dv): 576 instead of 40,960 in
-        DeepSeek-V3, 71 times fewer. But every rank projects all tokens that it receives. It pays
-        where messages of K and V would take longer than attention: `canon.reference.latent` has
-        bytes, FLOPs and limits.
+        A token sends rank + rope values instead of h (d + dv), but every rank projects all tokens
+        that it receives: `canon.reference.latent` has bytes, FLOPs and limits.
 
         Args:
             q: queries. Their last ``rope`` columns have the rotary embedding.
@@ -58,12 +54,10 @@ def latent_attention(algorithm: Algorithm):
                 ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then
                 dv rows for V. K of a head ends with k_rope. Add the gradients of all ranks: a
                 rank's is the sum over its own queries.
-            reduce_dtype: dtype in which the gradients of latent and k_rope are sent; None is
-                float32 (float64 for float64).
+            reduce_dtype: dtype in which the gradients of latent and k_rope are sent.
 
-        `canon.faces` lists the others. All tensors of tokens may be without b. Raises ValueError or
-        TypeError on every rank, if arguments of a rank do not fit together or differ between ranks.
-        Source: DeepSeek-AI, DeepSeek-V2 (2024), section 2.1.
+        Errors and the other arguments: `canon.faces`. Source: DeepSeek-AI, DeepSeek-V2 (2024),
+        section 2.1.
         """
         options = {
             "scale": scale,

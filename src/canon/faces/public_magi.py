@@ -1,6 +1,5 @@
 """`magi_attention`, and the meaning of its casts."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.ranks.group import Group
 from canon.route.algorithm import Algorithm, Shapes
 from canon.route.attend import attend
@@ -23,7 +22,7 @@ def magi_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         layout: Layout | None = None,
         *,
         casts: int | None = None,
@@ -43,6 +42,8 @@ def magi_attention(algorithm: Algorithm):
         collective.
 
         Args:
+            layout: from ``dispatch(mask, ranks)``, with rank_invariant=True if the call has it, or
+                any other.
             casts: the largest number of casts, 1 by default. Each is in flight during the step
                 before it is used.
             own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight.
@@ -51,11 +52,8 @@ def magi_attention(algorithm: Algorithm):
                 False with rank_invariant.
             keep_kv: keep the received keys for the backward pass instead of receiving them again.
 
-        `canon.faces` lists the others. ``layout`` comes from ``dispatch(mask, ranks)``, with
-        rank_invariant=True if the call has it, or is any other. Raises ValueError or TypeError on
-        every rank, if arguments of a rank do not fit together or differ between ranks; also if an
-        option or the layout contradicts rank_invariant. Source: Tao and Huang, MagiAttention
-        (2025).
+        Errors and the other arguments: `canon.faces`. An option or a layout that contradicts
+        rank_invariant also raises. Source: Tao and Huang, MagiAttention (2025).
         """
         options = {
             "casts": casts,

@@ -2,13 +2,13 @@
 `merge`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.route.binding import bound
 from canon.route.checks import (
     batched,
@@ -33,20 +33,20 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b s g d"],
         v: Float[Tensor, "*b s g dv"],
-        mask: Mask | Sequence[Mask],
+        mask: Masks,
         *,
         scale: float | None = None,
         softcap: float | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
         """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole
-        result, or a part to `merge`.
+        result, or a part to `merge`. Not differentiable.
 
         Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts
-            to be merged should be float32, so that the merged result is rounded once. The result is
-            not differentiable.
-        Raises ValueError if the arguments do not fit together.
-        Source: Dao, FlashAttention-2 (2023), algorithm 1.
+        to be
+            merged should be float32, so that the merged result is rounded once.
+        Raises ValueError if the arguments do not fit together. Source: Dao, FlashAttention-2
+        (2023), algorithm 1.
         """
         if isinstance(mask, (tuple, list)):
             return attend_each(
@@ -76,7 +76,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         v: Float[Tensor, "*b s g dv"],
         out: Float[Tensor, "*b t h dv"],
         lse: Float[Tensor, "*b h t"],
-        mask: Mask | Sequence[Mask],
+        mask: Masks,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -90,7 +90,7 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         Float[Tensor, "*b s g d"] | None,
         Float[Tensor, "*b s g dv"] | None,
     ]:
-        """Return dq, dk and dv of these queries over these keys.
+        """Return dq, dk and dv of these queries over these keys. Not differentiable.
 
         ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other
         ranks. The results for disjoint parts of the keys then add up to the whole gradient.
@@ -98,19 +98,17 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
         Args:
             dout, dlse: gradients of out and lse; dlse=None is zero.
             mask, scale, softcap: those of the forward pass.
-            delta: rowsum(dout * out) - dlse, (b, h, t), if the caller has it; dlse must then be
-                None.
+            delta: rowsum(dout * out) - dlse, (b, h, t), in place of dlse.
             method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
             grad_dtype: dtype of the results; None is the dtype of q.
-            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None.
-                The work for dq is skipped if q needs none, the work for dk and dv if neither k nor
-                v needs one.
+            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None,
+                and its work is skipped: for dk and dv if neither k nor v needs one.
 
         Raises:
             ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both
                 given, or an unknown method.
 
-        The result is not differentiable. Source: Dao, FlashAttention-2 (2023), algorithm 2.
+        Source: Dao, FlashAttention-2 (2023), algorithm 2.
         """
         if isinstance(mask, (tuple, list)):
             return differentiate_each(

@@ -1,10 +1,10 @@
 """`dispatch`, `cast_plan` and `plan_report`: layouts and casts for a mask."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from canon.masks.cast_plan import CastPlan, PlanReport
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 from canon.ranks.profiling import recorded
 from canon.route.binding import bound
 from canon.route.plan_arguments import (
@@ -23,7 +23,7 @@ def dispatch(planned: Callable[..., Layout]):
     """
 
     def dispatch(
-        mask: Mask | Sequence[Mask],
+        mask: Masks,
         ranks: int,
         *,
         chunk: int | None = None,
@@ -42,24 +42,19 @@ def dispatch(planned: Callable[..., Layout]):
 
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
-                mask for each sequence: the layout serves all, and balances the sum of their areas.
+                mask for each sequence: the layout balances the sum of their areas.
             ranks: the number of ranks. For a mesh ("tokens", "heads"), plan rows, then divide:
-                ``dispatch(mask, rows).divided(heads)``. Only rows need equal work, and fewer ranks
-                take less time.
-            chunk: the tokens that stay together; the last chunk may be short. All ranks get equally
-                many chunks, or one less, and token counts differ by at most one chunk. None is
-                1024, less for 8 chunks a rank, or more for at most 32
-                (`canon.route.plan_arguments.default_chunk`).
-            imbalance: the accepted ratio of the largest area to its lower bound, max(mean over the
-                ranks, largest chunk).
+                ``dispatch(mask, rows).divided(heads)``.
+            chunk: the tokens that stay together; the last chunk may be short. Token counts of ranks
+                differ by at most one chunk. None: `canon.route.plan_arguments.default_chunk`.
+            imbalance: the accepted ratio of the largest area to its lower bound.
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and
                 received tokens per microsecond, forward and backward together. Defaults: 64 heads
-                of width 128 at 500 TFLOP/s, 14 * 64 * 128 FLOPs per cell (7 matrix products); 8 key
-                heads at 300 GB/s, 16 KB per token (bf16 K, V twice; float32 dk, dv).
+                of width 128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk,
+                dv).
             swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
             rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the
-                chunk is a multiple of 128 tokens. None is then its default rounded up, and other
-                chunks raise.
+                chunk is a multiple of 128 tokens, and other chunks raise.
 
         Raises:
             ValueError: the mask is not square, or a number is out of range.
@@ -103,11 +98,11 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
         """Return the tokens that each rank receives from each other rank. Pure and cached; nothing
         is sent.
 
-        Args: ``mask`` over the whole sequence; any ``layout``; the others as in `magi_attention`.
-            There are fewer casts if every rank sends fewer than ``casts`` tokens to each other
-            rank.
+        Args: as in `magi_attention`. There are fewer casts if every rank sends fewer than ``casts``
+        tokens
+            to each other rank.
         Raises ValueError if mask and layout differ in their number of tokens, or the options do not
-        fit together. Wrong types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
+        fit together; TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("cast_plan"):
@@ -124,9 +119,10 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
         that it receives and sends.
 
         Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
-            chunk is not divided, so its area is a lower bound of the largest work.
-        Raises ValueError if mask and layout differ in their number of tokens, or chunk < 1. Wrong
-        types raise TypeError. Source: Tao and Huang, MagiAttention (2025).
+        chunk is not
+            divided, so its area is a lower bound of the largest work.
+        Raises ValueError or TypeError as `cast_plan`, or if chunk < 1. Source: Tao and Huang,
+        MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("plan_report"):

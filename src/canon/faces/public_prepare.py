@@ -51,8 +51,7 @@ def prepare(
             mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for
                 "zigzag_attention".
             rank: the rank that will make the call; None is the rank of this process.
-            mesh_heads: the dimension "heads" of the mesh ("tokens", "heads") of the call; 1 is a
-                group of one dimension.
+            mesh_heads: the dimension "heads" of the mesh ("tokens", "heads") of the call.
             batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
                 `latent_attention` projects K and V of (h, h) heads.
             device: the device of the call. Plans of the reference are the same on all devices.

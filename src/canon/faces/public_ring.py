@@ -2,14 +2,12 @@
 and `striped_attention`.
 """
 
-from collections.abc import Sequence
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.ranks.group import Group
 from canon.route.algorithm import Algorithm
 from canon.route.attend import attend
@@ -23,7 +21,7 @@ def ring_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         layout: Layout | None = None,
         *,
         scale: float | None = None,
@@ -38,9 +36,7 @@ def ring_attention(algorithm: Algorithm):
         """Return attention of this rank's queries over the keys of all ranks, which travel round a
         ring. A collective.
 
-        Args: `canon.faces` lists them. Raises ValueError or TypeError on every rank, if arguments
-        of a rank do not fit together or differ between ranks. Source: Liu, Zaharia, Abbeel, Ring
-        Attention (2023).
+        Errors and arguments: `canon.faces`. Source: Liu, Zaharia, Abbeel, Ring Attention (2023).
         """
         options = {
             "scale": scale,
@@ -56,48 +52,40 @@ def ring_attention(algorithm: Algorithm):
 
 def zigzag_attention(algorithm: Algorithm):
     """Return `zigzag_attention` of a half."""
-
-    def zigzag_attention(
-        q: Float[Tensor, "*b t h d"],
-        k: Float[Tensor, "*b t g d"],
-        v: Float[Tensor, "*b t g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
-        *,
-        scale: float | None = None,
-        softcap: float | None = None,
-        sink: Float[Tensor, " h"] | None = None,
-        group: Group = None,
-        reduce_dtype: torch.dtype | None = None,
-        backward: str = "auto",
-        return_lse: bool = False,
-        return_max_logits: bool = False,
-    ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
+    return _over_own_layout(
+        algorithm,
+        "zigzag_attention",
         """Return `ring_attention` over `Layout.zigzag`. Under a causal mask, all ranks have nearly
         equal work at each step.
 
         Arguments (except ``layout``), results and the ValueError are those of `ring_attention`.
         Source: Zilin Zhu, ring-flash-attention issue 2 (2024).
-        """
-        options = {
-            "scale": scale,
-            "softcap": softcap,
-            "reduce_dtype": reduce_dtype,
-            "backward": backward,
-            "return_max_logits": return_max_logits,
-        }
-        return attend(algorithm, (q, k, v), mask, None, sink, return_lse, options, group)
-
-    return algorithm.bind(zigzag_attention)
+        """,
+    )
 
 
 def striped_attention(algorithm: Algorithm):
     """Return `striped_attention` of a half."""
+    return _over_own_layout(
+        algorithm,
+        "striped_attention",
+        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step;
+        it may lose its diagonal.
 
-    def striped_attention(
+        Arguments (except ``layout``), results and the ValueError are those of `ring_attention`.
+        Source: Brandon et al., Striped Attention (2023).
+        """,
+    )
+
+
+def _over_own_layout(algorithm: Algorithm, name: str, description: str):
+    """Return the ring function ``name`` of a half, over the layout of its declaration."""
+
+    def attention(
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         *,
         scale: float | None = None,
         softcap: float | None = None,
@@ -108,12 +96,6 @@ def striped_attention(algorithm: Algorithm):
         return_lse: bool = False,
         return_max_logits: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
-        """Return `ring_attention` over `Layout.striped`. A causal mask stays causal at each step;
-        it may lose its diagonal.
-
-        Arguments (except ``layout``), results and the ValueError are those of `ring_attention`.
-        Source: Brandon et al., Striped Attention (2023).
-        """
         options = {
             "scale": scale,
             "softcap": softcap,
@@ -123,7 +105,8 @@ def striped_attention(algorithm: Algorithm):
         }
         return attend(algorithm, (q, k, v), mask, None, sink, return_lse, options, group)
 
-    return algorithm.bind(striped_attention)
+    attention.__name__, attention.__doc__ = name, description
+    return algorithm.bind(attention)
 
 
 RING = declared(ring_attention)

@@ -1,6 +1,5 @@
 """`strided_attention`, and the default of its stride."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from canon.masks.head_groups import default_stride, gathered_bytes
 from canon.masks.layout import Layout
-from canon.masks.mask import Mask
+from canon.masks.mask import Masks
 from canon.ranks.group import Group
 from canon.route.algorithm import Algorithm, Shapes
 from canon.route.attend import attend
@@ -23,7 +22,7 @@ def strided_attention(algorithm: Algorithm):
         q: Float[Tensor, "*b t h d"],
         k: Float[Tensor, "*b t g d"],
         v: Float[Tensor, "*b t g dv"],
-        mask: Mask | Sequence[Mask] | None = None,
+        mask: Masks | None = None,
         layout: Layout | None = None,
         *,
         head_stride: int | None = None,
@@ -49,19 +48,14 @@ def strided_attention(algorithm: Algorithm):
                 at most 1 GiB of gathered K and V (`default_stride` in `canon.masks.head_groups`).
             forward_first_stride, backward_first_stride: number of key heads in the first step, less
                 than head_stride. None: no split.
-            backward_last_stride: number of key heads in the last step, likewise. If both backward
-                strides are given, there must be two head groups or more: one group is split only
-                once. Splits rarely pay on one host: in all recorded pairs, both passes take 0.99 to
-                1.14 times as long.
+            backward_last_stride: number of key heads in the last step, likewise. One head group is
+                split only once. Splits rarely pay on one host.
             backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose
                 memory does not grow with the number of ranks. It takes no backward strides.
 
-        `canon.faces` lists the others. "scatter" rounds a rank's part of dk and dv to reduce_dtype
-        once. Strides change results by rounding only. Raises ValueError or TypeError on every rank,
-        if arguments of a rank do not fit together or differ between ranks; also if strides do not
-        fit the heads, a backward stride is given with "ring", or an option or the layout
-        contradicts rank_invariant. Source: Llama Team, The Llama 3 Herd of Models (2024), section
-        3.3.2.
+        Errors and the other arguments: `canon.faces`. Strides that do not fit the heads, and an
+        option or a layout that contradicts rank_invariant, also raise. Strides change results by
+        rounding only. Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2.
         """
         options = {
             "head_stride": head_stride,

@@ -5,15 +5,9 @@
     trainer = ContextParallelTrainer(model, args, train_dataset=dataset, data_collator=collator)
     trainer.train()  # under torchrun
 
-    data loader     the ranks of ``group`` read the same batch; groups of other ranks read other
-                    batches
-    collator        mask and layout of the batch; this rank's tokens, positions and shifted labels
-    forward         the model inside `sharded`
-    loss            `sequence_loss` over all ranks, divided by the labels of all ranks and
-                    microbatches
-    gradients       the averaging of DDP gives the gradient of this loss
-
-accelerate's ``cp_size`` is not used: it refuses CPUs and drops masks.
+The ranks of ``group`` read the same batch. The collator plans its mask and layout, and takes this
+rank's tokens, positions and shifted labels. The loss is `sequence_loss` of the model inside
+`sharded`, divided by the labels of all ranks and microbatches. DDP's averages are its gradient.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
 router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
@@ -23,6 +17,7 @@ Source: transformers 5.23, trainer.py; accelerate 1.15, data_loader.py.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -52,9 +47,8 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), of successive
-            ranks; None is all ranks. Each rank passes its own group. Different groups read
-            different batches.
+        group: of successive ranks, as in `canon.faces`. Each rank passes its own group. Different
+            groups read different batches.
         half, function, options: of `sharded`.
         layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
             pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
@@ -157,15 +151,14 @@ class ContextParallelTrainer(Trainer):
         return super().get_total_train_batch_size(args) // self.context_ranks
 
 
+@dataclass
 class ShardingCollator:
-    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank. Runs in
-    workers.
-    """
+    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank."""
 
-    def __init__(
-        self, collate: Callable, layout: Callable[[Mask, int], Layout], rank: int, ranks: int
-    ):
-        self.collate, self.layout, self.rank, self.ranks = collate, layout, rank, ranks
+    collate: Callable
+    layout: Callable[[Mask, int], Layout]
+    rank: int
+    ranks: int
 
     def __call__(self, features: list) -> dict[str, Any]:
         batch = {name: x for name, x in self.collate(features).items() if name not in WHOLE}
@@ -181,15 +174,13 @@ class ShardingCollator:
 
 
 def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
-    """Return how many groups of ``held_by`` ranks read different batches, and the place of a rank's
-    group.
-    """
+    """Return how many groups of ``held_by`` ranks read different batches, and a rank's group."""
     return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each of the documents that ``position_ids`` begin at
-    0. Raises ValueError if the sequences have different ones.
+    """Return the mask of a batch: causal, in each document of ``position_ids``. Raises ValueError
+    if the sequences have different ones.
     """
     if (positions := batch.get("position_ids")) is None:
         return Mask.causal(batch["labels"].shape[1])
@@ -234,7 +225,6 @@ def _check_trainer(trainer: Any) -> None:
 
 
 def _check_successive(name: str, group: Any, ranks: int) -> None:
-    """Raise ValueError unless the ranks follow each other from a multiple of their number."""
     if group is not None:
         members = sorted(dist.get_process_group_ranks(group))
         if (

@@ -6,27 +6,20 @@
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
     del part["labels"]                            # with labels, the model would compute a loss of
-                                                  this rank alone in float32
+                                                  # this rank alone in float32
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
-transformers builds the mask of each kind of layer once in a forward pass:
+transformers builds the mask of each kind of layer once in a forward pass. Inside `sharded` it is
+the mask of `sharded`, narrowed by the layer's window and by padding. Elsewhere, on one process, it
+is the model's own: causal or not, window, padding, packed `position_ids`, a KV cache. On several
+ranks, a padding mask costs an all-gather of one byte for each token and kind of layer.
 
-    inside `sharded`     the mask of `sharded`, narrowed by the layer's window and by padding; one
-                         call of all ranks
-    elsewhere            the model's own mask: causal or not, window, padding, packed
-                         `position_ids`; one process
-
-On several ranks, a padding mask costs an all-gather of one byte for each token and kind of layer. A
-checkpoint may recompute a layer after `sharded` has ended.
-
-`generate` works with a KV cache on one process, outside `sharded`. Inside, it raises.
-
-Limits: dropout, position bias, 4-D masks, chunked and custom masks raise, and inside `sharded`
-cross-attention and blocks of images, which the mask of `sharded` holds (`Mask.with_blocks`). Packed
+Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
+`generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
-Outside `sharded`, packed `position_ids` raise if the model does not give them to its mask, as
-gpt-oss; a compiled model is not checked.
+Outside `sharded` they raise if the model does not give them to its mask, as gpt-oss; a compiled
+model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -60,7 +53,7 @@ from canon.integrations.transformers_masks import (
 )
 from canon.masks.arguments import shown
 from canon.masks.band import picked
-from canon.masks.layout import Layout
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
@@ -111,8 +104,7 @@ def sharded(
         mask: of the whole sequence, for all b sequences; None is causal, with a warning if
             position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
-        group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"); None is all
-            ranks.
+        group: as in `canon.faces`.
         half: "fast", or "reference", which also runs on CPUs.
         function: "ring", "strided" or "magi".
         options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
@@ -153,10 +145,7 @@ class Sharding:
                 f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask "
                 "serves the batch"
             )
-        if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-            raise ValueError(
-                f"sharded: mask is {mask.queries} x {mask.keys}, layout has {layout.tokens} tokens"
-            )
+        check_size(mask, layout, "sharded: mask")
         self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
     def __getitem__(self, index: Any) -> "Sharding":
@@ -236,9 +225,6 @@ def build_mask(
 
 
 def _check_decoder(pattern: Pattern, config: Any) -> None:
-    """Raise ValueError for an encoder or a cross-attention: `sharded` has one mask for all
-    layers.
-    """
     several = getattr(config, "is_encoder_decoder", False) or getattr(
         config, "add_cross_attention", False
     )
@@ -254,9 +240,7 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache. Its first pass looks like training, except for its
-    caller.
-    """
+    """Raise ValueError for a KV cache. Only its caller tells its first pass from training."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
         frame = frame.f_back
@@ -269,7 +253,7 @@ def _check_whole(rows: range, columns: range) -> None:
 
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
-    """Narrow a sharding by window and padding (b, t), which is a collective."""
+    """Narrow a sharding by window and padding (b, t). A collective."""
     mask, layout, group = sharding.mask, sharding.layout, sharding.group
     if attention_mask is not None:
         mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
@@ -300,7 +284,7 @@ def attend_layer(
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux, softcap: sinks (h,), and the limit of the scores.
-        options: unsupported ones raise; those without an effect on attention are not read.
+        options: unsupported ones raise; others are not read.
     """
     for name, remedy in UNSUPPORTED.items():
         if (
@@ -340,13 +324,8 @@ _checked: list[tuple[Any, tuple]] = [(lambda: None, ())]
 
 
 def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
-    """Raise ValueError if a token sees the one before it, but restarts the positions. Warn if they
-    are those of a shard.
-    """
     known = _checked[0][1] if _checked[0][0]() is positions else ()
-    if positions.ndim != 2 or any(masks is one for one in known):
-        return
-    if positions.is_cuda and torch.cuda.is_current_stream_capturing():  # the host cannot read them
+    if not _are_readable(positions) or any(masks is one for one in known):
         return
     steps = torch.diff(positions, prepend=positions.new_full((len(positions), 1), -1)).cpu()
     by_row = (masks,) * len(steps) if isinstance(masks, Mask) else masks
@@ -368,10 +347,7 @@ _looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
 
 
 def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if this rank's positions restart, although no mask has documents."""
-    if positions is None or positions.ndim != 2 or sharding.layout in _looked:
-        return
-    if positions.is_cuda and torch.cuda.is_current_stream_capturing():
+    if positions is None or sharding.layout in _looked or not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
     if ranks != sharding.layout.ranks or positions.shape[1] != sharding.layout.size(rank):
@@ -385,6 +361,12 @@ def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
             "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
+
+
+def _are_readable(positions: Tensor) -> bool:
+    """Return whether positions are (b, t), and no CUDA graph is captured."""
+    captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
+    return positions.ndim == 2 and not captured
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:
@@ -405,7 +387,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder. Raises inside `sharded`."""
+    """Return the mask of a layer without one, such as an image encoder."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

@@ -19,23 +19,10 @@ from canon.masks.band import picked
 from canon.masks.mask import Mask
 from canon.ranks.graph_break import untraced
 
-__all__ = [
-    "LayerMask",
-    "Pattern",
-    "kept_queries",
-    "own_masks",
-    "padded",
-    "pattern_of",
-    "refuse_another_mask",
-    "windowed",
-]
-
 
 class Pattern(NamedTuple):
     """A mask function of transformers: causal or not, window bounds (None is no bound), documents
-    (b, n) or None.
-
-    ``blocks`` (b, n) or None: tokens with the same number >= 0 see each other inside the window.
+    (b, n) or None. ``blocks`` (b, n) or None: tokens with one number >= 0 see each other.
     """
 
     causal: bool = False
@@ -64,7 +51,6 @@ class LayerMask:
 
     @untraced
     def __getitem__(self, index: Any) -> "LayerMask":
-        """Keep some queries, as a model does with a 4-D mask: ``mask[:, :, rows, :]``."""
         masks = [self.masks] if isinstance(self.masks, Mask) else self.masks
         return LayerMask([mask.crop(kept_queries(index, mask.queries)) for mask in masks])
 
@@ -167,9 +153,7 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
 
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
-    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees other
-    padding.
-    """
+    """Hide the keys that are padding in all sequences. Raise ValueError if a query sees others."""
     some = valid.any(0)
     mask = _seen(mask, _runs(some))
     for place, row in enumerate(valid):

@@ -39,8 +39,8 @@ class Band(_Bounds):
     bound.
 
     The constructor shrinks rectangle and bounds to the cells inside, so bands with equal cells are
-    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). A band without cells is (0, 0, 0,
-    0, 0, -1).
+    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). Without cells it is (0, 0, 0, 0, 0,
+    -1).
     """
 
     __slots__ = ()
@@ -93,10 +93,9 @@ class Band(_Bounds):
         )
 
     def minus(self, other: "Band") -> "list[Band]":
-        """Return the cells that ``other`` lacks, as at most six disjoint bands.
-
-        ``other`` is the intersection of six half-planes. Part n lies inside the first n - 1 of them
-        and outside of half-plane n.
+        """Return the cells that ``other`` lacks, as at most six disjoint bands. ``other`` is the
+        intersection of six half-planes: part n lies inside the first n - 1 of them and outside of
+        half-plane n.
         """
         if not self.intersect(other).q_stop:
             return [self]
@@ -184,9 +183,7 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the cells of disjoint bands in fewer bands: neighbours join along the keys, then along
-    the queries.
-    """
+    """Return the cells of disjoint bands in fewer bands: neighbours join along keys, then rows."""
     for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
@@ -227,7 +224,7 @@ def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
 
 def _without(band: Band, others: list[Band]) -> list[Band]:
     """Return the cells of a band that none of the others holds; all share cells with it. The middle
-    one comes first: it parts neighbours of one side from those of the other.
+    one parts neighbours of one side from those of the other, so it comes first.
     """
     if not others:
         return [band]

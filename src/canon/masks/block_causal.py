@@ -3,21 +3,19 @@
 Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
-    columns     the number of valid keys with a smaller id; the number of all valid keys for an
-                invalid key
+    columns     the number of valid keys with a smaller id; that of all valid keys for an invalid
+                key
 
 A *stretch* is a run of keys that queries with an interval of levels see together, without the
 neighbours of the run:
 
     columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
-    row = 1    . x . . .        1 < row <= 2   keys 1:3        3 < row        keys 0:5
-    row = 2    . x x . x        1 < row <= 3   keys 4:5
-    row = 3    x x x . x
+    row = 2    . x x . x        1 < row <= 2   keys 1:3        3 < row        keys 0:5
+    row = 3    x x x . x        1 < row <= 3   keys 4:5
 
 Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one
-band. Random ids in r runs make 0.105 r^2 bands; no mask of them has fewer than r^2 / 24.
-
-Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and a run of queries.
+band. Random ids in r runs make 0.105 r^2 bands. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs
+of a stretch and a run of queries.
 """
 
 from collections.abc import Iterator

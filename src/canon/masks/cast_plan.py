@@ -5,14 +5,12 @@ A cast is one all-to-all exchange of K and V; there is none if no rank needs ano
     casts=1, own_keys_first=False    step 0: own keys and cast 0
     casts=2, own_keys_first=True     step 0: own keys        step 1: cast 0        step 2: cast 1
 
-The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
-
-A plan is equal on all ranks. The pieces of a rank are derived at their first use.
+The buffer of a step holds first the rank's own keys, if used, then the received ones by source. A
+plan is equal on all ranks; the pieces of a rank are derived at their first use.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -27,9 +25,7 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions in the sequence: its rows ``row``, ``row`` + 1,
-    ...
-    """
+    """Tokens of rank ``source``, as positions; they are its rows ``row``, ``row`` + 1, ..."""
 
     source: int
     tokens: range
@@ -41,9 +37,7 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True)
 class RankCasts:
-    """The pieces that one rank receives and sends: ``received[cast][source]``,
-    ``sent[cast][receiver]``.
-    """
+    """The pieces of one rank: ``received[cast][source]`` and ``sent[cast][receiver]``."""
 
     received: tuple[tuple[Pieces, ...], ...]
     sent: tuple[tuple[Pieces, ...], ...]
@@ -72,35 +66,18 @@ class RankCasts:
 @dataclass(frozen=True)
 class CastPlan:
     """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether
-    step 0 uses own keys alone. ``casts_of(plan, rank)`` derives the pieces of a rank; cached.
+    step 0 uses own keys alone. ``casts_of(plan, rank)`` derives the pieces of a rank.
     """
 
     mask: Mask
     layout: Layout
     casts: int
     own_keys_first: bool
-    casts_of: "Callable[[CastPlan, int], RankCasts]"
+    casts_of: "Callable[[CastPlan, int], RankCasts]" = field(compare=False)
     granularity: int = 1  # casts send whole units of so many tokens
 
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, CastPlan):
-            return NotImplemented
-        return self is other or self._content == other._content
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @cached_property
-    def _content(self) -> tuple:
-        return self.mask, self.layout, self.casts, self.own_keys_first, self.granularity
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self._content)
-
     def __reduce__(self):
-        *content, granularity = self._content
-        return _unpickled, (FORMAT, *content, self.casts_of, granularity)
+        return _unpickled, (FORMAT, *(getattr(self, each.name) for each in fields(self)))
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +113,7 @@ class CastPlan:
         )
 
     def local_mask(self, step: int, rank: int) -> Mask:
-        """Return the mask between a rank's queries and the buffer of a step. Cached."""
+        """Return the mask between a rank's queries and the buffer of a step."""
         return _local_mask(self, step, rank)
 
     def receive_sizes(self, cast: int, rank: int) -> list[int]:
@@ -170,9 +147,7 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` lists of nearly equal size, larger ones
-    first.
-    """
+    """Divide the pieces of a pair of ranks into ``parts`` nearly equal lists, larger ones first."""
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
     size, larger = divmod(tokens_in(pieces), parts)
@@ -199,10 +174,8 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan of at most ``casts`` casts. ``own_keys_first=None``: by
-    `own_keys_come_first`.
-
-    ``largest``: the most tokens from one rank to another. ``received``: those of all ranks.
+    """Return the plan of at most ``casts`` casts. ``largest``: the most tokens from one rank to
+    another. ``received``: those of all ranks.
     """
     if own_keys_first is None:
         own_keys_first = own_keys_come_first(mask, layout, received)
@@ -215,16 +188,9 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
 
     It does if both hold, in the mean over the ranks: a rank has at least 2^29 visible cells, and
     receives at least half as many tokens as it holds. An additional step costs launches, a merge,
-    and shorter kernels; it hides the cast:
-
-        recorded, tokens of a rank      one step / own first   cells of a rank   received / held
-        packs, 8,192                    0.78 to 1.01           2^23 to 2^25      0.1 to 1.2
-        causal, 8,192, 2 ranks          0.85 to 0.92           2^24              0.75
-        causal, 4,096, 4 and 8 ranks    0.99 to 1.00           2^25 and 2^26     2.25 and 5.25
-        causal, 16,384, 2 ranks         0.96 to 1.01           2^28              0.75
-        causal, 16,384 and more         1.00 to 1.02           2^29 to 2^33      0.75 to 5.25
-
-    Records: paper/data, compared in `tests/masks/test_defaults.py`."""
+    and shorter kernels; it hides the cast. In the records (`tests/masks/test_defaults.py`) a single
+    step takes 0.78 to 1.01 times as long below these limits, and 1.00 to 1.02 times above them.
+    """
     return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 
 
@@ -251,21 +217,21 @@ class PlanReport:
     @property
     def volume(self) -> float:
         """The tokens that all ranks receive, relative to an all-gather."""
-        return sum(self.received) / self._all_gather if self._all_gather else 0.0
+        return self._of_all_gather(sum(self.received))
 
     @property
     def worst_receive(self) -> float:
         """The most tokens that a rank receives, as in `volume`."""
-        return max(self.received) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+        return self._of_all_gather(max(self.received) * len(self.areas))
 
     @property
     def worst_send(self) -> float:
         """The most tokens that a rank sends, likewise."""
-        return max(self.sent) * len(self.areas) / self._all_gather if self._all_gather else 0.0
+        return self._of_all_gather(max(self.sent) * len(self.areas))
 
-    @property
-    def _all_gather(self) -> int:
-        return (len(self.areas) - 1) * self.tokens
+    def _of_all_gather(self, tokens: int) -> float:
+        all_gather = (len(self.areas) - 1) * self.tokens
+        return tokens / all_gather if all_gather else 0.0
 
     def __str__(self) -> str:
         lines = [

@@ -5,8 +5,8 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-Nothing hides the first gather and the last reduction. Smaller groups make them shorter, but each
-split adds a step.
+Smaller groups shorten the first gather and the last reduction, which nothing hides; each split adds
+a step.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,6 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from canon.masks.layout import Layout
-
-__all__ = ["Steps", "default_stride", "gathered_bytes", "head_groups", "steps_of", "strided_steps"]
 
 SCHEDULES = ("scatter", "ring")
 BUDGET = 1 << 30  # bytes of gathered K and V
@@ -46,9 +44,8 @@ def head_groups(
     """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
     above.
 
-    ``option`` is the prefix of ``first_stride`` and ``last_stride`` in errors. Raises ValueError if
-    the stride does not divide the heads, or if f or l is not in (0, stride); also for both with
-    fewer than two full groups.
+    ``option`` is the prefix of both in errors. Raises ValueError if the stride does not divide the
+    heads, if f or l is not in (0, stride), or if both split one group.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")

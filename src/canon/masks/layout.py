@@ -83,10 +83,9 @@ class Layout(metaclass=OpaqueMeta):
     # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return one piece for each rank; larger ones come first.
-
-        Pieces begin at multiples of ``multiple_of`` tokens. Their sizes differ by at most 2
-        ``multiple_of`` - 1."""
+        """Return one piece for each rank; larger ones come first. Pieces begin at multiples of
+        ``multiple_of`` tokens.
+        """
         n = whole("n", n, 0)
         ranks = whole("ranks", ranks, 1)
         multiple_of = whole("multiple_of", multiple_of, 1)
@@ -105,8 +104,8 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
-        """Return the layout in which each document is divided as by `zigzag`, and a rank holds its
-        pieces of all documents.
+        """Return the layout in which a rank holds its pieces of each document, which is divided as
+        by `zigzag`.
 
         ``cu_seqlens``: 0, then the end of each document. Raises ValueError if cu_seqlens does not
         start at 0 or decreases.
@@ -125,16 +124,13 @@ class Layout(metaclass=OpaqueMeta):
 
     @classmethod
     def striped(cls, n: int, ranks: int) -> "Layout":
-        """Return the layout in which rank r holds the tokens r, r + ``ranks``, r + 2 ``ranks``,
-        ...
-        """
+        """Return the layout in which rank r holds every token r + i ``ranks``."""
         n, ranks = whole("n", n, 0), whole("ranks", ranks, 1)
         return cls([[range(r, n, ranks)] for r in range(ranks)], n)
 
     @classmethod
     def concat(cls, layouts: Sequence["Layout"]) -> "Layout":
-        """Return the layout of independent sequences, one after another: a rank holds its tokens of
-        each.
+        """Return the layout of independent sequences, one after another.
 
         Raises ValueError if ranks or steps differ.
         """
@@ -185,7 +181,7 @@ class Layout(metaclass=OpaqueMeta):
         return sum(map(len, self._held(rank)))
 
     def positions(self, rank: int) -> Tensor:
-        """Return the position of each local token in the whole sequence: int64 [t], on the CPU."""
+        """Return the position of each local token in the sequence: int64 [t], on the CPU."""
         pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -199,10 +195,8 @@ class Layout(metaclass=OpaqueMeta):
     # operations
     def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
         """Return the position of each local token in its own document, for the rotary embedding:
-        int64 [t], on the CPU.
-
-        ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError unless it ends at
-        ``tokens``.
+        int64 [t], on the CPU. ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError
+        unless it ends at ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
 
@@ -210,9 +204,7 @@ class Layout(metaclass=OpaqueMeta):
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on
-        ``dim``. Differentiable.
-
-        Raises ValueError if ``x`` does not have ``tokens`` entries there.
+        ``dim``. Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
@@ -241,9 +233,9 @@ class Layout(metaclass=OpaqueMeta):
                 for positions (3, b, n) of a vision model. Their documents need ``cu_seqlens``.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
-        ``labels``: the label of the next token, -100 at the end of each document. Labels of -100
-        stay. Raises ValueError or TypeError for an entry of another shape or type, and where
-        `Mask.from_position_ids` refuses the positions.
+        ``labels``: the label of the next token, -100 at the end of each document. Raises ValueError
+        or TypeError for an entry of another shape or type, and where `Mask.from_position_ids`
+        refuses the positions.
         """
         from canon.ranks.movement import sharded_batch
 
@@ -257,8 +249,7 @@ class Layout(metaclass=OpaqueMeta):
 
         Args:
             x: this rank's tokens along ``dim``.
-            group: a ProcessGroup or a DeviceMesh of one dimension or ("tokens", "heads"), with
-                ``ranks`` ranks; None is all ranks.
+            group: of ``ranks`` ranks, as in `canon.faces`; None is all ranks.
             partial_grad: False: the gradient must be equal on all ranks. Nothing is sent. True: the
                 owner of a token adds the gradients of the ranks in rank order, in float32 (float64
                 for float64), and rounds once.
@@ -276,8 +267,8 @@ class Layout(metaclass=OpaqueMeta):
         collective; differentiable.
 
         One all-to-all moves the tokens, and their gradients back, so every rank must call both
-        passes. ``group``: as in `unshard`. Raises ValueError or TypeError on every rank if
-        arguments do not fit or differ between ranks.
+        passes. Raises ValueError or TypeError on every rank if arguments do not fit or differ
+        between ranks.
         """
         from canon.ranks.movement import redistributed
 
@@ -287,15 +278,12 @@ class Layout(metaclass=OpaqueMeta):
         """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local
         coordinates. Cached.
 
-        Column j is row j of a buffer with the keys of ``k_ranks``, rank after rank, each in local
-        order. Raises ValueError if the mask or a rank does not fit.
+        Columns are the keys of ``k_ranks``, rank after rank, each in local order. Raises ValueError
+        if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
-        if (mask.queries, mask.keys) != (self.tokens, self.tokens):
-            raise ValueError(
-                f"the mask is {mask.queries} x {mask.keys}, the layout has {self.tokens} tokens"
-            )
+        check_size(mask, self)
         several = k_ranks if isinstance(k_ranks, Sequence) else (k_ranks,)
         return _local_mask(
             self, mask, whole("q_rank", q_rank), tuple(whole("k_ranks", rank) for rank in several)
@@ -304,23 +292,31 @@ class Layout(metaclass=OpaqueMeta):
     def divided(self, heads: int) -> "Layout":
         """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
 
-        A plan for the rows of a mesh ("tokens", "heads") so becomes a layout for its ranks:
-        ``dispatch(mask, rows).divided(heads)``. The parts of a row follow its local order, and
-        differ by at most one token.
+        So a plan for the rows of a mesh ("tokens", "heads") becomes a layout for its ranks:
+        ``dispatch(mask, rows).divided(heads)``. Parts follow the local order of the row, and differ
+        by at most one token.
         """
         from canon.masks.rows import divided
 
         return divided(self, heads)
 
     def plot(self, mask: Mask | None = None):
-        """Draw the rows of a mask in the colours of their ranks, and the visible cells of each
-        rank. Return the figure.
+        """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the
+        figure.
 
-        ``mask``: by default causal. Raises ValueError if it does not fit, ModuleNotFoundError
-        without matplotlib."""
+        Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
+        """
         from canon.show.layout_figures import plot_layout
 
         return plot_layout(self, mask)
+
+
+def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
+    """Raise ValueError unless the mask is over the layout's tokens."""
+    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
+        raise ValueError(
+            f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens"
+        )
 
 
 def positions_on(layout: Layout, rank: int, device: torch.device) -> Tensor:

@@ -51,7 +51,7 @@ MOST_BANDS = 200_000
 class Mask(metaclass=OpaqueMeta):
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands.
 
-    Raises ValueError if a band leaves the matrix or two share a cell; TypeError for wrong types.
+    Raises ValueError if a band leaves the matrix or two share a cell.
     """
 
     __slots__ = ("__weakref__", "_digest", "_hash", "_rows", "bands", "keys", "queries")
@@ -185,11 +185,10 @@ class Mask(metaclass=OpaqueMeta):
                                              x x . x .
                                              x x . x x
 
-        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order:
-        node i follows node i - 1 or an ancestor of it. ``lengths[i]`` tokens of node i begin at
-        ``starts[i]``, by default at the end of node i - 1. A token between two nodes is not seen,
-        and sees the ancestors of the node after it. A last node of length 0 makes the mask end at
-        its start. The mask has one band for each node of length > 0.
+        ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order.
+        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i
+        - 1. A token between two nodes is not seen, and sees the ancestors of the node after it. A
+        last node of length 0 makes the mask end at its start.
 
         Raises ValueError that names the node if nodes overlap or are in another order.
         """
@@ -217,8 +216,8 @@ class Mask(metaclass=OpaqueMeta):
         queries: int | None = None,
         keys: int | None = None,
     ) -> "Mask":
-        """Return the mask of MagiAttention's slices. Each slice is a range of queries, a range of
-        keys and a type.
+        """Return the mask of MagiAttention's slices: a range of queries, a range of keys and a
+        type.
 
             type                    sees, in a slice of 2 queries and 3 keys
             0 or "full"             x x x      x x x
@@ -226,8 +225,8 @@ class Mask(metaclass=OpaqueMeta):
             2 or "inverse_causal"   x x x      . x x      aligned at the upper left corner
             3 or "bi_causal"        x x .      . x x      both
 
-        The sizes are by default the largest ends of the ranges. Raises ValueError for slices that
-        share a cell."""
+        The sizes are by default the largest ends. Raises ValueError for slices that share a cell.
+        """
         bands, q_end, k_end = slice_bands(q_ranges, k_ranges, types)
         return cls(bands, q_end if queries is None else queries, k_end if keys is None else keys)
 
@@ -244,12 +243,6 @@ class Mask(metaclass=OpaqueMeta):
     def union(cls, *masks: "Mask") -> "Mask":
         """Return the mask of the cells that one or more of ``masks`` hold. All have one size.
 
-            union(window(5, left=1, right=0),                    x . . . .
-                  ranges([(0, 5)], [(0, 1)], ["full"], keys=5))  x x . . .
-                                                                 x x x . .
-                                                                 x . x x .
-                                                                 x . . x x
-
         Raises ValueError if the sizes differ, or if this takes more than 200,000 bands.
         """
         sizes = sorted({(mask.queries, mask.keys) for mask in list_of("masks", masks, cls)})
@@ -262,11 +255,11 @@ class Mask(metaclass=OpaqueMeta):
     # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
-        """Return the mask of packed documents, causal in each, from positions that restart at 0 at
-        each document.
+        """Return the mask of packed documents, causal in each, from positions that restart at 0.
 
         ``from_position_ids([0, 1, 0, 1, 2])`` equals ``documents([0, 2, 5])``. Positions (b, n)
-        give a tuple of b masks."""
+        give a tuple of b masks.
+        """
         ends, several = position_ends(position_ids)
         masks = tuple(cls.of_disjoint(document_bands(e, True, None)[0], e[-1], e[-1]) for e in ends)
         return masks if several else masks[0]
@@ -274,9 +267,7 @@ class Mask(metaclass=OpaqueMeta):
     @classmethod
     def padding(cls, lengths: Ints, n: int, causal: bool = True) -> "tuple[Mask, ...]":
         """Return one n x n mask for each length. Tokens from the length on see nothing and are not
-        seen.
-
-        Padding on the left: `block_causal` with ``q_valid`` and ``k_valid``.
+        seen. Padding on the left: `block_causal` with ``q_valid`` and ``k_valid``.
         """
         n, high = whole("n", n, 0), 0 if flag("causal", causal) else None
         masks = []
@@ -301,15 +292,9 @@ class Mask(metaclass=OpaqueMeta):
         """Return the mask in which query i sees key j iff both are valid and k_blocks[j] <=
         q_blocks[i].
 
-            block_causal([0, 0, 1, 1])      x x . .
-                                            x x . .
-                                            x x x x
-                                            x x x x
-
         ``k_blocks`` are by default ``q_blocks``. Arguments (b, n) give a tuple of b masks. For pi0,
         `make_att_2d_masks` is ``block_causal(att_masks.cumsum(1), q_valid=pad_masks,
-        k_valid=pad_masks)``. Ascending ids in r runs make at most r bands, random ids about r^2 /
-        9.
+        k_valid=pad_masks)``. Random ids in r runs make about r^2 / 9 bands.
         """
         batch = by_sequence(q_blocks=q_blocks, k_blocks=k_blocks, q_valid=q_valid, k_valid=k_valid)
         if batch is not None:
@@ -354,8 +339,7 @@ class Mask(metaclass=OpaqueMeta):
         return matrix
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "Mask":
-        """Return the mask between these queries and keys, numbered from 0: ``dense()[queries][:,
-        keys]``.
+        """Return the mask between these queries and keys: ``dense()[queries][:, keys]``.
 
         Raises ValueError if a range leaves the mask or runs backwards, or steps differ.
         """
@@ -376,7 +360,7 @@ class Mask(metaclass=OpaqueMeta):
 
     def shift(self, queries: int = 0, keys: int = 0) -> "Mask":
         """Return the mask moved down by ``queries`` and right by ``keys``, which add to its sizes.
-        A negative number cuts rows or columns off at the start.
+        A negative number cuts rows or columns off.
         """
         queries, keys = whole("queries", queries), whole("keys", keys)
         sizes = (
@@ -401,16 +385,11 @@ class Mask(metaclass=OpaqueMeta):
 
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
         """Return the mask in which the tokens of each block also see each other, in both
-        directions: those of an image, or of an answer of a tool.
+        directions: those of an image, for example.
 
-            causal(5).with_blocks([1], [4])      x . . . .
-                                                 x x x x .
-                                                 x x x x .
-                                                 x x x x .
-                                                 x x x x x
-
-        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. All other cells stay. Raises
-        ValueError if the mask is not square, or a block is empty, leaves it or overlaps another."""
+        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. Raises ValueError if the mask is
+        not square, or a block is empty, leaves it or overlaps another.
+        """
         if self.queries != self.keys:
             raise ValueError(
                 f"with_blocks needs a square mask, got {self.queries} x {self.keys}: crop it later"
@@ -419,8 +398,8 @@ class Mask(metaclass=OpaqueMeta):
         return self.union(self, self.of_disjoint(squares, self.queries, self.keys))
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
-        """Return the keys that some query of the ascending ranges sees, as ranges of step 1 that do
-        not touch.
+        """Return the keys that some query of the ascending ranges sees, as ranges that do not
+        touch.
         """
         intervals: list[tuple[int, int]] = []
         for rows in list_of("query_ranges", query_ranges, range):
@@ -430,8 +409,8 @@ class Mask(metaclass=OpaqueMeta):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with one colour for each band, and return the matplotlib axes:
-        ``ax``, or new ones.
+        """Draw the visible cells, with one colour for each band. Return the matplotlib axes, ``ax``
+        or new ones.
 
         Raises ModuleNotFoundError without matplotlib.
         """
@@ -440,9 +419,10 @@ class Mask(metaclass=OpaqueMeta):
         return plot_mask(self, ax)
 
     def bands_near(self, rows: range) -> tuple[Band, ...]:
-        """Return a slice of ``bands`` with all that have queries in ``rows``, and perhaps others.
-        O(log n).
-        """
+        """Return a slice of ``bands`` with all that have queries in ``rows``, perhaps others."""
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
+
+
+Masks = Mask | Sequence[Mask]  # one for all sequences of a batch, or one for each

@@ -93,8 +93,8 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
 
 
 def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
-    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart in
-    0..tokens.
+    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart in the
+    mask.
     """
     begins, ends = whole_numbers("starts", starts), whole_numbers("stops", stops)
     if len(begins) != len(ends):
@@ -146,9 +146,7 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
 
 
 def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
-    """Return the arguments of each sequence of a batch, or None if none is (b, n). Those with one
-    axis serve all.
-    """
+    """Return the arguments of each sequence of a batch, or None if none is (b, n)."""
     rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
     sizes = {name: len(several) for name, several in rows.items() if several is not None}
     if not sizes:
@@ -259,9 +257,7 @@ RangesPerRank = tuple[tuple[range, ...], ...]
 
 
 def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
-    """Return the ranges of each rank, without empty ones, with the common step and the smallest
-    stop.
-    """
+    """Return the ranges of each rank, without empty ones, with one step and the smallest stop."""
     _check_types(ranges_per_rank, tokens)
     steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
     if len(steps) > 1 or min(steps) < 1:

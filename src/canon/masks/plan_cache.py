@@ -3,8 +3,7 @@
 A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. A
 dropped one stays valid while a caller, an autograd context or a stream uses it.
 
-    `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device: 24 masks of
-                                              1M tokens, 32 / 8 heads
+    `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device
     `PARTS`   what only plans are made of     32 MB on the host
 """
 
@@ -12,7 +11,7 @@ import inspect
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 from weakref import finalize
@@ -48,7 +47,7 @@ class PlanCache:
         """Return the plan of ``key``. Make it if it is not in the cache."""
         if (plan := self.get(key)) is None:
             plan = self.put(key, _made(make))
-        for noted in (getattr(_notes, "plans", None), getattr(_notes, "seen", None)):
+        for noted in (_notes.plans, _notes.seen):
             if noted is not None:
                 noted[key] = plan
         return plan
@@ -99,9 +98,7 @@ class PlanCache:
         return [self.on[device] for device, held in size.items() if held and device != "cpu"]
 
     def _shrink(self, device: str) -> None:
-        """Drop the least recently used plans, but not the newest, until the device is within its
-        limit.
-        """
+        """Drop the least recently used plans, but not the newest, down to the limit of a device."""
         keys = self.plans if device == "cpu" else self.on[device]
         while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
             self.drop(next(iter(keys)))
@@ -112,36 +109,44 @@ PARTS = PlanCache(PARTS_LIMIT)
 # tensors that a captured graph reads, by its id and their address
 _captured: dict[int, dict[int, Tensor]] = {}
 _retired: list[dict[int, Tensor]] = []  # those of graphs that have ended, but may still run
-_notes = threading.local()
 
 
-@contextmanager
-def noted_plans() -> Iterator[dict[Any, Any]]:
+class _Notes(threading.local):
+    plans: dict[Any, Any] | None = None
+    seen: dict[Any, Any] | None = None
+    making = False  # a plan, perhaps of parts
+
+
+_notes = _Notes()
+
+
+def noted_plans() -> AbstractContextManager[dict[Any, Any]]:
     """Note the plans that this thread finds or makes inside, by key, but not their parts."""
-    before, _notes.plans = getattr(_notes, "plans", None), {}
-    try:
-        yield _notes.plans
-    finally:
-        _notes.plans = before
+    return _noting("plans")
+
+
+def seen_plans() -> AbstractContextManager[dict[Any, Any]]:
+    """As `noted_plans`, where nothing is made ahead (`are_noted`)."""
+    return _noting("seen")
 
 
 @contextmanager
-def seen_plans() -> Iterator[dict[Any, Any]]:
-    """As `noted_plans`, where nothing is made ahead (`are_noted`)."""
-    before, _notes.seen = getattr(_notes, "seen", None), {}
+def _noting(name: str) -> Iterator[dict[Any, Any]]:
+    before, found = getattr(_notes, name), {}
+    setattr(_notes, name, found)
     try:
-        yield _notes.seen
+        yield found
     finally:
-        _notes.seen = before
+        setattr(_notes, name, before)
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan: outside inference mode, as training may use it, of real tensors, without
+    """Make a plan outside of inference mode, as training may use it, of real tensors, without
     notes.
     """
-    if getattr(_notes, "making", False):  # a part of another plan
+    if _notes.making:  # a part of another plan
         return make()
-    plans, seen = getattr(_notes, "plans", None), getattr(_notes, "seen", None)
+    plans, seen = _notes.plans, _notes.seen
     _notes.plans, _notes.seen, _notes.making = None, None, True
     inference = torch.is_inference_mode_enabled()
     modes = (
@@ -160,7 +165,7 @@ def _made(make: Callable[[], R]) -> R:
 
 def are_noted() -> bool:
     """Return whether this thread is inside `noted_plans`."""
-    return getattr(_notes, "plans", None) is not None
+    return _notes.plans is not None
 
 
 def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
@@ -196,9 +201,7 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream, and for a graph that
-    captures it.
-    """
+    """Keep tensors valid for later kernels of the current stream, or for a captured graph."""
     for x in tensors:
         if not x.is_cuda:
             continue
@@ -210,10 +213,9 @@ def keep_for_stream(*tensors: Tensor) -> None:
 
 def _tensors_of_captured_graph() -> dict[int, Tensor]:
     """Return the tensors that the graph being captured reads, by address. They are kept as long as
-    its CUDAGraph.
-
-    They are then freed when the next capture begins, as `torch.cuda.graph` synchronises the device
-    there. A graph of another kind, or of a torch that does not return it, keeps them for good.
+    its CUDAGraph, and freed when the next capture begins: `torch.cuda.graph` synchronises the
+    device there. Those of a graph of another kind, or of a torch that does not return it, stay for
+    good.
     """
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     if not isinstance(found, torch.cuda.CUDAGraph):
@@ -226,9 +228,7 @@ def _tensors_of_captured_graph() -> dict[int, Tensor]:
 
 
 def sizes(plan: Any) -> Counter:
-    """Return bytes by device: of tensors, tuples, lists, and objects with ``held`` parts or
-    ``nbytes``.
-    """
+    """Return bytes by device: of tensors, tuples, lists, objects with ``held`` or ``nbytes``."""
     total: Counter = Counter()
     _add_sizes(plan, total)
     return total

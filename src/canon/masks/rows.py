@@ -26,7 +26,7 @@ def united(layout: Layout, heads: int) -> Layout:
 
 def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
     """Return the place of each token of a row of `united` among its parts, in rank order: int64, or
-    nothing if the parts have that order already.
+    nothing if they arrive by position.
     """
     pieces = _pieces_of_row(layout, heads, row)
     starts = np.cumsum([0, *map(len, pieces)])

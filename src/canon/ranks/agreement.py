@@ -9,14 +9,12 @@ deadlock:
 
 On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a
 known call continues at once. Its digests are read at the next call, or after a second by a thread,
-which aborts the messages in flight if they cannot succeed. A replayed CUDA graph checks nothing.
+which aborts the messages in flight if they cannot succeed.
 
 After a failure, each running rank answers through the group's store, so errors name the missing
-ranks.
-
-A rank that raises in a pass, KeyboardInterrupt and SystemExit included, writes its exception to the
-store. If the other ranks do not raise the same in that call, the thread of every rank logs the
-exception within 3 s and aborts the group, and the pending or the next call raises it.
+ranks. A rank that raises in a pass writes its exception to the store. If the other ranks do not
+raise the same in that call, every rank logs it within 3 s and aborts the group, and the pending or
+the next call raises it.
 """
 
 import atexit
@@ -26,6 +24,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -55,11 +54,13 @@ _thread: list[threading.Thread] = []
 _ending = threading.Event()
 
 
+@dataclass(eq=False)
 class Liveness:
     """The entries of the ranks of a group in its store."""
 
-    def __init__(self, store: Any, rank: int, ranks: int):
-        self.store, self.rank, self.ranks = store, rank, ranks
+    store: Any
+    rank: int
+    ranks: int
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
         """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
@@ -109,7 +110,7 @@ class Liveness:
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks, but not all, have raised in a call, or ""."""
+        """Return the last exception that some ranks, but not all, have raised, or ""."""
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
@@ -129,15 +130,13 @@ class Liveness:
         return ""
 
     def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all ranks then raise the same
-        text.
-        """
+        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
         with suppress(RuntimeError):
             return self.store.compare_set("raised/first", "", alone).decode()
         return alone
 
     def answer(self, calls: int) -> None:
-        """Write the number of calls of this rank if another rank has reported a failure."""
+        """Write the number of this rank's calls if another rank has reported a failure."""
         if self.store.check(["failure"]):
             self._write("failure", {"calls": calls})
 
@@ -146,18 +145,16 @@ class Liveness:
         self.store.set(f"{about}", "1")
 
 
+@dataclass(eq=False)
 class PendingCall:
     """A call with a posted digest that is not compared yet."""
 
-    def __init__(self, name: str, number: int, digest: int, fields: Fields, post: Any):
-        self.name, self.number, self.digest, self.fields, self.post = (
-            name,
-            number,
-            digest,
-            fields,
-            post,
-        )
-        self.started = time.monotonic()
+    name: str
+    number: int
+    digest: int
+    fields: Fields
+    post: Any
+    started: float = field(default_factory=time.monotonic)
 
 
 class GroupState:
@@ -177,10 +174,8 @@ class GroupState:
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
         self.raised = False  # whether this rank has raised an exception that is not compared yet
-        self.reports, self.doubtful = (
-            0,
-            False,
-        )  # the reports of exceptions that all ranks raised; whether there are others
+        self.reports = 0  # of exceptions that all ranks raised
+        self.doubtful = False  # whether there are others
         self.lock = threading.RLock()
         watch(self)
 
@@ -189,8 +184,9 @@ class GroupState:
         """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
 
         ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks
-        differ, in this call or in the previous one; RuntimeError if a rank is missing, or an error
-        has broken the group."""
+        differ, in this call or the previous one; RuntimeError if a rank is missing, or the group is
+        broken.
+        """
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
             self.settle()
@@ -207,8 +203,8 @@ class GroupState:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call. Wait for them unless they are given. With
-        ``before_messages``, the group stays usable if the ranks differ.
+        """Compare the digests of the pending call, given or awaited. With ``before_messages``, the
+        group stays usable if the ranks differ.
         """
         with self.lock:
             if self.broken:
@@ -264,7 +260,7 @@ class GroupState:
     # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Errors of messages then name the missing
+        """Report an exception inside to the other ranks. Errors of messages then name missing
         ranks.
         """
         try:
@@ -274,7 +270,7 @@ class GroupState:
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
         """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
-        messages. An interrupt stays one, so that the process ends.
+        messages.
         """
         if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
@@ -296,9 +292,7 @@ class GroupState:
 
     # the watching thread
     def look(self) -> None:
-        """Answer a liveness check. Abort the messages of a call that cannot succeed, or after an
-        exception.
-        """
+        """Answer a liveness check. Abort the messages of a call that cannot succeed."""
         if self.broken is None:
             self.liveness.answer(self.calls)
             self._look_for_exceptions()
@@ -316,9 +310,7 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised an exception, and the others have not until the next
-        look.
-        """
+        """Abort the group if a rank has raised, and the others have not until the next look."""
         if (reports := self.liveness.reports()) == self.reports:
             return
         if not (alone := self.liveness.raised_alone()):
@@ -329,16 +321,14 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised this rank's exception, or until it has broken the
-        group.
-        """
+        """Wait until all ranks have raised this rank's exception, or it has broken the group."""
         while not self.broken and self.liveness.raised_alone():
             time.sleep(0.01)
         self.raised = False
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable: some ranks have raised alone. Return the error of later
+        """Make the group unusable, as some ranks have raised alone. Return the error of later
         calls.
         """
         lost = (
@@ -349,7 +339,6 @@ class GroupState:
         return self.broken
 
     def _abort(self, error: Exception) -> None:
-        """Log the error, and end all messages in flight and all waits for digests."""
         logging.getLogger(__name__).error("%s", error)
         self.digests.abort()
         for group in self._groups():
@@ -380,9 +369,7 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is the default group. A collective in the
-    first call.
-    """
+    """Return the state of a group of this rank; None is all ranks. A collective at first."""
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
     if group is None or group not in world.pg_map:
@@ -398,8 +385,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank, or a warning that Python's
-    filters make one, raises on every rank, in its next `GroupState.agree`.
+    """Check the arguments of a collective inside: an error on one rank, or a warning that filters
+    make one, raises on every rank, in its next `GroupState.agree`.
     """
     try:
         yield
@@ -409,6 +396,13 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
                 name, (("function", name), ("arguments", str(error))), wait=True
             )
         raise
+
+
+def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str, Any]) -> None:
+    """Compare a call between the ranks of a group: its name, the dtype of x, and ``fields``."""
+    if ranks > 1:
+        fields = (("function", name), ("dtype", x.dtype), *fields)
+        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
 
 
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
@@ -440,10 +434,8 @@ def _look() -> None:
 @atexit.register
 def _end() -> None:
     """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
-    which aborts the process.
-
-    After an exception in a pass, it first gives the others time to read it: this process may serve
-    the store.
+    which aborts the process. After an exception, first give the others time to read it: this
+    process may serve the store.
     """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)

@@ -5,7 +5,7 @@ continues.
     GatheredDigests    several hosts: an all-gather in the background
 
 A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A
-rank posts call n + 1 after it has read all words for call n, so no word is overwritten too early.
+rank posts call n + 1 after it has read all words for call n: no word is overwritten too early.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,8 @@ class SharedDigests:
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
-        self.words, self.rank, self.ranks, self.timeout = (
-            memoryview(memory)[16:].cast("Q"),
-            rank,
-            ranks,
-            timeout,
-        )
+        self.words = memoryview(memory)[16:].cast("Q")
+        self.rank, self.ranks, self.timeout = rank, ranks, timeout
         self.namespace = pid_namespace()
         self.words[self.place_of_process(rank)] = self.namespace
         self.words[self.place_of_process(rank) + 1] = os.getpid()
@@ -88,20 +85,14 @@ class SharedPost:
     """The words of all ranks for one call."""
 
     def __init__(self, shared: SharedDigests, number: int):
-        self.shared, self.places = (
-            shared,
-            [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)],
-        )
-        self.number = number & 255
+        self.shared, self.number = shared, number & 255
+        self.places = [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
 
     def digests(self) -> list[int] | None:
         """Return the digests, or None if one is missing yet."""
         words = [self.shared.words[place] for place in self.places]
-        return (
-            [word & DIGEST for word in words]
-            if all(word >> 56 == self.number for word in words)
-            else None
-        )
+        complete = all(word >> 56 == self.number for word in words)
+        return [word & DIGEST for word in words] if complete else None
 
     def check_ranks(self) -> None:
         """As `SharedDigests.check_processes`."""
@@ -129,11 +120,13 @@ class SharedPost:
         return digests
 
 
+@dataclass(eq=False)
 class GatheredDigests:
     """All-gathers of digests, by the group that ``channel`` returns. ``abort`` ends their waits."""
 
-    def __init__(self, channel: Any, ranks: int, abort: Callable[[], None]):
-        self.channel, self.ranks, self.abort = channel, ranks, abort
+    channel: Callable[[], Any]
+    ranks: int
+    abort: Callable[[], None]
 
     def post(self, number: int, digest: int) -> "GatheredPost":
         """Start to gather the digests of a call. Return the post."""
@@ -183,9 +176,7 @@ def runs(process: int) -> bool:
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
     """Return memory that all ranks of a group share, or None if one cannot reach it. A collective
-    over the store.
-
-    A secret in the first 16 bytes identifies the file. Rank 0 removes its name.
+    over the store. A secret in the first 16 bytes identifies the file; rank 0 removes its name.
     """
     size = 8 * (SLOTS + 2) * ranks
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()

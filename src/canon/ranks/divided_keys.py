@@ -1,14 +1,9 @@
 """Bring the keys of all ranks to every rank, in order: for ``decode_attention(...,
-rank_invariant=True)``.
-
-A sum over the keys of one rank, merged with others, has other bits than the sum over all keys in
-order. So K, V and masks travel, and each rank computes the call of one rank.
+rank_invariant=True)``. A merge of parts would have other bits than the sum over all keys in order.
 
 Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V,
 padded to the longest. The host waits for the first two.
 """
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,9 +11,8 @@ from torch import Tensor
 
 from canon.masks.band import Band
 from canon.masks.layout import TILE
-from canon.masks.mask import Mask
+from canon.masks.mask import Mask, Masks
 
-Masks = Mask | Sequence[Mask]
 EVERY = -1  # the place of a band of all sequences
 
 
@@ -29,7 +23,7 @@ def keys_of_all_ranks(
     follow each other.
 
     ``mask``: of this rank's keys, or one for each sequence; if a rank has these, they are returned.
-    Raises ValueError, on every rank, if the keys of a rank do not begin at a multiple of 128.
+    Raises ValueError, on every rank, as `check_starts`.
     """
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
@@ -39,7 +33,7 @@ def keys_of_all_ranks(
     counts = k.shape[-3], len(bands), 0 if isinstance(mask, Mask) else len(each)
     sizes = torch.stack(_gathered(torch.tensor(counts, device=k.device), group, ranks)).tolist()
     starts = check_starts(function, [keys for keys, _, _ in sizes])
-    every_band = _gathered(_padded(bands, 0, max(number for _, number, _ in sizes)), group, ranks)
+    every_band = _gathered(_padded(bands, max(number for _, number, _ in sizes)), group, ranks)
     sequences = max(number for _, _, number in sizes)  # 0: one mask on all ranks
     found: list[list[Band]] = [[] for _ in range(max(1, sequences))]
     for (_, number, _), start, numbers in zip(sizes, starts, every_band, strict=False):
@@ -49,7 +43,7 @@ def keys_of_all_ranks(
                 bands_of_one.append(band)
     whole = [Mask.of_disjoint(own, each[0][1].queries, starts[-1]) for own in found]
     both = torch.cat([k.flatten(-2), v.flatten(-2)], -1)
-    parts = _gathered(_padded(both, both.ndim - 2, max(keys for keys, _, _ in sizes)), group, ranks)
+    parts = _gathered(_padded(both, max(keys for keys, _, _ in sizes)), group, ranks)
     both = torch.cat(
         [x.narrow(-2, 0, keys) for x, (keys, _, _) in zip(parts, sizes, strict=True)], -2
     )
@@ -80,7 +74,5 @@ def _gathered(x: Tensor, group: dist.ProcessGroup | None, ranks: int) -> list[Te
     return received
 
 
-def _padded(x: Tensor, dim: int, size: int) -> Tensor:
-    padded = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-    padded.narrow(dim, 0, x.shape[dim]).copy_(x)
-    return padded
+def _padded(x: Tensor, rows: int) -> Tensor:
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - x.shape[-2]))

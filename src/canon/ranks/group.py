@@ -1,9 +1,9 @@
 """The argument ``group`` of every distributed function, and the backends of process groups.
 
 A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
-all ranks, or this process alone without torch.distributed. Or it is a DeviceMesh with the
-dimensions ("tokens", "heads"): attention exchanges heads inside its rows, and for all other
-functions it is the group of its ranks, row after row.
+all ranks, or this process alone without torch.distributed. A DeviceMesh ("tokens", "heads") is for
+attention, which exchanges heads inside its rows; for all other functions it is the group of its
+ranks, row after row.
 
     T = 2, H = 3        row 0: ranks 0 1 2        column 0: ranks 0 3
                         row 1: ranks 3 4 5        column 1: ranks 1 4, ...
@@ -72,9 +72,6 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
 
 @cache
 def _warn_of_one_rank() -> None:
-    """Warn once if a launcher has started several ranks,
-    but torch.distributed is not initialised.
-    """
     if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
         warnings.warn(
             f"canon: WORLD_SIZE is {ranks}, but torch.distributed is not initialised, so this "
@@ -84,11 +81,9 @@ def _warn_of_one_rank() -> None:
 
 
 class Mesh:
-    """This rank's groups in a DeviceMesh ("tokens", "heads").
-
-    Its ``row`` exchanges heads. Its ``column`` has a rank of every row. ``everyone``: all ranks,
-    row after row. ``columns``: their number. References to groups are weak, because the cache of
-    calls keeps a mesh.
+    """This rank's groups in a DeviceMesh ("tokens", "heads"): its ``row`` exchanges heads, its
+    ``column`` has a rank of every row, and ``everyone`` has all ranks, row after row. ``columns``:
+    their number. References are weak, because the cache of calls keeps a mesh.
     """
 
     def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
@@ -117,7 +112,7 @@ _meshes: WeakKeyDictionary[Any, dict[str, Mesh]] = WeakKeyDictionary()  # by col
 
 def mesh_of(name: str, group: Any) -> Mesh | None:
     """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. A
-    collective in the first call of a mesh.
+    collective in the first call.
     """
     if isinstance(group, Mesh):
         return group
@@ -160,6 +155,10 @@ def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
             f"in this order: pass the dimension of the sequence, for example {remedy}"
             + ("" if names else ", and give mesh_dim_names to init_device_mesh")
         )
+    _check_member(name, mesh)
+
+
+def _check_member(name: str, mesh: dist.DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
@@ -182,18 +181,14 @@ def _group_of_mesh(name: str, mesh: "dist.DeviceMesh | Mesh") -> dist.ProcessGro
     assert isinstance(mesh, dist.DeviceMesh)
     if mesh.ndim != 1:  # rows of one rank
         return mesh.get_group(TOKENS_HEADS[0])
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"{name}: rank {dist.get_rank()} is not a member of the mesh: call it on "
-            "the members only"
-        )
+    _check_member(name, mesh)
     return mesh.get_group()
 
 
 def companion_of(
     group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None
 ) -> Any:
-    """Return a new group of the same ranks, which ends when the last reference to ``group`` goes. A
+    """Return a new group of the same ranks, which ends with the last reference to ``group``. A
     collective.
 
     ``store``: of this group alone. ``name``: no other companion of the group has it.
@@ -299,24 +294,23 @@ def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
     """Return the carrier of a group's digests: shared memory, or all-gathers. A collective."""
-    if backend_of(group, torch.device("cpu")) in GATHERING:
-        return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
+    on_cpu = backend_of(group, torch.device("cpu"))
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
         with suppress(AttributeError, RuntimeError):
             timeout = group._get_backend(torch.device(device)).options._timeout
-    if (memory := shared_memory(store, rank, ranks)) is not None:
+    memory = None if on_cpu in GATHERING else shared_memory(store, rank, ranks)
+    if memory is not None:
         return SharedDigests(memory, rank, ranks, timeout.total_seconds())
-    if backend_of(group, torch.device("cpu")) in ("gloo", "mpi"):
+    if on_cpu in ("gloo", "mpi", *GATHERING):
         return GatheredDigests(ref(group), ranks, lambda: None)  # aborted with the group
     channel = companion_of(group, store, "digests", "gloo", timeout)
     return GatheredDigests(lambda: channel, ranks, lambda: abort_group(channel))
 
 
 def abort_group(group: Any) -> None:
-    """End all messages of a group in flight: their waits raise, on this rank at once.
-
-    Gloo has no abort, but a receive that times out closes its connections.
+    """End all messages of a group in flight: their waits raise. Gloo has no abort, but a receive
+    that times out closes its connections.
     """
     group.abort()
     if backend_of(group, torch.device("cpu")) == "gloo":

@@ -9,7 +9,7 @@
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
 W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
-The label of a rank's last token is on another rank. So `shard_batch` shifts labels before it
+The label of a rank's last token is on another rank, so `shard_batch` shifts labels before it
 divides the sequence:
 
     labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
@@ -27,11 +27,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
-from canon.masks.layout import Layout, positions_on
+from canon.masks.layout import Layout, check_size, positions_on
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, document_ends, position_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
-from canon.ranks.agreement import group_state, named_failures, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 
@@ -44,7 +44,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
         flag("unshard: partial_grad", partial_grad)
     x = x.movedim(dim, 0)
-    _agree("unshard", group, ranks, x, layout=layout, partial_grad=partial_grad)
+    _agree("unshard", group, ranks, x, ("layout", layout), ("partial_grad", partial_grad))
     return Unshard.apply(x, layout, rank, group, partial_grad).movedim(0, dim)
 
 
@@ -70,7 +70,7 @@ def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int)
 def _moved(
     x: Tensor, layout: Layout, to: Layout, rank: int, group: dist.ProcessGroup | None
 ) -> Tensor:
-    _agree("redistribute", group, layout.ranks, x, layout=layout, to=to)
+    _agree("redistribute", group, layout.ranks, x, ("layout", layout), ("to", to))
     return Redistribute.apply(x, layout, to, rank, group)
 
 
@@ -85,17 +85,12 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
     return dim
 
 
-def _agree(name: str, group: dist.ProcessGroup | None, ranks: int, x: Tensor, **more: Any) -> None:
+def _agree(name: str, group: Any, ranks: int, x: Tensor, *layouts: tuple[str, Any]) -> None:
     """Compare the call between all ranks. ``x`` has its tokens on dim 0."""
-    if ranks > 1:
-        fields = (
-            ("function", name),
-            ("dtype", x.dtype),
-            ("requires_grad", torch.is_grad_enabled() and x.requires_grad),
-            ("shape without tokens", tuple(x.shape[1:])),
-            *more.items(),
-        )
-        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
+    needs_grad = torch.is_grad_enabled() and x.requires_grad
+    shape = tuple(x.shape[1:])
+    of_x = ("requires_grad", needs_grad), ("shape without tokens", shape)
+    agree(name, group, ranks, x, *of_x, *layouts)
 
 
 class Unshard(torch.autograd.Function):
@@ -142,9 +137,7 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis in rank order, in float32 (float64 for float64), rounded
-    once.
-    """
+    """Return the sum over the first axis, in order, in float32 (float64 for float64)."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand
@@ -232,15 +225,9 @@ def sharded_batch(
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise unless it is well formed and ends at the layout's
-    tokens.
-    """
+    """Return ``cu_seqlens`` as ints. Raise unless it ends at the layout's tokens."""
     if isinstance(cu_seqlens, Mask):
-        if (cu_seqlens.queries, cu_seqlens.keys) != (layout.tokens, layout.tokens):
-            raise ValueError(
-                f"the mask is {cu_seqlens.queries} x {cu_seqlens.keys}, the layout has "
-                f"{layout.tokens} tokens"
-            )
+        check_size(cu_seqlens, layout)
         return _document_ends(cu_seqlens)
     ends = document_ends(cu_seqlens)
     if ends[-1] != layout.tokens:
@@ -249,8 +236,8 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
 
 
 def _document_ends(mask: Mask) -> list[int]:
-    """Return the tokens that do not see the one before them, then the number of tokens. Raise
-    ValueError if one of them sees others before it, as in a tree.
+    """Return the tokens that do not see the one before them, and the end. Raise ValueError if one
+    of them sees others before it, as in a tree.
     """
     starts = torch.ones(mask.keys, dtype=torch.bool, device="cpu")
     for band in mask.bands:
@@ -277,9 +264,6 @@ def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
 
 
 def _checked_dims(layout: Layout, batch: Any, dims: Any) -> dict[str, int]:
-    """Return the dim of the tokens of each entry, 1 unless named. Raise unless all tokens are
-    there.
-    """
     if not isinstance(batch, Mapping) or not batch:
         raise TypeError(
             f"shard_batch: batch must be a dict of one or more tensors, got {shown(batch)}"
@@ -335,7 +319,6 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
 
 
 def _shifted(labels: Tensor, starts: Tensor) -> Tensor:
-    """Return the label of the next token at each place, -100 where a document ends."""
     shifted = torch.full_like(labels, IGNORED)
     shifted[:, :-1] = labels[:, 1:].masked_fill(starts[:, 1:], IGNORED)
     return shifted

@@ -27,12 +27,14 @@ from canon.route.checks import any_device, check_tensors
 if TYPE_CHECKING:
     from canon.route.call import Call
 
-APART = {
-    "sink",
-    "group",
-    "return_lse",
-}  # keyword arguments that are not options: each has a place of its own in the route
-Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor | None, ...]]]
+# keyword arguments that are not options: each has a place of its own in the route
+APART = {"sink", "group", "return_lse"}
+# arguments of an operator: after its tensors, and after its options if it has several ranks
+PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")
+OF_RANKS = ("group", "needs_grad")
+NeedsGrad = tuple[bool, bool, bool]  # of q, k and v
+Gradients = tuple[Tensor | None, ...]  # of each tensor, None where it is not needed
+Passes = tuple[Callable[..., tuple[Tensor, ...]], Callable[..., Gradients]]
 Shapes = tuple[torch.Size, ...]
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,25 +43,11 @@ SIDES: dict[str, "Side"] = {}
 ALGORITHMS: dict[tuple[str, str], "Algorithm"] = {}  # by side and function, for operators
 
 
-def _as_given(
-    options: dict[str, Any], shapes: Shapes, itemsize: int, layout: Layout | None
-) -> dict[str, Any]:
-    return options
-
-
-def _width_of_v(shapes: Shapes) -> int:
-    return shapes[2][-1]
-
-
 def _qkv(
     queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
 ) -> list[tuple[int, ...]]:
     (h, g), (d, dv) = heads, widths
     return [(queries, h, d), (keys, g, d), (keys, g, dv)]
-
-
-def _nothing(shapes: Shapes, mask: Mask) -> int:
-    return 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +60,13 @@ class Declaration:
         tensors, expected    the names of its tensors, and their shapes in words
         check                check(*tensors) raises TypeError or ValueError unless they fit together
         layout               the constructor of the function's own layout
-        resolve              resolve(options, shapes, itemsize, layout) fills in defaults that
-                             depend on these
+        resolve              resolve(options, shapes, itemsize, layout) fills in defaults
         contradictions       options that contradict rank_invariant, besides
                              `rank_invariance.COMMON`
-        keeps                the option with which the forward pass saves tensors besides out and
-                             lse, or ""
+        keeps                the option with which the forward pass saves more tensors, or ""
         value_width          value_width(shapes): the width of V
         more_flops           more_flops(shapes, mask): the FLOPs of a product besides attention's
         shapes               shapes(queries, keys, heads, widths) of valid tensors without a batch
-                             axis, for `prepare`
     """
 
     face: Callable[["Algorithm"], Callable[..., Any]]
@@ -89,11 +74,13 @@ class Declaration:
     expected: str = "q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
     check: Callable[..., None] = check_tensors
     layout: Callable[[int, int], Layout] | None = None
-    resolve: Callable[[dict[str, Any], Shapes, int, Layout | None], dict[str, Any]] = _as_given
+    resolve: Callable[[dict[str, Any], Shapes, int, Layout | None], dict[str, Any]] = (
+        lambda options, *_: options
+    )
     contradictions: Mapping[str, tuple[tuple, str, str]] = field(default_factory=dict)
     keeps: str = ""
-    value_width: Callable[[Shapes], int] = _width_of_v
-    more_flops: Callable[[Shapes, Mask], int] = _nothing
+    value_width: Callable[[Shapes], int] = lambda shapes: shapes[2][-1]
+    more_flops: Callable[[Shapes, Mask], int] = lambda *_: 0
     shapes: Callable[[int, int, tuple[int, int], tuple[int, int]], Sequence[tuple[int, ...]]] = _qkv
 
     @property
@@ -123,6 +110,11 @@ class Declaration:
         """Whether the function runs on one rank and takes no layout."""
         return "group" not in self._parameters
 
+    def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
+        """Return arguments of an operator after its tensors, by name."""
+        names = *PLACED, *self.defaults, *(() if self.is_local else OF_RANKS)
+        return dict(zip(names, values, strict=False))
+
     def _options(self) -> dict[str, inspect.Parameter]:
         return {
             name: x
@@ -144,14 +136,6 @@ class Declaration:
         return self.defaults | options
 
 
-def _no_settings(key: Hashable) -> None:
-    """Return None: the algorithms of this side depend on their arguments alone."""
-
-
-def _no_kernels(call: "Call") -> None:
-    """Compile nothing: this side has no kernels."""
-
-
 def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
     raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
 
@@ -161,26 +145,22 @@ class Side:
     """The properties that all algorithms of a half share.
 
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
-    settings that change the kernels of a call, and ``restored`` is a context with them, for its
-    later passes. ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
-    ``compile_for(call)`` compiles the kernels that calls of this dtype and these heads can need.
-    ``over_mesh``: both passes of a call on a mesh; the side hands them in.
+    settings that change the kernels of a call; ``restored`` is a context with them.
+    ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
+    ``compile_for(call)`` compiles the kernels of the call's model. ``over_mesh``: both passes of a
+    call on a mesh.
     """
 
     name: str
     under_sink: Callable[[Tensor, Tensor, Tensor], Tensor]
-    settings: Callable[[Hashable], Any] = _no_settings
+    settings: Callable[[Hashable], Any] = lambda key: None
     restored: Callable[[Any], AbstractContextManager] = nullcontext
     check_device: Callable[[Tensor], None] = any_device
-    compile_for: Callable[["Call"], None] = _no_kernels
+    compile_for: Callable[["Call"], None] = lambda call: None
     over_mesh: Passes = _no_mesh, _no_mesh
 
     def __post_init__(self):
         SIDES[self.name] = self
-
-
-def _no_parts(call: "Call", backward: bool) -> Iterable[Any]:
-    return ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,11 +178,9 @@ class Algorithm:
     lse. ``max_logits``, if passed, (h,), is raised to the largest score of each head.
 
         invariant    both passes of calls with rank_invariant=True, if they are others
-        plan         plan(call): the state that all calls of one kind share, such as the steps of a
-                     schedule: `Call.plan`
-        parts        parts(call, backward) looks up the plans that the passes look up, and yields
-                     the parts of the call that have kernels: `prepare` launches these on tensors
-                     without memory
+        plan         plan(call): the state that all calls of one kind share: `Call.plan`
+        parts        parts(call, backward) looks up the plans of the passes, and yields the parts of
+                     the call that have kernels, for `prepare`
         kept_rows    kept_rows(call): the first sizes of ``others``
         variants     the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
         notes        sentences for the public docstring that are true of this half only
@@ -211,10 +189,10 @@ class Algorithm:
     side: Side
     declaration: Declaration
     forward: Callable[..., tuple[Tensor, ...]]
-    backward: Callable[..., tuple[Tensor | None, ...]]
+    backward: Callable[..., Gradients]
     invariant: Passes | None = None
     plan: Callable[["Call"], Any] | None = None
-    parts: Callable[["Call", bool], Iterable[Any]] = _no_parts
+    parts: Callable[["Call", bool], Iterable[Any]] = lambda *_: ()
     kept_rows: Callable[["Call"], list[int]] | None = None
     variants: tuple[str, ...] = ()
     notes: str = ""

@@ -1,11 +1,9 @@
 """The one route of every attention function, from a public call to the passes of its algorithm.
 
-ring_attention(q, k, v, ...)      public signature and docstring (`canon.faces`), bound to both
-                                  halves
-attend(algorithm, (q, k, v), ...) autocast, one look-up of the `Call`, agreement between ranks, sink
-Attention.forward                 an autograd Function (`autograd.py`); a traced program takes an
-                                  operator (`operators.py`)
-algorithm.forward(call, q, k, v)  the algorithm of a half
+ring_attention(q, k, v, ...)       public signature and docstring, bound to both halves
+attend(algorithm, (q, k, v), ...)  autocast, one look-up of the `Call`, agreement, sink
+Attention.forward                  an autograd Function; a traced program takes an operator
+algorithm.forward(call, q, k, v)   the algorithm of a half
 """
 
 from collections.abc import Sequence
@@ -14,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.masks.layout import TILE, Layout
-from canon.masks.mask import Mask
+from canon.masks.layout import TILE, Layout, check_size
+from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
 from canon.ranks.group import place_in
 from canon.route.algorithm import Algorithm
@@ -38,28 +36,25 @@ from canon.route.packing import (
     refuse_compilation,
     repeated,
 )
-from canon.route.plan_arguments import check_size
 from canon.route.sink_weights import weighted
 
 
 def attend(
     algorithm: Algorithm,
     tensors: tuple[Tensor, ...],
-    mask: Mask | Sequence[Mask] | None,
+    mask: Masks | None,
     layout: Layout | None,
     sink: Tensor | None,
     return_lse: bool,
     options: dict[str, Any],
     group: Any = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Return out, or a tuple of out, lse and the largest scores. out and lse are differentiable in
-    all tensors.
+    """Return out, or a tuple of out, lse and the largest scores.
 
-    Args: ``tensors``, q, k and v, or those of the declaration, with a batch axis, or packed without
-        it; ``mask``, one for all or a sequence of them; ``options``, the other arguments of the
-        public function by name, in the order of its signature.
-    Raises NotImplementedError under torch.func transforms and forward-mode differentiation, and as
-    `call_of`. A second derivative raises RuntimeError when it is computed.
+    ``tensors``: q, k and v, or those of the declaration, with a batch axis or packed. ``options``:
+    the other arguments of the public function by name, in the order of its signature. Raises as
+    `call_of`, and NotImplementedError under torch.func transforms and forward-mode differentiation.
+    A second derivative raises RuntimeError when it is computed.
     """
     q = tensors[0]
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
@@ -124,9 +119,7 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, rank: int, ranks: int,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, or of one sequence if the masks are equal. Raise if
-    one does not fit it.
-    """
+    """Return the layout of the packed batch, or of one sequence if the masks are equal."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     _, layout = mask_and_layout(
         algorithm.declaration,

@@ -84,9 +84,7 @@ class Attention(torch.autograd.Function):
 
 
 def surroundings(q: Tensor, call: Call, name: str) -> AbstractContextManager:
-    """Turn autocast off, and name the pass ``name`` in traces. If its messages fail, the error
-    names the ranks.
-    """
+    """Turn autocast off, and name the pass in traces and in errors of messages."""
     if (
         call.ranks == 1
         and not torch._C._is_any_autocast_enabled()

@@ -10,9 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F:
-    """Return ``function`` as a member of the module of its ``implementation``, so that it can be
-    pickled.
-
+    """Return ``function`` as a member of the module of its ``implementation``, to be pickled.
     ``notes``: sentences of this half only, which follow the shared docstring.
     """
     function.__module__, function.__qualname__ = implementation.__module__, function.__name__

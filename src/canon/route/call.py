@@ -1,14 +1,11 @@
 """A call of an attention function: its algorithm, and its arguments with all defaults filled in.
 
-    call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
-    out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
-
-`call_of` finds a repeated call by one key. `Call.agree` compares it between all ranks, in every
-pass.
+call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
+out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import ref
@@ -18,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from canon.masks.layout import Layout
+from canon.masks.arguments import flag
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
 from canon.ranks.agreement import GroupState, group_state, refused_together
@@ -38,20 +36,18 @@ from canon.route.checks import (
     warn_of_heads_first,
 )
 from canon.route.mesh_columns import check_heads, of_column
-from canon.route.plan_arguments import check_size, warn_of_planned
+from canon.route.plan_arguments import warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
-PLAIN = frozenset(
-    {type(None), bool, int, float, str, torch.dtype}
-)  # types of options that a key may hold
+# types of options that a key may hold
+PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 class Arguments(NamedTuple):
     """The arguments of a call, as passed. ``options``: all of them, in the order of the signature.
-
-    ``tensors``: q, k and v, or those of the declaration. ``sink``: its kind, if there is one.
+    ``sink``: its kind, if there is one.
     """
 
     tensors: tuple[Tensor, ...]
@@ -81,8 +77,8 @@ class Call:
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. It is the key of everything that depends on the kind. ``layout``
-    is None for `attention`. ``options``: the function's other options. ``settings``: see `Side`.
-    ``shapes``: of the tensors, with a batch axis. ``columns``: of the ``mesh``, 1 without one.
+    is None for `attention`. ``settings``: see `Side`. ``shapes``: of the tensors, with a batch
+    axis. ``columns``: of the ``mesh``, 1 without one.
     """
 
     algorithm: Algorithm
@@ -102,6 +98,9 @@ class Call:
     sink: str | None = None
     columns: int = 1
     mesh: Mesh | None = None
+    # name, fields and digest of each pass, by its name, the tensors that need a gradient, and
+    # `torch.get_deterministic_debug_mode`
+    _digests: dict[tuple, tuple[str, Fields, int]] = field(default_factory=dict, init=False)
 
     @property
     def function(self) -> str:
@@ -115,9 +114,7 @@ class Call:
 
     @property
     def passes(self) -> Passes:
-        """Both passes: with rank_invariant=True the invariant ones; on a mesh those that exchange
-        heads and run `computed`.
-        """
+        """Both passes; on a mesh those that exchange heads and run `computed`."""
         algorithm = self.algorithm
         if self.columns > 1:
             return algorithm.side.over_mesh
@@ -127,9 +124,7 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call that computes: on a mesh, that of a column with its part of the heads, over its
-        rows.
-        """
+        """The call that computes: on a mesh, that of a column with its part of the heads."""
         return self if self.columns == 1 else self._of_column
 
     @cached_property
@@ -147,9 +142,7 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword arguments with which the forward pass finds the largest scores
-        (h,).
-        """
+        """Return the keyword argument with which the forward pass finds the largest scores (h,)."""
         return {
             "max_logits": torch.full(
                 (q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device
@@ -178,17 +171,13 @@ class Call:
 
     @cached_property
     def plan(self) -> Any:
-        """The plan of the algorithm. Raises ValueError, on every rank, if an option does not fit
-        the tensors.
-        """
+        """The plan of the algorithm. Raises ValueError if an option does not fit."""
         make = self.algorithm.plan
         assert make is not None
         return PLANS.find((Call, self), lambda: make(self))  # so that the cache counts its memory
 
     def local_mask(self, owner: int) -> Mask:
-        """Return the mask between this rank's queries and the keys of ``owner``, in local
-        coordinates.
-        """
+        """Return the mask between this rank's queries and the keys of ``owner``."""
         return (
             self.mask
             if self.layout is None
@@ -204,11 +193,8 @@ class Call:
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
-        names, shapes, (scale, softcap) = (
-            self.algorithm.declaration.tensors,
-            self.shapes,
-            split_scale(self.scale),
-        )
+        names, shapes = self.algorithm.declaration.tensors, self.shapes
+        scale, softcap = split_scale(self.scale)
         return (
             ("function", self.function),
             ("half", self.algorithm.side.name),
@@ -236,16 +222,9 @@ class Call:
             ),
         )
 
-    @cached_property
-    def _digests(self) -> dict[tuple[str, tuple[bool, ...], int], tuple[str, Fields, int]]:
-        """Name, fields and digest of each pass, by its name, the tensors that need a gradient, and
-        `torch.get_deterministic_debug_mode`.
-        """
-        return {}
-
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
         """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks
-        at the start of its pass ``name``. Raises like `GroupState.agree`.
+        at the start of a pass. Raises like `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))
@@ -285,7 +264,7 @@ def checked_call(
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults filled in; a repeated one is found by its key.
+    """Return the call with its defaults; a repeated one is found by its key.
 
     Raises ValueError or TypeError on every rank.
     """
@@ -388,10 +367,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
         for name, x in options.items()
         if name not in ("scale", "softcap", "reduce_dtype", "backward")
     }
-    if not isinstance(own["return_max_logits"], bool):
-        raise TypeError(
-            f"return_max_logits must be True or False, got {own['return_max_logits']!r}"
-        )
+    flag("return_max_logits", own["return_max_logits"])
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
@@ -410,7 +386,7 @@ def mask_and_layout(
     layout: Layout | None,
     rank: int,
     ranks: int,
-    rank_invariant: bool = False,
+    rank_invariant: bool,
 ) -> tuple[Mask, Layout]:
     """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
     if q.shape[-3] != k.shape[-3]:

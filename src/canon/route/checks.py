@@ -1,9 +1,11 @@
-"""Checks of tensors and options, and the defaults of both halves."""
+"""Checks of tensors and options, and the defaults of both halves. A wrong type raises TypeError, a
+value that does not fit ValueError.
+"""
 
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ METHODS = ("auto", "fused", "split", "head_parallel")
 # of |dS| = |P (dout v^T - delta)| in float16, where `canon.fast` rounds dS to the dtype of q
 LARGEST_DS = 65504.0
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NAMES_OF_DTYPES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 
 
 class CappedScale(NamedTuple):
@@ -52,10 +55,8 @@ def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError or ValueError unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all
-    packed, fit together.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    """Raise unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
+    for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         wrong = "expected q, k, v all (b, t, heads, width) or all packed (t, heads, width)"
@@ -63,25 +64,28 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         wrong = "q, k, v must share the batch, and k, v their tokens and heads"
     elif q.shape[-1] != k.shape[-1] or 0 in (q.shape[-1], v.shape[-1]):
         wrong = "q and k must have one width, and no width may be 0"
-    elif 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
-    elif not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ValueError(
-            f"q, k, v must share one dtype of {names}, got {q.dtype}, {k.dtype}, "
-            f"{v.dtype}: cast them"
-        )
-    elif not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}: move them"
-        )
     else:
-        return
-    raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+        wrong = ""
+    if wrong:
+        raise ValueError(f"{wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if 0 in (q.shape[-2], k.shape[-2]) or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"{q.shape[-2]} query heads are not a multiple of {k.shape[-2]} key heads")
+    check_alike(("q", "k", "v"), (q, k, v))
+
+
+def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError unless the tensors share one dtype of `DTYPES` and one device."""
+    shared = f"{', '.join(names)} must"
+    if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES:
+        given = ", ".join(str(x.dtype) for x in tensors)
+        raise ValueError(f"{shared} share one dtype of {NAMES_OF_DTYPES}, got {given}: cast them")
+    if len({x.device for x in tensors}) > 1:
+        given = ", ".join(str(x.device) for x in tensors)
+        raise ValueError(f"{shared} be on one device, got {given}: move them")
 
 
 def check_tensor(name: str, x: Any) -> None:
-    """Raise TypeError or ValueError unless ``x`` is a plain dense tensor with data."""
+    """Raise unless ``x`` is a plain dense tensor with data."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
@@ -101,7 +105,7 @@ def check_tensor(name: str, x: Any) -> None:
 
 
 def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
-    """Raise TypeError or ValueError unless the mask fits the tokens of q and k."""
+    """Raise unless the mask fits the tokens of q and k."""
     check_mask_type(mask, name)
     if (mask.queries, mask.keys) != (q.shape[-3], k.shape[-3]):
         raise ValueError(
@@ -114,15 +118,13 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
 
 
 def transpose_hint(*expected: tuple[Tensor, int]) -> str:
-    """Return a remedy if each tensor has the expected tokens on the axis of its heads, else ""."""
+    """Return a remedy if the tensors have the expected tokens on the axis of heads, else ""."""
     swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
     return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width): without a
-    mask and a layout, if q has as many heads as k, and fewer tokens than heads.
-    """
+    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width)."""
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
@@ -210,9 +212,7 @@ def check_method(name: str, method: str) -> None:
 
 
 def check_sink(q: Tensor, sink: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless ``sink`` is None or has a logit for each head of q, on
-    its device.
-    """
+    """Raise unless ``sink`` is None or has a logit for each head of q."""
     if sink is None:
         return
     check_tensor("sink", sink)
@@ -239,9 +239,7 @@ def kind_of_sink(sink: Tensor | None) -> str | None:
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask for None. Raise TypeError or ValueError if it does not
-    fit.
-    """
+    """Return ``mask``, or the causal mask for None. Raise for a misfit."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(
@@ -257,9 +255,7 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
-    """Return ``scale``, or 1 / sqrt(d) for None, with the soft-cap. Raise TypeError or ValueError
-    if invalid.
-    """
+    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap. Raise unless they are numbers."""
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
     return number if cap is None else CappedScale(number, cap)
@@ -279,7 +275,7 @@ def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.d
 
 
 def checked_softcap(softcap: float | None) -> float | None:
-    """Return the soft-cap, None or a positive number, or raise TypeError or ValueError."""
+    """Return the soft-cap, None or a positive number."""
     if softcap is None:
         return None
     cap = _number("softcap", softcap, "it is a constant of the model")
@@ -304,11 +300,8 @@ def _number(name: str, x: Any, remedy: str) -> float:
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype and run
-    without autocast.
-
-    float64 is not cast, as in `torch.nn.functional.scaled_dot_product_attention`. The function has
-    its name in traces of torch.profiler.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, except
+    float64, and run without autocast. The function has its name in traces of torch.profiler.
     """
 
     def _decorate(function: Callable) -> Callable:

@@ -1,26 +1,22 @@
-"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`. Visible cells count,
-not the dense square.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`, over visible cells.
 
-    cells       of the mask, between this rank's queries and the keys of all ranks; so the ranks'
-                counts add up
+    cells       of the mask, between this rank's queries and all keys; the ranks' counts add up
     forward     2 cells b h (d + dv)
     backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h
                 (d + dv) for dk and dv
 
-`latent_attention` also projects the tokens that this rank's queries see, by up_weight (rows, rank):
-2 b tokens rows rank FLOPs more forward. Backward has as many more for K and V, for the gradient of
-the latents, and for that of up_weight.
-
-Unneeded gradients and the repeated scores of ``backward="split"`` count 0, as in torch's formula of
-`scaled_dot_product_attention`. So do dk and dv that the owner of the keys computes with
-``rank_invariant=True``.
+`latent_attention` also projects the tokens that this rank's queries see: 2 b tokens rows rank FLOPs
+by up_weight (rows, rank). Backward has as many for K and V, for the gradient of the latents, and
+for that of up_weight. Unneeded gradients and the repeated scores of ``backward="split"`` count 0,
+as in torch's formula of `scaled_dot_product_attention`. So do dk and dv that the owner of the keys
+computes with ``rank_invariant=True``.
 
 `torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are
 registered at a call under a dispatch mode, after a program has imported it.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,26 +28,20 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.rows import united
 from canon.ranks.group import group_named
-from canon.route.algorithm import DECLARATIONS, Declaration, Shapes
+from canon.route.algorithm import DECLARATIONS, Declaration
 from canon.route.call import mask_and_layout, place_of
 from canon.route.checks import batched, default_mask
 
-Named = Callable[[Declaration, tuple, dict[str, Any]], dict[str, Any]]
 
-
-def register_formulas(named: Named) -> None:
-    """Register the formulas if flop_counter is loaded, also with the counters that are active.
-
-    ``named(declaration, arguments, keywords)`` returns all arguments of an operator after its
-    tensors, by name."""
+def register_formulas() -> None:
+    """Register the formulas if flop_counter is loaded, also with the counters that are active."""
     if (counting := sys.modules.get("torch.utils.flop_counter")) is None:
         return
     formulas = {}
     for function, declaration in DECLARATIONS.items():
-        formulas[getattr(torch.ops.canon, function)] = partial(_forward, named, declaration)
-        formulas[getattr(torch.ops.canon, f"{function}_backward")] = partial(
-            _backward, named, declaration
-        )
+        formulas[getattr(torch.ops.canon, function)] = partial(_forward, declaration)
+        backward = getattr(torch.ops.canon, f"{function}_backward")
+        formulas[backward] = partial(_backward, declaration)
     modes: list[Any] = [
         x for x in _get_current_dispatch_mode_stack() if isinstance(x, counting._FlopCounterMode)
     ]
@@ -60,18 +50,13 @@ def register_formulas(named: Named) -> None:
             registry.setdefault(operator, formula)
 
 
-def _forward(
-    named: Named, declaration: Declaration, *given: Any, out_val: Any, **keywords: Any
-) -> int:
+def _forward(declaration: Declaration, *given: Any, out_val: Any, **keywords: Any) -> int:
     number = len(declaration.tensors)
-    tensors, options = batched(*given[:number]), named(declaration, given[number:], keywords)
-    (local, heads), shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
-    both = tensors[0].shape[-1] + declaration.value_width(shapes)
-    return 2 * _cells(tensors[0], local, heads) * both + declaration.more_flops(shapes, local)
+    options = declaration.by_name(given[number:]) | keywords
+    return _flops(declaration, given[:number], options)
 
 
 def _backward(
-    named: Named,
     declaration: Declaration,
     needs_grad: list[bool],
     dout: Tensor,
@@ -81,35 +66,38 @@ def _backward(
     **keywords: Any,
 ) -> int:
     number = len(declaration.tensors)  # out, lse and kept follow
-    tensors, options = batched(*given[:number]), named(declaration, given[number + 3 :], keywords)
-    (local, heads), shapes = _local_mask(declaration, tensors, options), _shapes(tensors)
-    d, both = tensors[0].shape[-1], tensors[0].shape[-1] + declaration.value_width(shapes)
-    attended = (
-        2
-        * _cells(tensors[0], local, heads)
-        * (both + d * needs_grad[0] + both * any(needs_grad[1:]))
-    )
-    products = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
-    return attended + products * declaration.more_flops(shapes, local)
+    options = declaration.by_name(given[number + 3 :]) | keywords
+    needed = needs_grad[0], any(needs_grad[1:])
+    projections = 1 + any(needs_grad[1:3]) + any(needs_grad[3:])
+    return _flops(declaration, given[:number], options, *needed, projections)
 
 
-def _shapes(tensors: Sequence[Tensor]) -> Shapes:
-    return tuple(x.shape for x in tensors)
-
-
-def _cells(q: Tensor, local: Mask, heads: int) -> int:
-    return local.area * q.shape[0] * q.shape[2] // heads
+def _flops(
+    declaration: Declaration,
+    tensors: Sequence[Tensor],
+    options: dict[str, Any],
+    dq: bool = False,
+    dkdv: bool = False,
+    projections: int = 1,
+) -> int:
+    """Return the FLOPs of two products over the cells, of the gradients and of ``projections``."""
+    q, k, *_ = tensors = batched(*tensors)
+    shapes = tuple(x.shape for x in tensors)
+    mask, columns = _local_mask(declaration, q, k, options)
+    cells = mask.area * q.shape[0] * q.shape[2] // columns
+    d, both = q.shape[-1], q.shape[-1] + declaration.value_width(shapes)
+    more = projections * declaration.more_flops(shapes, mask)
+    return 2 * cells * (both + d * dq + both * dkdv) + more
 
 
 def _local_mask(
-    declaration: Declaration, tensors: Sequence[Tensor], options: dict[str, Any]
+    declaration: Declaration, q: Tensor, k: Tensor, options: dict[str, Any]
 ) -> tuple[Mask, int]:
     """Return the mask between the queries that this rank computes and all keys, and the ranks that
     share the heads.
     """
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
-    q, k, *_ = tensors
     if declaration.is_local:
         return default_mask(q, k, mask), 1
     place = place_of(declaration.name, group_named(options["group"]))

@@ -6,17 +6,14 @@ checkpointing.
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed
                                       ones of dq, dk, dv
 
-There is a pair for each declared function, for both halves. Eager calls take an autograd Function,
-which costs less host time. An operator finds its `Call` when it runs, not when it is traced.
-
-A mask or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one
-graph serves all masks. A group travels as its name. Results own their memory and are contiguous.
+Each declared function has a pair, which serves both halves. Eager calls take an autograd Function,
+which costs less host time. An operator finds its `Call` when it runs, not when it is traced. A mask
+or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one graph
+serves all masks. A group travels as its name. Results own their memory and are contiguous.
 
 Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. A wrong sink of a compiled call raises on its own rank only. An option that
-keeps tensors, such as ``keep_kv``, keeps as many rows as the mask needs: a compiled graph needs
-torch._dynamo.config.capture_dynamic_output_shape_ops. A compiled function cannot use attributes or
-methods of masks and layouts, except `unshard` and `redistribute`.
+leave the operators out. A wrong sink of a compiled call raises on its own rank only. Others:
+paper/in_your_program.md#torchcompile-and-torchexport.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +28,15 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.opaque import registered
 from canon.ranks.group import group_named, name_of
-from canon.route.algorithm import ALGORITHMS, DECLARATIONS, SIDES, Algorithm, Declaration, Side
+from canon.route.algorithm import (
+    ALGORITHMS,
+    DECLARATIONS,
+    PLACED,
+    SIDES,
+    Algorithm,
+    Declaration,
+    Side,
+)
 from canon.route.autograd import (
     NO_MAXIMA,
     NO_SECOND_DERIVATIVE,
@@ -45,9 +50,6 @@ from canon.route.flops import register_formulas
 MASK, LAYOUT = registered(Mask), registered(Layout, ("unshard", "redistribute"))
 NO_MASK, NO_LAYOUT = Mask.full(0), Layout([[]], 0)  # an operator takes no optional opaque object
 EXPORTS = torch.__version__ >= "2.13"
-# arguments after the tensors
-PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")
-OF_RANKS = ("group", "needs_grad")  # arguments after the options, of functions of several ranks
 BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can call them
 
 
@@ -66,13 +68,10 @@ def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tenso
             "torch.export of canon needs torch >= 2.13: older versions do not take "
             "masks as constants"
         )
-    compiling, side, (tensors, mask, layout, group, options, _) = (
-        torch.compiler.is_compiling(),
-        algorithm.side,
-        given,
-    )
+    tensors, mask, layout, group, options, _ = given
+    compiling, side = torch.compiler.is_compiling(), algorithm.side
     if not compiling:
-        register_formulas(_by_name)
+        register_formulas()
         check_differentiation(*tensors)
     if mask is not None:
         check_mask_type(mask)
@@ -104,7 +103,7 @@ def _call(
     """Find the call, with the settings of its half inside. Several ranks agree on its pass
     ``pass_name``.
     """
-    named = dict(zip((*PLACED, *_names(DECLARATIONS[function])), options, strict=True))
+    named = DECLARATIONS[function].by_name(options)
     mask, has_mask, layout, has_layout, half, settings = (named.pop(name) for name in PLACED)
     mask, layout = mask if has_mask else None, layout if has_layout else None
     algorithm = ALGORITHMS[half, function]
@@ -119,9 +118,6 @@ def _call(
 
 
 def _check_settings(side: Side, settings: str | None) -> None:
-    """Raise RuntimeError if another backend surrounds a compiled function than at its
-    compilation.
-    """
     in_backward = torch._C._current_graph_task_id() != -1
     if not in_backward and (chosen := side.settings(None)) not in (None, settings):
         compiled = (
@@ -131,14 +127,6 @@ def _check_settings(side: Side, settings: str | None) -> None:
             f"backend({chosen!r}) surrounds a function that was compiled {compiled}: compile "
             "another copy"
         )
-
-
-def _names(declaration: Declaration) -> tuple[str, ...]:
-    return (*declaration.defaults, *(() if declaration.is_local else OF_RANKS))
-
-
-def _by_name(declaration: Declaration, values: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip((*PLACED, *_names(declaration)), values, strict=False)) | keywords
 
 
 def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
@@ -211,7 +199,7 @@ def _fake_forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
         raise ValueError(f"expected {declaration.expected}, got {shapes}")
     *batch, t, h, _ = q.shape
     width = max(0, declaration.value_width(tuple(x.shape for x in tensors)))
-    named = _by_name(declaration, tuple(rest), {})
+    named = declaration.by_name(rest)
     max_logits = q.new_empty(h if named["return_max_logits"] else 0, dtype=torch.float32)
     lse = q.new_empty(*batch, h, t, dtype=accumulate_dtype(q.dtype))
     results = q.new_empty(*batch, t, h, width), lse, max_logits

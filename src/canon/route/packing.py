@@ -1,10 +1,8 @@
-"""Attend with a mask for each sequence of a batch: the batch becomes one packed sequence under a
-block-diagonal mask.
+"""Attend with a mask for each sequence of a batch, as one packed sequence under a block-diagonal
+mask.
 
 q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
-it.
-
-On several ranks the layout of one sequence is repeated.
+it. On several ranks the layout of one sequence is repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from torch import Tensor
 from canon.masks.layout import TILE, Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
+from canon.route.algorithm import Gradients
 from canon.route.checks import check_gradients, check_mask, check_tensors, refuse_numbers
 
 
@@ -29,8 +28,7 @@ def attend_each(
     **options: Any,
 ) -> Any:
     """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
-    each sequence. ``on_tiles``: each must begin on a tile, so others are computed one after
-    another.
+    each sequence. ``on_tiles``: each begins on a tile, so others are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)
@@ -75,7 +73,7 @@ def differentiate_each(
     dlse: Tensor | None,
     delta: Tensor | None,
     **options: Any,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """As `attention_backward`, here ``differentiate``, with a mask for each sequence."""
     check_masks(q, k, v, masks)
     if not differ(masks):
@@ -94,9 +92,7 @@ def differentiate_each(
 
 
 def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
-    """Raise TypeError or ValueError unless q, k and v fit together and each sequence has a fitting
-    mask.
-    """
+    """Raise unless q, k and v fit together and each sequence has a fitting mask."""
     check_tensors(q, k, v)
     check_each_mask(q, k, masks, check_mask)
 
@@ -104,9 +100,7 @@ def check_masks(q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> None:
 def check_each_mask(
     q: Tensor, k: Tensor, masks: Sequence[Mask], check: Callable[..., None]
 ) -> None:
-    """Raise TypeError or ValueError unless each sequence has a mask that passes ``check(q, k, mask,
-    name)``.
-    """
+    """Raise unless each sequence has a mask that passes ``check(q, k, mask, name)``."""
     refuse_numbers(masks)
     if q.ndim == 3:
         raise ValueError(

@@ -1,8 +1,7 @@
 """Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their
-defaults.
+defaults. A wrong type raises TypeError, a value that does not fit ValueError.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Rational, Real
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
-from canon.masks.layout import TILE, Layout
-from canon.masks.mask import Mask
+from canon.masks.layout import TILE, Layout, check_size
+from canon.masks.mask import Mask, Masks
 from canon.ranks.group import place_in
 from canon.route.checks import refuse_numbers
 from canon.route.packing import block_diagonal, differ
@@ -45,7 +44,7 @@ def check_rows(
     received: bool = False,
 ) -> tuple[int, Sizes]:
     """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the
-    plan and the rows of ``x``, with ``received`` those that the rank receives.
+    plan and the rows of ``x``, sent or ``received``.
     """
     _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
@@ -78,9 +77,6 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
 def default_chunk(tokens: int, ranks: int) -> int:
     """Return a chunk of 1024 tokens, shorter for 8 chunks a rank, longer for at most 32.
 
-        tokens of a rank    4,096    8,192    32,768    131,072
-        chunk                 512    1,024     1,024      4,096
-
     Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number.
     The length is a multiple of 128, the tile of a kernel, if possible, or else of 16.
     """
@@ -90,9 +86,9 @@ def default_chunk(tokens: int, ranks: int) -> int:
     return unit * max(1, most // unit, least)
 
 
-def one_mask(mask: Mask | Sequence[Mask]) -> tuple[Mask, int]:
+def one_mask(mask: Masks) -> tuple[Mask, int]:
     """Return the mask that `dispatch` plans, and its number of sequences: different masks become
-    one block-diagonal mask. Raise TypeError or ValueError unless all are square and of one size.
+    one block-diagonal mask.
     """
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
@@ -128,12 +124,10 @@ def checked_dispatch(
     cells_per_us: int,
     tokens_per_us: int,
     swaps_per_chunk: int,
-    rank_invariant: bool = False,
+    rank_invariant: bool,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
-    one fraction, for the results of `one_mask`.
-
-    Warn if an explicit chunk leaves a rank empty although a shorter one would not.
+    one fraction, for the results of `one_mask`. Warn if an explicit chunk leaves a rank empty.
     """
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
     cells_per_us = whole("cells_per_us", cells_per_us, 1)
@@ -153,10 +147,7 @@ def checked_dispatch(
             f"imbalance={imbalance} are too large for "
             f"{mask.area} cells in 64 bits: only the ratio of the two rates matters, so divide both"
         )
-    if not isinstance(rank_invariant, bool):
-        raise TypeError(
-            f"dispatch: rank_invariant must be True or False, got {shown(rank_invariant)}"
-        )
+    flag("dispatch: rank_invariant", rank_invariant)
     tokens = mask.queries // sequences
     together, default = checked_chunk(chunk, tokens, ranks), default_chunk(tokens, ranks)
     if rank_invariant:
@@ -185,9 +176,7 @@ def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
 
 
 def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
-    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
-    fits.
-    """
+    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another."""
     planned = (
         PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
     )
@@ -201,25 +190,16 @@ def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_def
 
 
 def check_cast(mask: Mask, layout: Layout) -> None:
-    """Raise TypeError or ValueError if the mask or the layout of a plan is wrong."""
+    """Raise if the mask or the layout of a plan is wrong."""
     for name, value, kind in (("mask", mask, Mask), ("layout", layout, Layout)):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be a {kind.__name__}, got {shown(value)}")
     check_size(mask, layout)
 
 
-def check_size(mask: Mask, layout: Layout, name: str = "the mask") -> None:
-    """Raise ValueError unless the mask is over the layout's tokens."""
-    if (mask.queries, mask.keys) != (layout.tokens, layout.tokens):
-        raise ValueError(
-            f"{name} is {mask.queries} x {mask.keys}, the layout has {layout.tokens} tokens"
-        )
-
-
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
     """Return the options of a cast plan with their defaults: own keys first before several casts,
-    and before a single one by `own_keys_come_first` (None). Raise TypeError or ValueError if they
-    do not fit.
+    and before a single one by `own_keys_come_first` (None).
     """
     casts = 1 if casts is None else whole("casts", casts, 1)
     if own_keys_first is None:

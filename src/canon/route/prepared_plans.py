@@ -1,10 +1,10 @@
 """Plans that are made ahead of a call, perhaps in another process, and the checks of the arguments
 of `prepare`.
 
-data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
-queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
-thread of the loader      plans.pin_memory(), with DataLoader(pin_memory=True)
-training process          plans.load(), then magi_attention(q, k, v, plans.mask, plans.layout, ...)
+    data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
+    queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
+    thread of the loader      plans.pin_memory(), with DataLoader(pin_memory=True)
+    training process          plans.load(), then a call with plans.mask and plans.layout
 """
 
 from collections.abc import Hashable
@@ -16,22 +16,19 @@ import torch
 import torch.distributed as dist
 
 from canon.masks import plan_cache
-from canon.masks.arguments import shown, whole
-from canon.masks.layout import Layout
+from canon.masks.arguments import flag, shown, whole
+from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.route.algorithm import ALGORITHMS, APART, DECLARATIONS, Declaration, Side
 from canon.route.call import Arguments, Call, Place, made_call
 from canon.route.checks import DTYPES, cached, check_mask_type
-from canon.route.plan_arguments import check_size
 
 
 @dataclass(frozen=True, eq=False)
 class PreparedPlans:
-    """The plans of one call on one rank, as pairs of a key in the cache and a plan, to be
-    pickled.
-    """
+    """The plans of one call on one rank, as pairs of a key and a plan, to be pickled."""
 
     mask: Mask
     layout: Layout | None
@@ -46,11 +43,8 @@ class PreparedPlans:
         return object.__new__(cls)
 
     def load(self) -> None:
-        """Put the plans into the cache of this process, shortly before the call: it keeps its limit
-        of bytes.
-
-        Pass ``mask`` and ``layout`` of this object to the call: other objects take longer to
-        compare.
+        """Put the plans into the cache of this process, shortly before the call. Pass ``mask`` and
+        ``layout`` of this object to it: other objects take longer to compare.
         """
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)
@@ -93,9 +87,7 @@ class Preparation:
     options: dict[str, Any]
 
     def call(self, side: Side) -> Call:
-        """Return the call, of tensors without memory. Raise ValueError or TypeError unless the
-        arguments fit.
-        """
+        """Return the call, of tensors without memory. Raise unless the arguments fit."""
         if self.function not in DECLARATIONS:
             expected = ", ".join(map(repr, DECLARATIONS))
             raise ValueError(
@@ -108,10 +100,7 @@ class Preparation:
                 "prepare: dtype must be float64, float32, float16 or bfloat16, got "
                 f"{shown(self.dtype)}"
             )
-        if not isinstance(self.requires_grad, bool):
-            raise TypeError(
-                f"prepare: requires_grad must be True or False, got {shown(self.requires_grad)}"
-            )
+        flag("prepare: requires_grad", self.requires_grad)
         batch = whole("batch", self.batch, 1)
         heads, widths = _pair("heads", self.heads), _pair("widths", self.widths)
         if heads[0] % heads[1]:
@@ -145,9 +134,7 @@ class Preparation:
         return PreparedPlans(self.mask, self.layout, tuple(plans.items()))
 
     def _place(self, declaration: Declaration) -> Place:
-        """Return the rank: by default this process's, if its group has as many ranks as the
-        layout.
-        """
+        """Return the rank: by default this process's, if its group fits the layout."""
         layout, rank = self.layout, self.rank
         if declaration.is_local:
             if layout is not None or rank not in (None, 0) or self.mesh_heads != 1:

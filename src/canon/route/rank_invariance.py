@@ -2,24 +2,9 @@
 
 **Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that
 it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
-dtype, widths, kernel backend, GPU model and versions. They depend on nothing else.
-return_max_logits=True selects the Triton backend. A document that moves by a multiple of 128 tokens
-keeps its bits.
-
-    equal bits                                       call
-    training on any number of ranks                  `strided_attention`, `magi_attention`, layouts
-                                                     cut at multiples of 128
-    prefill in chunks of any size                    `attention` with Mask.causal(queries, keys)
-    decoding, token by token                         `decode_attention`, keys of several ranks cut
-                                                     at multiples of 128
-    another batch, other heads, a mask for each      any
-    among other documents                            documents that begin at multiples of 128
-    a branch of a tree                               a tree packed with multiple_of=128
-    gradient                                         equal to that of the sequence alone
-    dq                                               as out: of every query
-    dk, dv of keys that only this sequence sees      yes, for equal ``backward``; "auto" is "split"
-    dk, dv of a shared trunk                         no: a sum over the queries of all branches, in
-                                                     the order of their positions
+dtype, widths, kernel backend, GPU model and versions, and on nothing else. return_max_logits=True
+selects the Triton backend. The calls and the gradients that so have equal bits:
+paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
 
 **Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions.
 A row of a tile of queries has a state: maximum m, sum l, output o.
@@ -27,35 +12,33 @@ A row of a tile of queries has a state: maximum m, sum l, output o.
 1. A row's tiles are visited once each, in order. All bands between two tiles make one visit
    (`canon.fast.tables.key_order`).
 2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns
-   of the tile. The MMA and the reductions of a row read no other row. A product of fixed shape adds
-   in a fixed order. So the step is a function of the row's state, its scores, and its hidden
-   columns.
-3. A full tile skips the select, which would select every score: the result is the same.
-4. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
+   of the tile. The MMA and the reductions of a row read no other row, and a product of fixed shape
+   adds in a fixed order. So the step is a function of the row's state, its scores, and its hidden
+   columns. A full tile skips the select, which would select every score.
+3. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
    there.
-5. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
+4. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
    0. Before the first visible key it is (-inf, 0, 0), which the first step multiplies by 0.
-6. By 1 to 5 the sequence of states is a function of the visible keys by column of their tile. Rows
+5. By 1 to 4 the sequence of states is a function of the visible keys by column of their tile. Rows
    of a tile, their class, the packing of heads and the order of work tiles occur nowhere.
-7. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
+6. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
    by m, l and s of the row. A vote of a warp only adds steps that multiply by 1.
-8. The configuration follows from dtype and widths: tiles have equal widths whether they are full or
-   not.
+7. The configuration follows from dtype and widths alone.
 
-Limits: o of -0 may become 0 in 4 and 5. A NaN reaches others in its tile
+Few queries are not summed in parts of the keys. On Hopper all SMs compute the weights of their keys
+at once, and sum them in the order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 6
+a row's weights follow from its scores and the maximum of its first visible tile, and columns of o
+do not mix.
+
+Limits: o of -0 may become 0 in 3 and 4. A NaN reaches others in its tile
 (`canon.fast.kernels.triton.launch`). On "cuda" bits also depend on the bands of the mask, because a
 tile is visited once for each of its bands. CPU products need one thread.
-
-Few queries are not summed in parts of the keys (`canon.fast.tables.key_parts`). On Hopper all SMs
-compute the weights of their keys at once, and sum them in the order of the keys
-(`canon.fast.kernels.gluon.few_queries`). By 2 and 7 a row's weights follow from its scores and the
-maximum of its first visible tile, and columns of o do not mix.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from canon.masks.arguments import shown
+from canon.masks.arguments import flag
 from canon.masks.band import Band
 from canon.masks.layout import TILE, Layout, placed
 from canon.masks.mask import Mask
@@ -87,14 +70,11 @@ def contiguous_tiles(tokens: int, ranks: int) -> Layout:
 def check_rank_invariant(
     function: str, contradictions: Contradictions, options: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options, by
-    `COMMON` and ``contradictions`` of the function, do not contradict.
+    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do
+    not contradict.
     """
     rank_invariant = options.get("rank_invariant", False)
-    if not isinstance(rank_invariant, bool):
-        raise TypeError(
-            f"{function}: rank_invariant must be True or False, got {shown(rank_invariant)}"
-        )
+    flag(f"{function}: rank_invariant", rank_invariant)
     for name, (allowed, reason, remedy) in (
         {**COMMON, **contradictions}.items() if rank_invariant else ()
     ):
@@ -106,8 +86,8 @@ def check_rank_invariant(
 
 
 def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces begin at multiples of 128 tokens, in the sequence and on
-    their rank.
+    """Raise ValueError unless all pieces begin at multiples of 128, in the sequence and on the
+    rank.
     """
     if (wrong := _misplaced(layout)) is None:
         return

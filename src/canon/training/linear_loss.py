@@ -1,27 +1,24 @@
 """`linear_sequence_loss`: projection and loss chunk by chunk of tokens, with the gradients in the
 same pass.
 
-for each chunk
-    logits = softcap(hidden W^T + bias)    c x V float32; with ``vocab_group`` V of all columns
-    maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
-    dhidden, dW, dbias                     all-reduce of dhidden over ``vocab_group``: 4 c D bytes
+    for each chunk
+        logits = softcap(hidden W^T + bias)    c x V float32; with ``vocab_group`` V of all columns
+        maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
+        dhidden, dW, dbias                     all-reduce of dhidden over it: 4 c D bytes
 
 Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are
-more than 8,192 chunks: n additions in float32 err by at most n / 2^25 of the parts' sizes, for n =
-8,192 by one rounding to float16. The sums for weight and bias are multiplied by the gradient of the
-loss in the backward pass, and rounded there, once.
+more than 8,192 chunks: n additions in float32 err by at most n / 2^25 of the parts' sizes. The sums
+for weight and bias are multiplied by the gradient of the loss in the backward pass, and rounded
+there, once.
 
-Cost for N tokens of width D: 6 N D V FLOPs, of them 4 N D V for gradients. Peak memory in bytes,
-beyond inputs, gradients and results, if D <= V / 32:
-
-    float32, float64    forward    1.2 L           L = 4 c V (8 c V) bytes of logits
-    bfloat16, float16   forward    1.2 L + 2 D V   the float32 sum for weight takes 4 D V, and its
-                        backward   4 D V           gradient 2 D V, both at one time; 4 D V more with
-                                                   float64 sums
+Cost for N tokens of width D: 6 N D V FLOPs. Peak memory in bytes, beyond inputs, gradients and
+results, if D <= V / 32: 1.2 L for L = 4 c V (8 c V) bytes of logits. In 16 bits also 2 D V forward,
+and 4 D V backward, for the float32 sum of the weight; 4 D V more with float64 sums.
 
 Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also
-torch.nn.functional.linear_cross_entropy, which has no soft-cap, z-loss, token weights or divided
-vocabulary. The latter: Shoeybi et al., Megatron-LM (2019), section 3."""
+torch.nn.functional.linear_cross_entropy; divided vocabulary, Shoeybi et al., Megatron-LM (2019),
+section 3.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import whole
-from canon.ranks.agreement import named_failures, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 from canon.route.autograd import undifferentiable
 from canon.route.checks import DTYPES, accumulate_dtype, check_tensor, under_autocast
 from canon.training.losses import (
     Items,
-    agree,
     check_labels,
     check_range,
     check_weights,
@@ -88,7 +84,7 @@ def linear_sequence_loss(
             With ``vocab_group`` this rank's rows, at least one; the slices follow each other in
             rank order. Labels count in the whole vocabulary.
         softcap: logits become softcap * tanh(logits / softcap).
-        z_loss: factor of the mean of lse squared, which is added. Mean: that of the loss.
+        z_loss: factor of the mean of lse squared, which is added.
         label_smoothing: part of the target, 0 to 1, that is divided equally over the vocabulary.
         chunk: tokens whose logits exist at one time; None is 2,048.
         vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
@@ -135,17 +131,12 @@ def linear_sequence_loss(
             ("chunk", chunk),
             ("requires_grad of hidden", needs[0]),
         )
-        agree(name, vocab_group, slices, hidden, shared)
+        agree(name, vocab_group, slices, hidden, *shared)
         first, vocabulary = _place_in_vocabulary(linear_weight, vocab_group, place, slices)
         if isinstance(vocabulary, int):
             check_range(shift_labels, ignore_index, vocabulary)
-    agree(
-        name,
-        group,
-        ranks,
-        hidden,
-        (*fields, ("vocabulary", vocabulary if isinstance(vocabulary, int) else None)),
-    )
+    size = vocabulary if isinstance(vocabulary, int) else None
+    agree(name, group, ranks, hidden, *fields, ("vocabulary", size))
     labels, weights = shift_labels.flatten(), None if weights is None else weights.flatten()
     terms = _Terms(
         labels,
@@ -184,7 +175,6 @@ class _Terms:
     slices: int
 
     def factors(self, part: slice, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each token's loss: its weight, or 0 without a label."""
         valid = self.labels[part] != self.ignore_index
         return (
             valid.to(dtype)
@@ -232,8 +222,6 @@ class _Terms:
 
 
 class _LinearSum(torch.autograd.Function):
-    """The sum of this rank's losses, with gradients computed in the forward pass."""
-
     @staticmethod
     def forward(ctx, hidden, weight, bias, terms, needs):
         rows, accumulate = hidden.flatten(0, -2), accumulate_dtype(hidden.dtype)
@@ -374,7 +362,6 @@ def _check_head(hidden: Tensor, weight: Any, bias: Any) -> None:
 
 
 def _check_groups(group: Any, vocab_group: Any, ranks: int, slices: int) -> None:
-    """Raise ValueError if the two groups share another rank than this one."""
     if min(ranks, slices) > 1:
         shared = set(dist.get_process_group_ranks(group)) & set(
             dist.get_process_group_ranks(vocab_group)

@@ -1,5 +1,5 @@
-"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks and its mean,
-for `linear_loss.py`.
+"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks, which raise
+TypeError or ValueError, and its mean, for `linear_loss.py`.
 """
 
 import math
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from canon.masks.arguments import shown, whole
-from canon.ranks.agreement import group_state, refused_together
+from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 from canon.route.checks import accumulate_dtype, check_tensor
@@ -40,24 +40,22 @@ def sequence_loss(
             divides by their sum, so they must be finite and at least 0. Weight 0 counts as no
             label. With num_items_in_batch, they may have any sign.
         num_items_in_batch: divide by this number instead, counted over all ranks of the group and
-            all microbatches. Then the losses of microbatches add up, and each token counts equally.
-            1 gives the sum.
-        group: the ranks that hold the sequence, a ProcessGroup or a DeviceMesh of one dimension or
-            ("tokens", "heads"); None is all ranks.
+            all microbatches. Then the losses of microbatches add up. 1 gives the sum.
+        group: the ranks that hold the sequence, as in `canon.faces`.
         ignore_index: the label of tokens without a loss.
 
-    If rank r has the sum S_r over n_r valid tokens, the loss of n ranks is L = (S_1 + ... + S_n) /
-    (n_1 + ... + n_n). Its gradient is that of n S_r / (n_1 + ... + n_n), because DDP and FSDP2
-    average over ranks. Where gradients are added, divide the loss by n. With the group of context
-    ranks, each data rank counts equally; with that of all ranks, each token does.
+    The gradient on each of n ranks is n times that of its own tokens' part of the mean, because DDP
+    and FSDP2 average over ranks. Where gradients are added, divide the loss by n. With the group of
+    context ranks, each data rank counts equally; with that of all ranks, each token does.
 
     Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64
     for float64), and added in float64. Cost: one all-reduce of 16 bytes.
 
     Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On
     a GPU, a label outside the vocabulary is a device-side assertion, and a `num_items_in_batch` in
-    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them;
-    a CUDA graph does not check them."""
+    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them,
+    except in a CUDA graph.
+    """
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
     with refused_together(name, group, ranks):
@@ -72,7 +70,7 @@ def sequence_loss(
         ("weights", None if weights is None else "given"),
         ("num_items_in_batch", items if isinstance(items, float | None) else "a tensor"),
     )
-    agree(name, group, ranks, logits, fields)
+    agree(name, group, ranks, logits, *fields)
     scores = logits.flatten(0, -2).to(accumulate_dtype(logits.dtype))
     labels = shift_labels.flatten()
     counted = (
@@ -90,12 +88,12 @@ def sequence_loss(
 def mean_of_ranks(
     name: str, own: Tensor, counted: Tensor, items: Any, group: Any, ranks: int
 ) -> Tensor:
-    """Return the sum of all ranks' ``own``, divided by ``items``, or by the sum of ``counted`` if
-    that is None.
+    """Return the sum of all ranks' ``own``, divided by ``items``, or else by the sum of
+    ``counted``.
     """
     totals = torch.stack([own.detach().double(), counted])
     if ranks > 1:
-        with group_state(group).failures(name):
+        with named_failures(name, group, ranks):
             dist.all_reduce(totals, group=group)
     divisor = totals[1] if items is None else torch.zeros_like(totals[1]) + items
     divisor = torch.where(divisor == 0, 1, divisor)
@@ -126,17 +124,8 @@ def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tenso
     )
 
 
-def agree(name: str, group: Any, ranks: int, x: Tensor, fields: tuple) -> None:
-    """Compare a call between the ranks of a group."""
-    if ranks > 1:
-        fields = (("function", name), ("dtype", x.dtype), *fields)
-        group_state(group).agree(name, fields, wait=x.device.type == "cpu")
-
-
 def number_of_items(value: Any) -> float | Tensor | None:
-    """Return `num_items_in_batch` as a float, or a tensor on a GPU unread. Raise unless it is >= 0
-    or None.
-    """
+    """Return `num_items_in_batch` as a float, or a tensor on a GPU unread; None stays."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
     return (
@@ -147,7 +136,7 @@ def number_of_items(value: Any) -> float | Tensor | None:
 
 
 def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``, or raise TypeError or
+    """Return a finite number from 0 to ``most``, or above ``above``; or raise TypeError or
     ValueError.
     """
     expected = (
@@ -162,9 +151,7 @@ def number(name: str, value: Any, most: float = math.inf, above: float | None = 
 
 
 def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None:
-    """Raise TypeError or ValueError unless x, labels and weights fit. ``expected``: name and axes
-    of x.
-    """
+    """Raise unless x, labels and weights fit. ``expected``: of x."""
     name = expected.split()[0]
     given = {name: x, "shift_labels": shift_labels} | (
         {} if weights is None else {"weights": weights}

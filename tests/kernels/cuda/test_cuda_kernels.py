@@ -17,6 +17,7 @@ from canon.fast import backward, local
 from canon.fast.kernels.cuda import launch
 from canon.fast.kernels.cuda.config import Config, shared_bytes
 from canon.fast.kernels.launcher import Gpu
+from canon.fast.tables.cells import Cells
 from canon.testing.judge import Attended, agreement, oracle, orders
 
 if shutil.which("g++") is None:
@@ -74,9 +75,9 @@ def attend(
     dv = new(v, v.shape[-1])
     lse = torch.full(dlse.shape, torch.nan)
     with emulated(**how):
-        local.forward_into(q, k, v, mask, scale, out, lse)
+        local.forward_into(q, k, v, Cells(mask), scale, out, lse)
         queries = backward.QueryInputs(dout, q, lse, backward.make_delta(dout, out, lse, dlse))
-        backward.backward_into(queries, k, v, mask, scale, method, dq, dk, dv)
+        backward.backward_into(queries, k, v, Cells(mask), scale, method, dq, dk, dv)
     return Attended(out, lse, dq, dk, dv)
 
 

@@ -12,6 +12,7 @@ from canon import Band, Mask, simulator
 from canon.fast import local
 from canon.fast.kernels.gluon import config, ptx, stale_maximum
 from canon.fast.kernels.gluon.config import Config
+from canon.fast.tables.cells import Cells
 
 pytestmark = HOPPER_ONLY
 LN2 = 0.6931471805599453
@@ -164,7 +165,8 @@ def test_the_rounding_of_a_key_that_outweighs_all_others_does_not_show(d, tiles)
     k[:, 300, :, 0], v[:, 300] = 1, 1
     out = torch.empty(v.shape, device=DEVICE)
     with config.forced(forward=tiles), hopper():
-        local.forward_into(q, k, v, mask, LN2, out, torch.empty(1, 1, mask.queries, device=DEVICE))
+        lse = torch.empty(1, 1, mask.queries, device=DEVICE)
+        local.forward_into(q, k, v, Cells(mask), LN2, out, lse)
     share = torch.sigmoid(weight.double() * LN2)[None, :, None, None]
     off = (out - share).abs()
     bound = 2**-8 * torch.where(share < 0.5, share, (1 - share) * tiles.stale_maximum)
