@@ -3,7 +3,7 @@
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
 the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -52,14 +52,10 @@ TABLE: dict[tuple[str, Widths], Config] = {
 }
 # For queries that see more tiles of keys than the number (`launch.tiles_seen`).
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
-    ("forward", (64, 64)): {
-        3: Config(128, 128, 4, 2, ping_pong=True, stale_maximum=True),
-        6: Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True),
-    },
-    ("forward", (128, 128)): {6: Config(128, 128, 3, ping_pong=True, stale_maximum=True)},
-    ("forward", (256, 128)): {3: Config(128, 64, 3, ping_pong=True, stale_maximum=True)},
-    ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
+    ("forward", pads): {few: replace(TABLE["forward", pads], stale_maximum=True)}
+    for pads, few in {(64, 64): 3, (128, 128): 6, (256, 128): 3, (256, 256): 3}.items()
 }
+LONG_TABLE["forward", (64, 64)][6] = replace(LONG_TABLE["forward", (64, 64)][3], rows=192)
 TILES_SEEN = sorted({few for table in LONG_TABLE.values() for few in table})
 # For the kernel of `forward_plain`, which tests and measurements force.
 PLAIN: dict[Widths, Config] = {

@@ -18,8 +18,8 @@ tickets (`dq_order`). For each tile an adder does (if not ORDERED, only 3 to 5):
     6. `wait_for_reductions`: without it, step 7 would publish an addition in flight
     7. write its own ticket with `store_release`
 
-These steps are a chain of round trips to L2, about as long as the MMAs of a tile. So two adders
-take turns, each with one buffer of dQ. Consecutive tiles belong to different tiles of dq."""
+These round trips to L2 last about as long as the MMAs of a tile. So two adders take turns, each
+with one buffer of dQ."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

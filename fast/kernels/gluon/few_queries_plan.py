@@ -62,9 +62,7 @@ class FewQueriesPlan(NamedTuple):
 
 @device_plan
 def few_queries_plan(cells: Cells, pack: int, columns: int, each: int) -> FewQueriesPlan:
-    """Return the plan for ``pack`` heads in a tile, ``columns`` keys in a tile, at most ``each``
-    tiles in a chunk.
-    """
+    """Return the plan for tiles of ``pack`` heads and ``columns`` keys, ``each`` in a chunk."""
     tokens = tokens_of_tile(cells, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
     schedule = tile_schedule.__wrapped__(cells, traversal)
@@ -125,7 +123,7 @@ def is_few(cells: Cells, columns: int) -> bool:
 @cached_plan
 def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
     """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
-    visits. A tile visits all keys that any of its queries sees.
+    visits.
     """
     most = min(ROWS // pack, 1 << (cells.sizes[0] - 1).bit_length())
     found = {
