@@ -2,7 +2,7 @@
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
 "dkdv". ``parts`` warps share rows, and divide the columns and widths. Few warps with many registers
-are fastest: 32 rows a warp (rows * parts / warps) use each fragment twice.
+are fastest.
 """
 
 from dataclasses import dataclass, replace
