@@ -81,10 +81,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
-    """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
-
-    Raises ValueError for other widths, and for too little shared memory.
-    """
+    """Return the configuration for widths d and dv, or raise ValueError."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):

@@ -1,4 +1,4 @@
-"""Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
+"""Configurations of the Hopper kernels, by kernel and padded head widths.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
 the others."""
@@ -72,7 +72,7 @@ backend.FORCED.append(FORCED)
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
+    """Return the bytes of shared memory for padded widths, with 1 KB for barriers."""
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
@@ -91,7 +91,7 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 def choose(
     kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
 ) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths for heads d and dv wide, or raise ValueError.
+    """Return the configuration and the padded widths, or raise ValueError.
 
     ``seen``: mean tiles that a query sees, for `LONG_TABLE`, with at most ``most_rows`` rows."""
     fitting = padded_to(kernel, d, dv)

@@ -54,8 +54,7 @@ class DqExchange:
     dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that
     reads it is complete.
 
-        D_PAD = 128    Both read it. At ds_full of tile t - 1 the other one arrived after completing
-                       its own MMA.
+        D_PAD = 128    Both read it, and arrive at ds_full of tile t - 1 after this MMA.
         D_PAD = 64     One reads it. It completes this MMA before it writes dS, and before it
                        arrives at ds_full of tile t - 1, where the other one waits."""
 

@@ -14,8 +14,7 @@ large. So a CTA computes the first visible tiles of its rows, then the weights o
 There is no loader, so that an SM holds two CTAs: the warpgroup waits for k.full, arrives at k.free
 after S, and waits there itself before it loads the next K.
 
-Where several ranks divide the keys (`canon.fast.decode_in_order`), the kernel runs twice on each:
-for the maxima of first visible tiles, then for the weights.
+`canon.fast.decode_in_order` runs it twice on each rank: for the maxima, then for the weights.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3, also chooses a maximum ahead and repeats."""
 
@@ -68,7 +67,7 @@ def place_of_rows(batch, head, packed, token, heads, tokens):
 
 @gluon.jit
 def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
-    """Return the first token of a tile, the end of its tokens, its batch and its first head."""
+    """Return the first token of a tile, their end, its batch and its first head."""
     work_tile = work + WORK_TILE * (1 + tile)
     first, stop = gl.load(work_tile + FIRST_TOKEN), gl.load(work_tile + STOP_TOKEN)
     batch, head = place_of_set(set_, heads, PACK)

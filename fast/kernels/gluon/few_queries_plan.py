@@ -35,9 +35,9 @@ class FewQueriesPlan(NamedTuple):
 
     work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
     chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
-    first_chunks  (n, 4): as ``chunks``, one for each tile of queries and first visit of its rows
-    order         visits of the chunks: those that are computed again, then their own; at the end,
-                  those of ``first_chunks``
+    first_chunks  (n, 4): likewise, one for each tile of queries and first visit of its rows
+    order         visits of the chunks, first those that are computed again; then those of
+                  ``first_chunks``
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk

@@ -6,8 +6,8 @@
 
 A column of O depends on no other, so a CTA computes 16 to 64 of them. The MMAs of two visits are in
 flight: with the same accumulator they follow each other without a wait. Boxes leave out rows of P
-that do not exist, which are 0 from the start. Where several ranks divide the keys, `sums_kernel`
-continues the sums of the rank before, and `results_kernel` divides those over all keys."""
+that do not exist, which are 0 from the start. On several ranks, `sums_kernel` continues the sums of
+the rank before, and `results_kernel` divides the last ones."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -73,9 +73,10 @@ def slice_of_cta(call):
     """Return this CTA's first column of V, set, tile of queries, and range of visits."""
     SLICES: gl.constexpr = call.DV_PAD // call.SLICE
     part = gl.program_id(0) // SLICES
-    column, set_, tile = gl.program_id(0) % SLICES * call.SLICE, part % call.sets, part // call.sets
+    tile = part // call.sets
     entry = call.tiles + 2 * tile + VISITS_BEGIN
-    return column, set_, tile, gl.load(entry), gl.load(entry + 2)
+    column = gl.program_id(0) % SLICES * call.SLICE
+    return column, part % call.sets, tile, gl.load(entry), gl.load(entry + 2)
 
 
 @gluon.jit

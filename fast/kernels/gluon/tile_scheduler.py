@@ -105,9 +105,9 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile.
-
-    The launch fills ``fully_masked_rows`` first: rows without spans, and those between them."""
+    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile. The launch first fills
+    ``fully_masked_rows``: rows without spans, and those between them.
+    """
 
     work: Any  # an array, or a tensor on a device
     work_tiles: int
