@@ -130,11 +130,12 @@ def issue_scores(q_tile, k, ring):
     """Issue S = Q K^T once K has arrived."""
     ROWS: gl.constexpr = q_tile.shape[1]
     COLUMNS: gl.constexpr = k.tiles.shape[2]
+    D_PAD: gl.constexpr = k.tiles.shape[4]
     mbarrier.wait(k.full.index(ring.slot), ring.parity)
     k_tile = k.operand(ring.slot).permute((1, 0))
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS))
     return hopper.warpgroup_mma(
-        q_tile.reshape([ROWS, q_tile.shape[3]]), k_tile, nothing, use_acc=False, is_async=True
+        q_tile.reshape([ROWS, D_PAD]), k_tile, nothing, use_acc=False, is_async=True
     )
 
 
@@ -142,7 +143,8 @@ def issue_scores(q_tile, k, ring):
 def issue_output(p, v, o, ring):
     """Issue O += P V once V has arrived."""
     mbarrier.wait(v.full.index(ring.slot), ring.parity)
-    return hopper.warpgroup_mma(p, v.operand(ring.slot), o, is_async=True)
+    v_tile = v.operand(ring.slot)
+    return hopper.warpgroup_mma(p, v_tile, o, is_async=True)
 
 
 @gluon.jit
