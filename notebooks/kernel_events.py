@@ -36,7 +36,7 @@ LANES = {  # partition of the kernel: the name of its lane
         "differentiate [1]": "warpgroup 1",
     },
 }
-_SOURCE = re.compile(r"(\w+) = |.*\b(?:load_box|tma_load)\((\w+)_desc")
+_SOURCE = re.compile(r"(\w+) = |.*\b(?:load_box|load_tile|tma_load)\((\w+)_desc")
 _HELD = {"forward": ("Q",), "split": ("K", "V"), "fused": ("K", "V")}  # loaded once for a work tile
 
 

@@ -42,9 +42,9 @@ CONDITIONS = {  # as the sources write them
     "FUSED": ("FUSED", "c.FUSED"),
     "HALVES": ("c.D_PAD > 64",),
     "ORDERED": ("ORDERED", "c.ORDERED"),
-    "PING_PONG": ("PING_PONG", "wg.PING_PONG"),
+    "PING_PONG": ("PING_PONG", "wg.c.PING_PONG"),
     "P_AFTER_O": ("P_AFTER_O", "not P_AFTER_O"),
-    "STALE_MAXIMUM": ("wg.STALE_MAXIMUM",),
+    "STALE_MAXIMUM": ("wg.c.STALE_MAXIMUM",),
 }
 
 

@@ -8,7 +8,6 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = "src", "reference", "fast", "notebooks", "paper", "tests"
 SUFFIXES = {".py", ".c", ".cu", ".cuh", ".h"}
 LONGER = {  # files with their own limits, which may fall and not rise
-    "fast/kernels/gluon/launch.py": 538,
     "tests/faces/test_arguments.py": 600,
     "tests/test_structure.py": 403,
 }

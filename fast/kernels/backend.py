@@ -1,14 +1,8 @@
 """What a kernel backend declares, so that adding one takes a folder and a line in
 `canon.fast.device`.
 
-    kernels    the attention kernels: forward, dq, dkdv and the row statistics (`Kernels`)
-    rows       merge, delta, sinks, copies and sums of rows (`Rows`); "gluon" and "cuda" use those
-               of "triton"
-    serves     the tensors for which the automatic choice may take it
-    check      raises for tensors that it does not support, when it was chosen by name
-
-Both modules are imported when they are first used. Passes write into given tensors, of any strides;
-work tables, masks and scratch are their own affair.
+Its two modules, `Kernels` and `Rows`, are imported when they are first used. Their functions write
+into given tensors, of any strides.
 """
 
 from collections.abc import Callable
@@ -21,99 +15,22 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from canon.fast.tables.cells import Cells
-from canon.masks.mask import Mask
-from canon.route.checks import Scale
-
 # configurations that are forced, by kernel: a dict for each backend that has some
 FORCED: list[dict[str, Any]] = []
 
 
 class Kernels(Protocol):
-    """The attention kernels of a backend. q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv); lse and
-    delta (b, h, t).
+    """The attention kernels: `canon.fast.kernels.torch.launch` describes each. q (b, t, h, d),
+    k (b, s, g, d), v (b, s, g, dv); lse and delta (b, h, t).
     """
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cells: Cells,
-        scale: Scale,
-        out: Tensor,
-        lse: Tensor,
-        /,
-    ) -> None:
-        """Write out (b, t, h, dv) and lse; raise an eighth argument (h,) to the largest scores if
-        "max_logits" is an extra.
-        """
-        ...
-
-    def dq(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        statistics: Any,
-        cells: Cells,
-        scale: Scale,
-        dq: Tensor,
-        /,
-    ) -> None:
-        """Write dq (b, t, h, d)."""
-        ...
-
-    def dkdv(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        statistics: Any,
-        cells: Cells,
-        scale: Scale,
-        dk: Tensor,
-        dv: Tensor,
-        dq: Tensor | None = None,
-        ordered: bool = False,
-        /,
-    ) -> None:
-        """Write dk and dv of key heads or query heads. Fused: also add to ``dq``, in a fixed order
-        if ``ordered``.
-        """
-        ...
-
-    def choose_method(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        multiprocessors: int,
-        repeats: bool,
-        sends: bool,
-        /,
-    ) -> str:
-        """Return the backward method for "auto". ``repeats``, ``sends``: as in
-        `canon.fast.backward.Method`.
-        """
-        ...
-
-    def empty_statistics(self, lse: Tensor, /) -> Tensor | None:
-        """Allocate what `row_statistics` writes, if it writes anything."""
-        ...
-
-    def row_statistics(self, lse: Tensor, delta: Tensor, statistics: Any = None, /) -> Any:
-        """Return lse and delta as `dq` and `dkdv` read them."""
-        ...
-
-    def make_row_statistics(
-        self, dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, /
-    ) -> Any:
-        """Compute delta, and return the same."""
-        ...
+    forward: Callable[..., None]
+    dq: Callable[..., None]
+    dkdv: Callable[..., None]
+    choose_method: Callable[..., str]
+    empty_statistics: Callable[[Tensor], Tensor | None]
+    row_statistics: Callable[..., Any]
+    make_row_statistics: Callable[..., Any]
 
 
 class Rows(Protocol):
@@ -141,10 +58,9 @@ class Backend:
     is that of the backward pass, "split" for the forward pass. ``check_device(x)`` raises
     RuntimeError or ValueError if its row operations do not run on the device of x, and ``check(q)``
     if its kernels do not support q. ``extras``: "max_logits" if `Kernels.forward` takes them,
-    "parts" if few queries over many keys are summed in parts, by ``parts_module``. ``automatic``:
-    whether it is taken without being asked for. ``compiles``: whether `canon.fast.ahead` compiles
-    its kernels. ``replayable``: whether `launcher.launch` sees all it does, or it is an operator of
-    PyTorch; others run as written in each call.
+    "parts" if ``parts_module`` sums few queries over many keys in parts. ``automatic``: whether it
+    is taken without being asked for. ``compiles``: whether `canon.fast.ahead` compiles its kernels.
+    ``replayable``: whether `launcher.launch` or PyTorch sees all it does.
     """
 
     name: str

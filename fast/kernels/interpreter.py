@@ -16,7 +16,7 @@ The first interpreted launch calls `repair`, for the whole process.
     imported before the variable was set
     integer sums are checked for overflow        skip the check: a quarter of the time
 
-Atomic adds of bfloat16 raise an error. Inline assembly and Gluon cannot be interpreted.
+Atomic adds of bfloat16, inline assembly and Gluon cannot be interpreted.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Launch kernels through a cache of compiled kernels, and cache device properties.
 
-Triton inspects all arguments at each launch; `launch` lets it do so once for each key
+Triton inspects all arguments at each launch; `launch` does so once for each key
 (`specialization`). For plans made ahead (`canon.fast.preparation`), tensors on the meta device
 stand for those of a `Gpu` or a CPU; their launches do nothing.
 """
@@ -30,9 +30,7 @@ _recorders = threading.local()
 def launch(
     kernel: Any, ctas: int, device: torch.device, arguments: tuple, **constants: Any
 ) -> None:
-    """Launch ``ctas`` CTAs, with constants and options by name. Raises ValueError if shared memory
-    does not suffice.
-    """
+    """Launch ``ctas`` CTAs, or raise ValueError if shared memory does not suffice."""
     recorder = getattr(_recorders, "current", None)
     try:
         if recorder is None:
@@ -96,9 +94,7 @@ def copy_back(x: Tensor, written: Tensor) -> None:
 
 
 def tma_loadable(x: Tensor, every_axis: bool = False) -> bool:
-    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: also those of length 1
-    count.
-    """
+    """Return whether TMA can load x (b, t, h, d) in place. ``every_axis``: even of length 1."""
     return x.data_ptr() % 16 == 0 and _tma_strides(
         x.shape, x.stride(), x.element_size(), every_axis
     )
@@ -152,8 +148,7 @@ def specialization(argument: Any) -> Any:
 
 class Gpu(NamedTuple):
     """The properties of a GPU that plans depend on. ``shared_memory``: bytes that a CTA may use.
-
-    ``capability`` is (0, 0) for a GPU of AMD: it never takes kernels or tables of Hopper.
+    ``capability`` is (0, 0) for a GPU of AMD, which takes no kernels of Hopper.
     """
 
     capability: tuple[int, int]
@@ -181,10 +176,8 @@ def is_cpu(device: torch.device) -> bool:
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Return the properties of a CUDA device, or of the one that the meta device stands for.
-
-    Raises RuntimeError in a data loader's worker, which should not start CUDA, unless they are
-    known there.
+    """Return the properties of a CUDA device, or of the one that the meta device stands for. Raises
+    RuntimeError in a data loader's worker, which should not start CUDA.
     """
     if device.type == "meta" and (gpu := _meta_stands_for.get()) is not None:
         return gpu

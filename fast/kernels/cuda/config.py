@@ -2,7 +2,7 @@
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
 "dkdv". ``parts`` warps share rows, and divide the columns and widths. Few warps with many registers
-are fastest: 32 rows a warp (rows * parts / warps) use each fragment twice.
+are fastest.
 """
 
 from dataclasses import dataclass, replace
@@ -81,10 +81,7 @@ def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
 
 
 def choose(kernel: str, d: int, dv: int, gpu: Gpu) -> Config:
-    """Return the configuration of "forward", "dq" or "dkdv" for widths d and dv.
-
-    Raises ValueError for other widths, and for too little shared memory.
-    """
+    """Return the configuration for widths d and dv, or raise ValueError."""
     if kernel not in KERNELS:
         raise ValueError(f"unknown kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     if any(width % 16 or not 16 <= width <= 256 for width in (d, dv)):

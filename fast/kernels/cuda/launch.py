@@ -1,9 +1,7 @@
-"""Launch the CUDA kernels: the functions of `canon.fast.kernels.triton.launch`, with the same
-arguments, ranges and NaN.
+"""Launch the CUDA kernels. Ranges and NaN are those of `canon.fast.kernels.triton.launch`.
 
 q, k, v and dout have two bytes and widths that are multiples of 16 up to 256, on sm_80 or later;
-else ValueError. Tensors are copied if an address or stride is no multiple of 16 bytes, or the last
-stride is not 1. All bits repeat.
+else ValueError. All bits repeat.
 """
 
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from canon.fast.kernels.cuda.config import Config, choose
 from canon.fast.kernels.cuda.kernel import Kernel, Variant
-from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch
+from canon.fast.kernels.launcher import capability, copy_back, gpu_of, is_cpu, launch, tma_loadable
 from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.launch import (
     RowStatistics,
@@ -33,9 +31,6 @@ DQ = Kernel("dq", pointers=9, strides=17, numbers="fiiii")
 DKDV = Kernel("dkdv", pointers=10, strides=20, numbers="fiiiii")
 
 # Kernels without MMAs are portable.
-delta = portable.delta
-merge = portable.merge
-sum_heads = portable.sum_heads
 row_statistics = portable.row_statistics
 make_row_statistics, empty_statistics = portable.make_row_statistics, portable.empty_statistics
 choose_method = portable.choose_method
@@ -44,7 +39,7 @@ choose_method = portable.choose_method
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t)."""
+    """As `canon.fast.kernels.torch.launch.forward`."""
     check(q)
     q, k, v = map(loadable, (q, k, v))
     (own_out,) = writable(q, out)
@@ -82,7 +77,7 @@ def dq(
     scale: Scale,
     dq: Tensor,
 ) -> None:
-    """Write dq (b, t, h, d)."""
+    """As `canon.fast.kernels.torch.launch.dq`."""
     check(q)
     q, k, v, dout = map(loadable, (q, k, v, dout))
     (own_dq,), (lse, delta) = writable(q, dq), statistics
@@ -116,9 +111,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of key heads or query heads. Raises ValueError if
-    ``dq`` (fused) is given.
-    """
+    """As `canon.fast.kernels.torch.launch.dkdv`. Raises ValueError if ``dq`` is given."""
     if dq is not None:
         raise ValueError(
             'the CUDA backend has no fused kernel: use backward="split", "head_parallel" or "auto"'
@@ -161,13 +154,10 @@ def uncapped(scale: Scale) -> float:
 
 
 def loadable(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if 16 bytes of a row cannot be read at a time."""
-    steps = [
-        stride * x.element_size()
-        for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-        if n > 1
-    ]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps):
+    """Return x (b, t, h, d), or a contiguous copy if 16 bytes of a row cannot be read at a time, or
+    tokens or heads share memory.
+    """
+    if tma_loadable(x):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 

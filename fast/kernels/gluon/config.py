@@ -1,9 +1,9 @@
-"""Configurations of the Hopper kernels, by kernel and padded head widths; elements have two bytes.
+"""Configurations of the Hopper kernels, by kernel and padded head widths.
 
 A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
 the others."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -52,14 +52,10 @@ TABLE: dict[tuple[str, Widths], Config] = {
 }
 # For queries that see more tiles of keys than the number (`launch.tiles_seen`).
 LONG_TABLE: dict[tuple[str, Widths], dict[int, Config]] = {
-    ("forward", (64, 64)): {
-        3: Config(128, 128, 4, 2, ping_pong=True, stale_maximum=True),
-        6: Config(192, 128, 4, 2, ping_pong=True, stale_maximum=True),
-    },
-    ("forward", (128, 128)): {6: Config(128, 128, 3, ping_pong=True, stale_maximum=True)},
-    ("forward", (256, 128)): {3: Config(128, 64, 3, ping_pong=True, stale_maximum=True)},
-    ("forward", (256, 256)): {3: Config(128, 64, 2, ping_pong=True, stale_maximum=True)},
+    ("forward", pads): {few: replace(TABLE["forward", pads], stale_maximum=True)}
+    for pads, few in {(64, 64): 3, (128, 128): 6, (256, 128): 3, (256, 256): 3}.items()
 }
+LONG_TABLE["forward", (64, 64)][6] = replace(LONG_TABLE["forward", (64, 64)][3], rows=192)
 TILES_SEEN = sorted({few for table in LONG_TABLE.values() for few in table})
 # For the kernel of `forward_plain`, which tests and measurements force.
 PLAIN: dict[Widths, Config] = {
@@ -76,7 +72,7 @@ backend.FORCED.append(FORCED)
 
 
 def shared_bytes(kernel: str, config: Config, d: int, dv: int) -> int:
-    """Return the bytes of shared memory for padded widths d and dv, with 1 KB for barriers."""
+    """Return the bytes of shared memory for padded widths, with 1 KB for barriers."""
     c = config
     need = 1024 + tile_bytes(kernel, c.rows * c.buffers, c.columns, c.stages, d, dv)
     need -= (c.stages - (c.v_stages or c.stages)) * c.columns * 2 * dv
@@ -95,7 +91,7 @@ def padded_to(kernel: str, d: int, dv: int) -> list[Widths]:
 def choose(
     kernel: str, d: int, dv: int, seen: float = 0.0, most_rows: int = 192
 ) -> tuple[Config, int, int]:
-    """Return the configuration and the padded widths for heads d and dv wide, or raise ValueError.
+    """Return the configuration and the padded widths, or raise ValueError.
 
     ``seen``: mean tiles that a query sees, for `LONG_TABLE`, with at most ``most_rows`` rows."""
     fitting = padded_to(kernel, d, dv)

@@ -13,9 +13,7 @@ VECTOR = NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def box(x: Tensor, tokens: int, heads: int, width: int) -> TensorDescriptor:
-    """Return a descriptor for TMA boxes of x (b, t, h, d), or of a copy unless x is
-    `tma_loadable`.
-    """
+    """Return a descriptor of x (b, t, h, d), or of a copy unless x is `tma_loadable`."""
     return descriptor(x if tma_loadable(x) else empty_for_tma(x).copy_(x), 1, tokens, heads, width)
 
 
@@ -30,7 +28,7 @@ def descriptor(x: Tensor, *block: int) -> TensorDescriptor:
 def descriptor_fields(
     dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...]
 ) -> dict:
-    """Return the fields of a descriptor but its tensor, from a cache: Triton's checks are slow."""
+    """Return the other fields of a descriptor, cached: Triton's checks are slow."""
     width = min(128, block[-1] * dtype.itemsize)
     layout = VECTOR if len(shape) == 1 else NVMMASharedLayout(width, 8 * dtype.itemsize, rank=4)
     strided = descriptor_strides(dtype, shape, strides)

@@ -11,9 +11,9 @@ A CTA holds ROWS keys of one owner and visits tiles of COLUMNS queries, span aft
                                    dK += dS Q
     fused         dQ^T = K^T dS; adder warps add it to float32 dq (`dq_adder`)
 
-Each warpgroup holds dK and dV of half of the keys. An *owner* is a key head, whose query heads are
-summed in order, or with "head_parallel" a query head. Sources: Tri Dao, FlashAttention-2 (2023),
-algorithm 2; S^T in registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
+Each warpgroup holds dK and dV of half of the keys. Where the time of a tile goes:
+paper/backward_on_hopper.md. Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; S^T in
+registers, dq by TMA: Shah et al., FlashAttention-3 (2024)."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -57,8 +57,9 @@ from canon.fast.kernels.gluon.tile_queue import (
 from canon.fast.kernels.gluon.tile_ring import (
     Ring,
     aggregate,
+    allocate_tiles,
     issue_contraction,
-    load_box,
+    load_tile,
     make_barriers,
     tma_load,
 )
@@ -104,14 +105,11 @@ class Buffers:
 def make_buffers(descriptors, c, READERS: gl.constexpr):
     """Allocate the buffers; READERS partitions read and release a published work tile."""
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
-    dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [c.STAGES, 1, c.COLUMNS, 1, c.D_PAD], q_desc.layout)
-    dout = gl.allocate_shared_memory(dtype, [c.STAGES, 1, c.COLUMNS, 1, c.DV_PAD], dout_desc.layout)
+    q, dout = allocate_tiles(q_desc, c.STAGES), allocate_tiles(dout_desc, c.STAGES)
     lse = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.COLUMNS], stats_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [c.STAGES, c.COLUMNS], stats_desc.layout)
     published = allocate_published(c.BUFFERS)
-    k = gl.allocate_shared_memory(dtype, [c.BUFFERS, 1, c.ROWS, 1, c.D_PAD], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [c.BUFFERS, 1, c.ROWS, 1, c.DV_PAD], v_desc.layout)
+    k, v = allocate_tiles(k_desc, c.BUFFERS), allocate_tiles(v_desc, c.BUFFERS)
     q = Ring(q, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
     dout = Ring(dout, make_barriers(c.STAGES, 1), make_barriers(c.STAGES, 2))
     k_full, v_full = make_barriers(c.BUFFERS, 1), make_barriers(c.BUFFERS, 1)
@@ -122,8 +120,8 @@ def make_buffers(descriptors, c, READERS: gl.constexpr):
 # ------------------------------------------------------------------ the loader
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, group, c):
-    """Load Q, lse, dO and delta of every visited tile (the loader). K follows the first Q and V the
-    first dO, because their buffers are freed late. ``padded``: tokens in a row of statistics.
+    """Load Q, lse, dO and delta of every visited tile (the loader); K after the first Q and V after
+    the first dO, as their buffers are freed late. ``padded``: tokens in a row of statistics.
     """
     q_desc, dout_desc, k_desc, v_desc, stats_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
@@ -150,7 +148,7 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
             if fresh:  # publish the work tile, and load K
                 mbarrier.wait(k.free.index(b), (done // c.BUFFERS & 1) ^ 1)
                 publish(buffers.published.index(b), work_tile)
-                load_box(k_desc, batch, first, key_head, k.full.index(b), k.tiles.index(b))
+                load_tile(k_desc, batch, first, key_head, k, b)
             # dO and delta
             mbarrier.wait(dout.free.index(slot), parity ^ 1)
             mbarrier.expect(
@@ -161,7 +159,7 @@ def load_tiles(descriptors, work, counter, buffers, padded, query_heads, heads, 
             )
             tma_load(stats_desc, [row + padded], dout.full.index(slot), buffers.delta.index(slot))
             if fresh:
-                load_box(v_desc, batch, first, key_head, v.full.index(b), v.tiles.index(b))
+                load_tile(v_desc, batch, first, key_head, v, b)
             # the next tile, perhaps of the next head
             fresh = False
             t += 1
@@ -232,12 +230,11 @@ def differentiate(buffers, exchange, result, work, scale, W: gl.constexpr, c):
             partial = is_partial(work, span)
             for i in range(column, stop, c.COLUMNS):
                 slot = t % c.STAGES
-                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
+                q, dout = buffers.q.operand(slot), buffers.dout.operand(slot)
                 now = unhoisted_index(b, t)
-                all_k = buffers.k.tiles.index(now).reshape([c.ROWS, c.D_PAD])
+                all_k = buffers.k.operand(now)
                 k = all_k.slice(W * N, N, dim=0)
-                v = buffers.v.tiles.index(now).reshape([c.ROWS, c.DV_PAD]).slice(W * N, N, dim=0)
+                v = buffers.v.operand(now).slice(W * N, N, dim=0)
                 s, dp, lse = issue_scores(k, v, q, dout, zeros, buffers, slot, t // c.STAGES & 1, c)
                 # P, while dP runs
                 p, bent = weights(s, gl.expand_dims(lse, 0), scale_log2, c.SOFTCAP)
@@ -317,25 +314,23 @@ def dkdv_kernel(
     ORDERED: gl.constexpr,
     D: gl.constexpr,
     DV: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
     ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1; o owners of ``heads`` query heads,
-    of ``group`` that share a key head.
-
-    ``stats_desc``: flat row statistics (b, h, 2, padded). FUSED: add to float32 dq (b, t, h, d).
-    ORDERED: int32 zeros, the semaphores (b, h, dq_tiles), follow ``counter``."""
+    """Write dk (b, s, o, d) and dv (b, s, o, dv), last stride 1, of o owners with ``heads`` query
+    heads, of ``group`` that share a key head. ``stats_desc``: flat row statistics. ORDERED: zeros,
+    the semaphores (b, h, dq_tiles), follow ``counter``.
+    """
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[1]
+    D_PAD: gl.constexpr = q_desc.block_type.shape[3]
+    DV_PAD: gl.constexpr = dout_desc.block_type.shape[3]
     c = Constants(
-        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, FUSED, ORDERED, KEY_ORDER,
-        SOFTCAP,
-    )  # fmt: skip
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, FUSED, ORDERED, KEY_ORDER, SOFTCAP
+    )
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     result = (dk, dv, k_strides, v_strides)
     if FUSED:

@@ -1,7 +1,5 @@
-"""The dk and dv kernel for heads wider than 128.
-
-128 keys x 256 columns of dK and dV would fill all registers. So a CTA holds 64 keys, and each
-warpgroup one result:
+"""The dk and dv kernel for heads wider than 128: a CTA holds 64 keys, and each warpgroup one result
+(paper/backward_on_hopper.md).
 
     warpgroup of dV        S^T = K Q^T,  P = exp(scale S - lse)      write P to shared memory
                            dV += P dO                                P stays in registers
@@ -46,9 +44,7 @@ from canon.fast.kernels.triton.blocks import LOG2E
 
 @gluon.jit
 def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
-    """Compute P and dv of every work tile; share P, under a soft-cap times the slope of the
-    scores.
-    """
+    """Compute P and dv of every work tile; share P, times the slope under a soft-cap."""
     scale_log2 = scale * LOG2E
     zeros = gl.zeros([c.ROWS, c.COLUMNS], gl.float32, mma_layout(c.COLUMNS))
     t, done = 0, 0  # tiles visited, work tiles done
@@ -63,9 +59,8 @@ def compute_dv(buffers, shared_p, p_full, dv, strides, work, scale, c):
             partial = is_partial(work, span)
             for i in range(column, stop, c.COLUMNS):
                 slot = t % c.STAGES
-                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
-                k = buffers.k.tiles.index(unhoisted_index(b, t)).reshape([c.ROWS, c.D_PAD])
+                q, dout = buffers.q.operand(slot), buffers.dout.operand(slot)
+                k = buffers.k.operand(unhoisted_index(b, t))
                 mbarrier.wait(buffers.q.full.index(slot), t // c.STAGES & 1)
                 lse = buffers.lse.index(slot).load(per_column_layout(c.COLUMNS))
                 # S, P and its copy for the warpgroup of dK
@@ -108,9 +103,8 @@ def compute_dk(buffers, shared_p, p_full, dk, strides, work, scale, c):
             partial = is_partial(work, span)
             for _ in range(column, stop, c.COLUMNS):
                 slot = t % c.STAGES
-                q = buffers.q.tiles.index(slot).reshape([c.COLUMNS, c.D_PAD])
-                dout = buffers.dout.tiles.index(slot).reshape([c.COLUMNS, c.DV_PAD])
-                v = buffers.v.tiles.index(unhoisted_index(b, t)).reshape([c.ROWS, c.DV_PAD])
+                q, dout = buffers.q.operand(slot), buffers.dout.operand(slot)
+                v = buffers.v.operand(unhoisted_index(b, t))
                 mbarrier.wait(buffers.dout.full.index(slot), t // c.STAGES & 1)
                 # dP, while the other warpgroup computes P
                 minus_delta = buffers.delta.index(slot).load(per_column_layout(c.COLUMNS))
@@ -155,34 +149,31 @@ def dkdv_hdim256_kernel(
     group,
     D: gl.constexpr,
     DV: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
     ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     KEY_ORDER: gl.constexpr,
     SOFTCAP: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv): see `dkdv_kernel`."""
+    """As `dkdv_kernel`, without dq."""
+    COLUMNS: gl.constexpr = q_desc.block_type.shape[1]
+    D_PAD: gl.constexpr = q_desc.block_type.shape[3]
+    DV_PAD: gl.constexpr = dout_desc.block_type.shape[3]
     c = Constants(
-        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, False, False, KEY_ORDER,
-        SOFTCAP,
-    )  # fmt: skip
+        ROWS, COLUMNS, D, DV, D_PAD, DV_PAD, STAGES, BUFFERS, False, False, KEY_ORDER, SOFTCAP
+    )
     descriptors = (q_desc, dout_desc, k_desc, v_desc, stats_desc)
     buffers = make_buffers(descriptors, c, 2)
     p = gl.allocate_shared_memory(
         q_desc.dtype, [STAGES, ROWS, COLUMNS], shared_operand_layout(COLUMNS)
     )
     p_full = make_barriers(STAGES, 1)
+    loaded = (descriptors, work, counter, buffers, padded, query_heads, heads, group, c)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (
-                load_tiles,
-                (descriptors, work, counter, buffers, padded, query_heads, heads, group, c),
-            ),
+            (load_tiles, loaded),
             (compute_dv, (buffers, p, p_full, dv, v_strides, work, scale, c)),
             (compute_dk, (buffers, p, p_full, dk, k_strides, work, scale, c)),
         ],

@@ -6,10 +6,9 @@ of keys.
                   wait for S:     P = exp(scale S - lse)     while dP runs
                   wait for dP:    dQ += (P * (dP - delta)) K
 
-Each of two warpgroups owns half of the rows. Rows that see no key get 0. V is free after dP, K only
-at the end of the tile, so V may have fewer buffers (``v_stages``).
-
-Sources: as `dkdv`; a kernel for dq alone: jax-ml/jax-triton, pull request 177."""
+Each of two warpgroups owns half of the rows. V is free after dP, K only at the end of the tile, so
+V may have fewer buffers (``v_stages``). Sources: as `dkdv`; a kernel for dq alone: jax-ml/
+jax-triton, pull request 177."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -45,11 +44,21 @@ from canon.fast.kernels.gluon.tile_queue import (
 from canon.fast.kernels.gluon.tile_ring import (
     Ring,
     aggregate,
+    allocate_tiles,
     issue_contraction,
-    load_box,
+    load_tile,
     make_barriers,
 )
 from canon.fast.kernels.triton.blocks import LOG2E
+
+
+@aggregate
+class Constants:
+    """The width of q and k, and switches."""
+
+    D: gl.constexpr
+    KEY_ORDER: gl.constexpr
+    SOFTCAP: gl.constexpr
 
 
 @aggregate
@@ -67,9 +76,7 @@ class Buffers:
 
 @gluon.jit
 def load_tiles(descriptors, work, counter, buffers, group):
-    """Load K and V of every visited tile, Q after the first K, dO after the first V (the
-    loader).
-    """
+    """Load K and V of every visited tile, Q and dO after the first of each (the loader)."""
     q_desc, dout_desc, k_desc, v_desc = descriptors
     q, dout, k, v = buffers.q, buffers.dout, buffers.k, buffers.v
     TOKENS: gl.constexpr = q.tiles.shape[2]
@@ -87,28 +94,19 @@ def load_tiles(descriptors, work, counter, buffers, group):
             slot, v_slot = t % STAGES, t % V_STAGES
             # K, and Q of a new work tile
             mbarrier.wait(k.free.index(slot), (t // STAGES & 1) ^ 1)
-            load_box(k_desc, batch, column, key_head, k.full.index(slot), k.tiles.index(slot))
+            load_tile(k_desc, batch, column, key_head, k, slot)
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(q.free.index(w), (done & 1) ^ 1)
                     publish(buffers.published.index(w), work_tile)
-                    load_box(
-                        q_desc, batch, first + w * TOKENS, head, q.full.index(w), q.tiles.index(w)
-                    )
+                    load_tile(q_desc, batch, first + w * TOKENS, head, q, w)
             # V, and dO of a new work tile
             mbarrier.wait(v.free.index(v_slot), (t // V_STAGES & 1) ^ 1)
-            load_box(v_desc, batch, column, key_head, v.full.index(v_slot), v.tiles.index(v_slot))
+            load_tile(v_desc, batch, column, key_head, v, v_slot)
             if fresh:
                 for w in gl.static_range(2):
                     mbarrier.wait(dout.free.index(w), (done & 1) ^ 1)
-                    load_box(
-                        dout_desc,
-                        batch,
-                        first + w * TOKENS,
-                        head,
-                        dout.full.index(w),
-                        dout.tiles.index(w),
-                    )
+                    load_tile(dout_desc, batch, first + w * TOKENS, head, dout, w)
             fresh = False
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
@@ -122,9 +120,7 @@ def load_tiles(descriptors, work, counter, buffers, group):
 def load_statistics(
     stats, padded, batch_head, first, stop, M: gl.constexpr, BN: gl.constexpr, PACK: gl.constexpr
 ):
-    """Return lse (base 2) and -delta of the tokens first:stop, as columns with M rows; 0 from
-    ``stop`` on.
-    """
+    """Return lse (base 2) and -delta as columns with M rows, 0 from token ``stop`` on."""
     r = gl.arange(0, M, per_row_layout(BN))
     at = stats + (batch_head * 2 * padded + first) + (r // PACK + r % PACK * 2 * padded)
     inside = r // PACK < stop - first
@@ -146,24 +142,12 @@ def issue_scores(q, dout, k, v, zeros, buffers, t, D: gl.constexpr):
 
 
 @gluon.jit
-def differentiate(
-    buffers,
-    stats,
-    padded,
-    result,
-    work,
-    scale,
-    W: gl.constexpr,
-    D: gl.constexpr,
-    KEY_ORDER: gl.constexpr,
-    SOFTCAP: gl.constexpr,
-):
+def differentiate(buffers, stats, padded, result, work, scale, W: gl.constexpr, c):
     """Compute dq of the rows of warpgroup W for every work tile."""
     dq, tokens, stride_t, stride_h = result
     TOKENS: gl.constexpr = buffers.q.tiles.shape[2]
     PACK: gl.constexpr = buffers.q.tiles.shape[3]
     D_PAD: gl.constexpr = buffers.q.tiles.shape[4]
-    DV_PAD: gl.constexpr = buffers.v.tiles.shape[4]
     M: gl.constexpr = TOKENS * PACK
     STAGES: gl.constexpr = buffers.k.tiles.shape[0]
     V_STAGES: gl.constexpr = buffers.v.tiles.shape[0]
@@ -187,15 +171,13 @@ def differentiate(
                 slot, v_slot = t % STAGES, t % V_STAGES
                 is_last = (span + SPAN == span_end) & (j + BN == stop)
                 now = unhoisted_index(W, t)
-                q = buffers.q.tiles.index(now).reshape([M, D_PAD])
-                dout = buffers.dout.tiles.index(now).reshape([M, DV_PAD])
-                k = buffers.k.tiles.index(slot).reshape([BN, D_PAD])
-                v = buffers.v.tiles.index(unhoisted_index(v_slot, t)).reshape([BN, DV_PAD])
-                s, dp = issue_scores(q, dout, k, v, zeros, buffers, t, D)
+                q, dout = buffers.q.operand(now), buffers.dout.operand(now)
+                k, v = buffers.k.operand(slot), buffers.v.operand(unhoisted_index(v_slot, t))
+                s, dp = issue_scores(q, dout, k, v, zeros, buffers, t, c.D)
                 if is_last:
                     mbarrier.arrive(buffers.q.free.index(W), count=1)
                 # P, while dP runs
-                bent = weights(s, lse, scale_log2, SOFTCAP)[1]
+                bent = weights(s, lse, scale_log2, c.SOFTCAP)[1]
                 # Complete already: keeps the wait for dP behind P.
                 mbarrier.wait(buffers.v.full.index(v_slot), t // V_STAGES & 1)
                 dp = hopper.warpgroup_mma_wait(0, deps=[dp])
@@ -205,7 +187,7 @@ def differentiate(
                 # dS, and dQ += dS K
                 ds = bent * (dp + minus_delta)
                 if partial:  # dS, not P: dP of a hidden cell may be NaN, and 0 * NaN is NaN
-                    ds = mask_hidden(ds, work, span, first, j, 0.0, PACK, KEY_ORDER)
+                    ds = mask_hidden(ds, work, span, first, j, 0.0, PACK, c.KEY_ORDER)
                 ds = gl.convert_layout(ds.to(q.dtype), operand_layout(D_PAD))
                 acc = hopper.warpgroup_mma(ds, k, acc, is_async=True)
                 acc = hopper.warpgroup_mma_wait(0, deps=[acc])
@@ -214,16 +196,9 @@ def differentiate(
         first, end_row, batch, head = position_of(work, work_tile)
         first += W * TOKENS
         start = dq + row_offset(batch, first, head, even_strides(tokens, stride_t, stride_h))
-        store_tile(
-            start,
-            acc * scale,
-            batch_head_of(work, work_tile),
-            end_row - first,
-            stride_t,
-            stride_h,
-            D,
-            PACK,
-        )
+        acc *= scale
+        batch_head = batch_head_of(work, work_tile)
+        store_tile(start, acc, batch_head, end_row - first, stride_t, stride_h, c.D, PACK)
         done += 1
         work_tile = receive(buffers.published.index(W), buffers.q.full.index(W), done & 1)
 
@@ -245,11 +220,6 @@ def dq_kernel(
     stride_h,
     group,
     D: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
-    PACK: gl.constexpr,
-    ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     KEY_ORDER: gl.constexpr,
@@ -257,33 +227,23 @@ def dq_kernel(
     MATH_REGISTERS: gl.constexpr,
 ):
     """Write dq (b, t, h, d), batch stride t token strides. ``stats``: (b, h, 2, padded)."""
-    dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, ROWS // 2 // PACK, PACK, D_PAD], q_desc.layout)
-    dout = gl.allocate_shared_memory(
-        dtype, [2, 1, ROWS // 2 // PACK, PACK, DV_PAD], dout_desc.layout
-    )
+    q, dout = allocate_tiles(q_desc, 2), allocate_tiles(dout_desc, 2)
     published = allocate_published(2)
-    k = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
-    v = gl.allocate_shared_memory(dtype, [V_STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    k, v = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, V_STAGES)
     q = Ring(q, make_barriers(2, 1), make_barriers(2, 1))
     dout = Ring(dout, make_barriers(2, 1), make_barriers(2, 1))
     k = Ring(k, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     v = Ring(v, make_barriers(V_STAGES, 1), make_barriers(V_STAGES, 2))
     buffers = Buffers(q, dout, published, k, v)
     fence_async_shared()
+    c = Constants(D, KEY_ORDER, SOFTCAP)
     descriptors = (q_desc, dout_desc, k_desc, v_desc)
     result = (dq, tokens, stride_t, stride_h)
     gl.warp_specialize(
         [
             (load_tiles, (descriptors, work, counter, buffers, group)),
-            (
-                differentiate,
-                (buffers, stats, padded, result, work, scale, 0, D, KEY_ORDER, SOFTCAP),
-            ),
-            (
-                differentiate,
-                (buffers, stats, padded, result, work, scale, 1, D, KEY_ORDER, SOFTCAP),
-            ),
+            (differentiate, (buffers, stats, padded, result, work, scale, 0, c)),
+            (differentiate, (buffers, stats, padded, result, work, scale, 1, c)),
         ],
         [4, 4],
         [MATH_REGISTERS, MATH_REGISTERS],

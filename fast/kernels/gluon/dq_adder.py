@@ -18,8 +18,8 @@ tickets (`dq_order`). For each tile an adder does (if not ORDERED, only 3 to 5):
     6. `wait_for_reductions`: without it, step 7 would publish an addition in flight
     7. write its own ticket with `store_release`
 
-These steps are a chain of round trips to L2, about as long as the MMAs of a tile. So two adders
-take turns, each with one buffer of dQ. Consecutive tiles belong to different tiles of dq."""
+These round trips to L2 last about as long as the MMAs of a tile. So two adders take turns, each
+with one buffer of dQ."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -54,8 +54,7 @@ class DqExchange:
     dS needs no barrier ``free``: before a warpgroup overwrites dS of tile t - 2, every MMA that
     reads it is complete.
 
-        D_PAD = 128    Both read it. At ds_full of tile t - 1 the other one arrived after completing
-                       its own MMA.
+        D_PAD = 128    Both read it, and arrive at ds_full of tile t - 1 after this MMA.
         D_PAD = 64     One reads it. It completes this MMA before it writes dS, and before it
                        arrives at ds_full of tile t - 1, where the other one waits."""
 

@@ -2,9 +2,9 @@
 and when it pays.
 
 In the fused backward many work tiles (of keys) add to one *tile of dq*: dq of the queries of a
-visited tile, for one head. Each span has a **ticket**, each tile of dq a **semaphore** that starts
-at 0. The *predecessor* is the previous span in the tile schedule that visits this tile. A CTA adds
-once the semaphore holds the predecessor's ticket (0 if none), then writes its own.
+visited tile, for one head. Each span has a **ticket**, each tile of dq a **semaphore**, at first 0.
+A CTA adds once the semaphore holds the ticket of the *predecessor*, the previous span in the tile
+schedule that visits this tile (0 if none). Then it writes its own.
 
     tile schedule           work tile A    work tile B    work tile C
     own ticket              1              2              3
@@ -14,12 +14,12 @@ once the semaphore holds the predecessor's ticket (0 if none), then writes its o
 **Same bits.** Predecessors follow from the mask and the shapes alone. A span whose tiles have
 different predecessors is cut (C above); its pieces keep one ticket.
 
-**No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. Take the
-first unfinished one: a running CTA has claimed it, or the next idle one will. Its predecessors are
-in finished work tiles or earlier in itself. So it finishes, and by induction all do.
+**No deadlock.** CTAs claim work tiles in the order of the schedule, even their first ones. So a CTA
+that runs has the first unfinished one, or claims it next; its predecessors are finished, or earlier
+in itself.
 
-Source: the semaphores of FlashAttention-3's deterministic backward (Shah et al., 2024, its code).
-Measurements: paper/backward_on_hopper.md."""
+Source: FlashAttention-3's deterministic backward (Shah et al., 2024, its code). What the order
+costs: paper/backward_on_hopper.md."""
 
 from heapq import heapreplace
 from operator import itemgetter
@@ -35,15 +35,15 @@ from canon.masks.plan_cache import cached_part, cached_plan
 
 SMS = 132  # of an H200; constant, so that the order and the bits are the same on all GPUs
 
-# Waits grow with the CTAs of one head; with more heads, CTAs of a head share fewer L2 reads. So
-# additions to a tile of dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
+# More CTAs of one head wait longer; more heads share fewer reads of L2. So additions to a tile of
+# dq x heads are at most MAX_ADDITIONS, unless heads read at most 4 L2_BYTES.
 # Fitted: paper/data/lists_side_by_side_h200.json.
 CTAS_PER_HEAD = 6
 MAX_ADDITIONS = 1100
 
-# Alternating order, in visits (the time of one tile). With n key heads in flight, w = SMS / n CTAs
-# work on one: waits sum to about WAITING w^2. L2 misses take DRIFTING (n bytes)^2 / queries, for
-# key heads of one query head, or several. Fitted: paper/data/pairs_h200.json.
+# Costs of the alternating order, in visits: with n key heads in flight, w = SMS / n CTAs work on
+# one, and wait WAITING w^2. L2 misses take DRIFTING (n bytes)^2 / queries, for key heads of one
+# query head, or several. Fitted: paper/data/pairs_h200.json.
 WAITING = 0.75
 DRIFTING = 0.9e-14, 2.3e-14
 UNEVEN = 1.2  # alternate if the longest work tile costs more than this times the mean
@@ -53,15 +53,15 @@ UNEVEN = 1.2  # alternate if the longest work tile costs more than this times th
 MAX_SHARE = {64: 0.15, 128: 0.12}
 MIN_VISITS = {64: 8, 128: 24}
 MIN_VISITS_OF_NARROW = 3  # width 64, key heads that several query heads share
-# If dk and dv are sent. paper/data/schedules_peers_two_h200.json: at 512 visits ordered is faster
-# than the split of rank_invariant, at 128 it is not.
+# If dk and dv are sent: ordered is faster at 512 visits, not at 128, in
+# paper/data/schedules_peers_two_h200.json.
 MIN_VISITS_OF_SENT = 256
 LAG = 2.5
 
 
 def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None = None) -> int:
     """Return how many groups of heads (the query heads of a key head) are in flight: as many as fit
-    the L2 cache, or more if dq is ordered. ``additions``: mean additions to one tile of dq.
+    the L2 cache, or more if dq is ordered, with so many ``additions`` to a mean tile of dq.
     """
     fitting = largest_divisor(groups, bytes_per_group, L2_BYTES)
     if additions is None:
@@ -78,10 +78,10 @@ def heads_in_flight(groups: int, bytes_per_group: int, additions: float | None =
 def alternation(
     cells: Cells, rows: int, columns: int, repeat: int, groups: int, bytes_per_group: int
 ) -> tuple[int, float] | None:
-    """Return how many groups of heads are in flight, and the cost of waits, misses and idle ends
-    (share of the time); or None, not to alternate, if few work tiles add to one tile of dq or all
-    are about equally long. ``repeat``: query heads per key head; ``bytes_per_group``: of q and
-    dout.
+    """Return how many groups of heads are in flight, and the cost of the order (share of the time).
+    None, not to alternate: few work tiles add to one tile of dq, or all are about equally long.
+
+    ``repeat``: query heads per key head; ``bytes_per_group``: of q and dout.
     """
     costs = tile_costs(cells, rows, columns, True, repeat, columns)
     cost = costs.cost[costs.active]
@@ -105,9 +105,7 @@ def alternation(
 
 
 def idle_end(cost: np.ndarray) -> float:
-    """Return how long CTAs idle at the end, as a share of the time, if idle ones claim the next
-    tile.
-    """
+    """Return how long CTAs idle at the end, as a share of the time."""
     free = [0.0] * SMS
     for each in cost.tolist():
         heapreplace(free, free[0] + each)
@@ -116,10 +114,9 @@ def idle_end(cost: np.ndarray) -> float:
 
 def alternate(order: np.ndarray, together: int) -> np.ndarray:
     """Return ``order`` (longest first) with sets of SMS / together short and long work tiles
-    alternating.
+    alternating: the shortest ascending, the longest after them descending.
 
-    Causal work tiles all end at the last query, so a short one waits for a longer predecessor. The
-    shortest come ascending, the longest after them descending, which staggers starts and ends."""
+    Causal work tiles all end at the last query, so this staggers starts and ends."""
     number = max(1, round(SMS / together))
     which, place = np.divmod(np.arange(len(order)), number)
     place += which // 2 * number  # among the long or the short ones
@@ -166,17 +163,17 @@ def ordered_dq_pays(
 def cut_by_tickets(
     spans: np.ndarray, begin: np.ndarray, end: np.ndarray, order: np.ndarray, columns: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Cut spans where the predecessor changes: behind a span that starts or ends between two tiles
-    of dq, the next one that covers both.
+    """Cut spans where the predecessor changes. Return them, begin and end for each work tile, and
+    the tickets (predecessor's, own).
 
-    ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles. Return the cut
-    spans, begin and end for each work tile, and the tickets (predecessor's, own)."""
+    ``spans[begin[i]:end[i]]`` are those of tile i, ``order`` one head's tiles."""
     number = (end - begin)[order]
     work_tile, place = counted(number)
     along = spans[begin[order][work_tile] + place]
     first = along[:, 0] // columns
     stop = first + along[:, 1]
     n, width = len(along), int(stop.max(initial=0)) + 1
+    # where a span starts or ends between two tiles of dq, the next one that covers both is cut
     boundary, after = np.concatenate([first, stop]), np.tile(np.arange(1, n + 1), 2)
     cut = _next_covering_interval(first + 1, stop, boundary, after)
     pieces = np.concatenate([np.arange(n) * width + first, (cut * width + boundary)[cut < n]])
@@ -197,41 +194,15 @@ def _next_covering_interval(
     begin: np.ndarray, end: np.ndarray, point: np.ndarray, after: np.ndarray
 ) -> np.ndarray:
     """Return, for each point, the first interval i >= ``after`` with begin[i] <= point < end[i], or
-    len(begin). A table has, for each block of intervals, the next block that holds a point.
+    len(begin).
     """
-    n, width = len(begin), int(end.max(initial=0)) + 1
-    size = 1 << max(4, (width // 3).bit_length() // 2)
-    blocks = n // size + 1  # room for after = n
-    begin, end = (
-        np.append(x, np.zeros(blocks * size - n)).astype(np.int32).reshape(blocks, size)
-        for x in (begin, end)
-    )
-    # +1 where an interval begins, -1 where it ends
-    following = np.zeros((blocks + 1, width), np.int32)
-    block = np.arange(blocks)[:, None]
-    np.add.at(following, (block, begin), 1)
-    np.add.at(following, (block, end), -1)
-    np.cumsum(following, 1, out=following)
-    following[:] = np.where(
-        following > 0, np.arange(blocks + 1, dtype=np.int32)[:, None], np.int32(blocks)
-    )
-    # the block itself if it holds the point, else the next one's answer
-    for i in reversed(range(blocks)):
-        np.minimum(following[i], following[i + 1], out=following[i])
-    point, after = point.astype(np.int32), after.astype(np.int32)
-    number = np.arange(size, dtype=np.int32)
-
-    def search(some: np.ndarray, block: np.ndarray) -> np.ndarray:
-        at = point[some, None]
-        hit = begin[block] <= at
-        hit &= at < end[block]
-        hit &= number >= (after[some] - size * block)[:, None]
-        place = hit.argmax(1)
-        return np.where(hit[np.arange(len(some)), place], size * block + place, n)
-
-    found = search(np.arange(len(point)), after // size)
-    left = np.flatnonzero(found == n)
-    later = following[after[left] // size + 1, point[left]]
-    left, later = left[later < blocks], later[later < blocks]
-    found[left] = search(left, later)
+    number = len(begin)
+    covering = np.full(int(end.max(initial=0)) + 1, number)  # each point, among later intervals
+    order = np.argsort(after, kind="stable")
+    starts = np.searchsorted(after[order], np.arange(number + 2)).tolist()
+    found = np.full(len(point), number)
+    for i in reversed(range(number)):
+        covering[begin[i] : end[i]] = i
+        asked = order[starts[i] : starts[i + 1]]
+        found[asked] = covering[point[asked]]
     return found

@@ -43,9 +43,9 @@ def columns_per_store(dtype):
 def store_tile(
     start, x, batch_head, left, stride_t, stride_h, WIDTH: gl.constexpr, PACK: gl.constexpr
 ):
-    """Write the first ``left`` tokens of x to ``start``, WIDTH columns.
-
-    ``batch_head``: any number >= 0 that is unknown at compile time, for `opaque_zero`."""
+    """Write the first ``left`` tokens of x, WIDTH columns, to ``start``. ``batch_head``: any number
+    for `opaque_zero`.
+    """
     UNIT: gl.constexpr = columns_per_store(start.dtype.element_ty)
     LAYOUT: gl.constexpr = store_layout(x.shape[1]) if UNIT == 8 else mma_layout(x.shape[1])
     x = x.to(start.dtype.element_ty)

@@ -7,16 +7,14 @@ in order.
                      columns                          after tile (`few_queries_sums`)
 
 `forward` gives a tile of queries to one CTA, so few queries leave most SMs idle. But only its sums
-depend on the order of tiles. The maximum m is that of a row's first visible tile, as long as no P
-is too large. So a CTA computes the first visible tiles of its rows, then the weights of its chunk.
-Where `forward` would raise m, this kernel sets a number on the device, and a last launch of
-`forward` computes the whole call (REPEAT).
+depend on the order of tiles: m is the maximum of a row's first visible tile, as long as no P is too
+large. So a CTA computes the first visible tiles of its rows, then the weights of its chunk. Where
+`forward` would raise m, a last launch of `forward` computes the whole call (REPEAT).
 
 There is no loader, so that an SM holds two CTAs: the warpgroup waits for k.full, arrives at k.free
 after S, and waits there itself before it loads the next K.
 
-Where several ranks divide the keys (`canon.fast.decode_in_order`), the kernel runs twice on each:
-for the maxima of first visible tiles, and, once those of all ranks are known, for the weights.
+`canon.fast.decode_in_order` runs it twice on each rank: for the maxima, then for the weights.
 
 Source: Hong et al., FlashDecoding++ (2023), section 3, also chooses a maximum ahead and repeats."""
 
@@ -40,9 +38,11 @@ from canon.fast.kernels.gluon.stale_maximum import LOWEST, largest_sum
 from canon.fast.kernels.gluon.tile_queue import FIRST_TOKEN, STOP_TOKEN, WORK_TILE, is_partial
 from canon.fast.kernels.gluon.tile_ring import (
     Ring,
+    allocate_tiles,
     first_position,
     issue_contraction,
     load_box,
+    load_tile,
     make_barriers,
 )
 
@@ -67,7 +67,7 @@ def place_of_rows(batch, head, packed, token, heads, tokens):
 
 @gluon.jit
 def rows_of_tile(work, tile, set_, heads, PACK: gl.constexpr):
-    """Return the first token of a tile, the end of its tokens, its batch and its first head."""
+    """Return the first token of a tile, their end, its batch and its first head."""
     work_tile = work + WORK_TILE * (1 + tile)
     first, stop = gl.load(work_tile + FIRST_TOKEN), gl.load(work_tile + STOP_TOKEN)
     batch, head = place_of_set(set_, heads, PACK)
@@ -82,8 +82,8 @@ def place_of_set(set_, heads, PACK: gl.constexpr):
 
 @gluon.jit
 def first_maximum(maxima, ranks, stride, place, valid):
-    """Return the maxima of the first rank that has one, or -inf; rank r's are ``stride`` numbers
-    after rank r - 1's. Infinity stands for none: as a score, it repeats the call.
+    """Return the maxima of the first rank that has one, or -inf; those of ranks are ``stride``
+    numbers apart. Infinity stands for none: as a score, it repeats the call.
     """
     m = gl.load(maxima + place, mask=valid, other=float("inf"))
     for _ in range(1, ranks):
@@ -119,9 +119,6 @@ def weights_kernel(
     stride,
     group,
     D: gl.constexpr,
-    D_PAD: gl.constexpr,
-    PACK: gl.constexpr,
-    COLUMNS: gl.constexpr,
     STAGES: gl.constexpr,
     SOFTCAP: gl.constexpr,
     STEP: gl.constexpr,
@@ -131,11 +128,13 @@ def weights_kernel(
     if a sum is too large.
 
     A set is PACK query heads of a sequence; ``stored`` rows of a tile are written. STEP:
-    FIRST_TILES writes only maxima (b, h, t) of the rows whose first visible tile is the one visit
-    of a chunk. OF_A_RANK reads maxima of all ``ranks``."""
+    FIRST_TILES writes only maxima (b, h, t), of rows that begin in a chunk's one visit. OF_A_RANK
+    reads maxima of all ``ranks``."""
     dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [1, 1, M // PACK, PACK, D_PAD], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
+    PACK: gl.constexpr = q_desc.block_type.shape[2]
+    q, k_tiles = allocate_tiles(q_desc, 1), allocate_tiles(k_desc, STAGES)
+    D_PAD: gl.constexpr = k_tiles.shape[4]
+    COLUMNS: gl.constexpr = k_tiles.shape[2]
     q_full = make_barriers(1, 1)
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     fence_async_shared()  # TMA sees the initialised mbarriers
@@ -151,7 +150,7 @@ def weights_kernel(
     for i in gl.static_range(STAGES):
         if begin + i < end:
             column = gl.load(columns + 2 * gl.load(order + begin + i))
-            load_box(k_desc, batch, column, key_head, k.full.index(i), k.tiles.index(i))
+            load_tile(k_desc, batch, column, key_head, k, i)
 
     # places of rows, of lanes' sums, and maxima so far
     ROWS: gl.constexpr = per_row_layout(COLUMNS)
@@ -177,21 +176,13 @@ def weights_kernel(
         # S, and the K that follows in this buffer
         mbarrier.wait(k.full.index(ring.slot), ring.parity)
         zeros = gl.zeros([M, COLUMNS], gl.float32, mma_layout(COLUMNS))
-        k_tile = k.tiles.index(ring.slot).reshape([COLUMNS, D_PAD])
-        s = issue_contraction(q_tile, k_tile, zeros, contracted_width(D, D_PAD))
+        s = issue_contraction(q_tile, k.operand(ring.slot), zeros, contracted_width(D, D_PAD))
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(k.free.index(ring.slot), count=1)
         if i + STAGES < end:
             mbarrier.wait(k.free.index(ring.slot), ring.parity)
             ahead = gl.load(columns + 2 * gl.load(order + i + STAGES))
-            load_box(
-                k_desc,
-                batch,
-                ahead,
-                key_head,
-                k.full.index(ring.slot),
-                k.tiles.index(ring.slot),
-            )
+            load_tile(k_desc, batch, ahead, key_head, k, ring.slot)
         # the maximum of first visible tiles
         s = capped(s, scale_log2, SOFTCAP)
         if is_partial(work, span):

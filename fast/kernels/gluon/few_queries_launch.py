@@ -3,8 +3,7 @@ work.
 
 Scratch: 2.25 bytes for each weight (heads wider than 128: 2.5). The weights are query heads x
 queries x keys that any of these queries sees. Calls with more than 2^27 of them run `forward`. On
-several ranks the scratch has no limit: with 256 rows for a key head, the most, it is 1.1 times as
-large as K and V of the rank at D 128, and 2.25 times at D 64."""
+several ranks they have no limit: at most 1.1 times the bytes of K and V at D 128, 2.25 at D 64."""
 
 import torch
 from torch import Tensor
@@ -55,26 +54,20 @@ def plan_for(q: Tensor, k: Tensor, cells: Cells, columns: int, ctas: int) -> Few
 
 
 def tiling(q: Tensor, k: Tensor, cells: Cells, columns: int) -> tuple[int, int, int]:
-    """Return the heads and the tokens of a tile of queries, and the visits of all heads and
-    sequences.
-    """
+    """Return the heads and the tokens of a tile of queries, and the visits of all heads."""
     pack = heads_of_tile(q, k)
     tokens = tokens_of_tile(cells, pack, columns)
     return pack, tokens, q.shape[0] * q.shape[2] // pack * int(visits(cells, tokens, columns)[0])
 
 
 def heads_of_tile(q: Tensor, k: Tensor) -> int:
-    """Return how many query heads of a group share a tile: the largest power of two that divides
-    their number, up to 16.
-    """
+    """Return how many query heads of a group share a tile: a power of two, at most 16."""
     group = q.shape[2] // k.shape[2]
     return min(16, group & -group)
 
 
 def slice_width(columns: int, ctas: int) -> int:
-    """Return the columns of a CTA of `sums_kernel`, for ``columns`` of V in all tiles of queries
-    together.
-    """
+    """Return the columns of a CTA of `sums_kernel`, for ``columns`` of V in all tiles."""
     return next((width for width in SLICES if columns // width >= ctas * 3 // 8), 16)
 
 
@@ -90,9 +83,7 @@ def forward_of_few(
     out: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """Write out (b, t, h, dv), with even batches, and lse (b, h, t, contiguous). Return a counter
-    and whether to repeat.
-    """
+    """Write out (even batches) and lse (contiguous). Return a counter and whether to repeat."""
     of_maxima = len(plan.chunks), q.shape[0] * q.shape[2] // plan.pack, ROWS
     maxima = torch.empty(of_maxima, dtype=torch.float32, device=q.device)
     p, sums = empty_weights(q, plan)
@@ -122,28 +113,15 @@ def launch_weights(
     ranks: int = 1,
     stride: int = 0,
 ) -> None:
-    """Launch `weights_kernel`. ``written``: p, sums and counter; ``maxima`` of each rank are
-    ``stride`` numbers behind those of the rank before.
-    """
+    """Launch `weights_kernel`. ``written``: p, sums and counter."""
     (b, t, h, d), pack = q.shape, plan.pack
     sets, chunks = b * h // pack, plan.first_chunks if step == FIRST_TILES else plan.chunks
     tiles = box(q, ROWS // pack, pack, pads[0]), box(k, plan.keys, 1, pads[0])
     tables = plan.work, chunks, plan.order, plan.columns, plan.first_visits
     sizes = sets, len(plan.columns), plan.tokens * pack, h, t, ranks, stride, h // k.shape[2]
-    options = {
-        "D": d,
-        "D_PAD": pads[0],
-        "STAGES": WEIGHTS_STAGES[pads[0]],
-    }
-    options |= {
-        "PACK": pack,
-        "COLUMNS": plan.keys,
-        "SOFTCAP": softcap,
-        "STEP": step.value,
-        "num_warps": 4,
-    }
+    options = {"D": d, "STAGES": WEIGHTS_STAGES[pads[0]], "SOFTCAP": softcap, "STEP": step.value}
     arguments = (*tiles, *written[:2], maxima, written[2], *tables, scale, *sizes)
-    launch(weights_kernel, len(chunks) * sets, q.device, arguments, **options)
+    launch(weights_kernel, len(chunks) * sets, q.device, arguments, **options, num_warps=4)
 
 
 def launch_sums(
@@ -167,22 +145,15 @@ def launch_sums(
     tiles = box(weights[0], boxed, 1, 64), box(v, plan.keys, 1, width)
     tables = maxima, out, lse, plan.work, plan.tiles, plan.columns
     sizes = sets, len(plan.columns), rows, h, t, *out.stride()[1:3], second, h // v.shape[2]
-    options = {
-        "DV": dv,
-        "DV_PAD": pads[1],
-        "SLICE": width,
-        "STAGES": SLICES[width],
-    }
-    options |= {"PACK": pack, "COLUMNS": plan.keys, "CONTINUED": second > 0, "num_warps": 4}
+    options = {"DV": dv, "DV_PAD": pads[1], "PACK": pack, "STAGES": SLICES[width]}
+    options |= {"CONTINUED": second > 0, "num_warps": 4}
     arguments = (*tiles, weights[1], *tables, *sizes)
     launch(sums_kernel, all_columns // width, q.device, arguments, **options)
 
 
 # ------------------------------------------------------------------ several ranks
 def few_rows(q: Tensor, k: Tensor) -> bool:
-    """Return whether a call on several ranks has few enough queries, and rows of a key head, but at
-    least one.
-    """
+    """Return whether a call on several ranks has some, but few, queries and rows of a key head."""
     return (
         q.numel() > 0
         and q.shape[1] <= MOST_QUERIES
@@ -200,9 +171,7 @@ def write_results(
     ranks: int,
     stride: int,
 ) -> None:
-    """Launch `results_kernel`, which sets the int32 number ``repeat`` to 1 if an o is not
-    finite.
-    """
+    """Launch `results_kernel`."""
     (_, t, h, dv), rows = out.shape, lse.numel()
     arguments = (o, sums, maxima, out, lse, repeat, ranks, stride, rows, h, t)
     launch(

@@ -35,9 +35,9 @@ class FewQueriesPlan(NamedTuple):
 
     work          the schedule of the tiles of queries, as in `tile_queue`, for one set of heads
     chunks        (n, 4): tile of queries, then in ``order``: first visit, first own visit, end
-    first_chunks  (n, 4): as ``chunks``, one for each tile of queries and first visit of its rows
-    order         visits of the chunks: those that are computed again, then their own; at the end,
-                  those of ``first_chunks``
+    first_chunks  (n, 4): likewise, one for each tile of queries and first visit of its rows
+    order         visits of the chunks, first those that are computed again; then those of
+                  ``first_chunks``
     columns       (visits, 2): first key, and span in ``work``
     first_visits  of each query: the visit of the first key that it sees, or -1
     tiles         (tiles of queries + 1, 2): first visit and first chunk
@@ -62,9 +62,7 @@ class FewQueriesPlan(NamedTuple):
 
 @device_plan
 def few_queries_plan(cells: Cells, pack: int, columns: int, each: int) -> FewQueriesPlan:
-    """Return the plan for ``pack`` heads in a tile, ``columns`` keys in a tile, at most ``each``
-    tiles in a chunk.
-    """
+    """Return the plan for tiles of ``pack`` heads and ``columns`` keys, ``each`` in a chunk."""
     tokens = tokens_of_tile(cells, pack, columns)
     traversal = Traversal(tokens * pack, columns, False, Heads(1, pack, pack), pack, 1, 1)
     schedule = tile_schedule.__wrapped__(cells, traversal)
@@ -125,7 +123,7 @@ def is_few(cells: Cells, columns: int) -> bool:
 @cached_plan
 def tokens_of_tile(cells: Cells, pack: int, columns: int) -> int:
     """Return the tokens of a tile: the fewest with which no larger tile saves a tenth of the
-    visits. A tile visits all keys that any of its queries sees.
+    visits.
     """
     most = min(ROWS // pack, 1 << (cells.sizes[0] - 1).bit_length())
     found = {

@@ -6,8 +6,8 @@
 
 A column of O depends on no other, so a CTA computes 16 to 64 of them. The MMAs of two visits are in
 flight: with the same accumulator they follow each other without a wait. Boxes leave out rows of P
-that do not exist, which are 0 from the start. Where several ranks divide the keys, `sums_kernel`
-continues the sums of the rank before, and `results_kernel` divides the sums over all keys."""
+that do not exist, which are 0 from the start. On several ranks, `sums_kernel` continues the sums of
+the rank before, and `results_kernel` divides the last ones."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,6 +31,7 @@ from canon.fast.kernels.gluon.stale_maximum import largest_sum
 from canon.fast.kernels.gluon.tile_ring import (
     Ring,
     aggregate,
+    allocate_tiles,
     first_position,
     make_barriers,
     tma_load,
@@ -49,51 +50,49 @@ class Visits:
     v: gl.shared_memory_descriptor
 
 
+@aggregate
+class Call:
+    """What all partitions read: tables, sizes and constants of `sums_kernel`."""
+
+    work: gl.tensor
+    tiles: gl.tensor
+    sets: gl.tensor
+    visits: gl.tensor
+    stored: gl.tensor
+    heads: gl.tensor
+    DV: gl.constexpr
+    DV_PAD: gl.constexpr
+    PACK: gl.constexpr
+    SLICE: gl.constexpr
+    STAGES: gl.constexpr
+    CONTINUED: gl.constexpr
+
+
 @gluon.jit
-def slice_of_cta(tiles, sets, DV_PAD: gl.constexpr, SLICE: gl.constexpr):
-    """Return this CTA's first column of V, set, tile of queries, and range of visits. Neighbours
-    read the same keys.
-    """
-    SLICES: gl.constexpr = DV_PAD // SLICE
+def slice_of_cta(call):
+    """Return this CTA's first column of V, set, tile of queries, and range of visits."""
+    SLICES: gl.constexpr = call.DV_PAD // call.SLICE
     part = gl.program_id(0) // SLICES
-    entry = tiles + 2 * (part // sets) + VISITS_BEGIN
-    return (
-        gl.program_id(0) % SLICES * SLICE,
-        part % sets,
-        part // sets,
-        gl.load(entry),
-        gl.load(entry + 2),
-    )
+    tile = part // call.sets
+    entry = call.tiles + 2 * tile + VISITS_BEGIN
+    column = gl.program_id(0) % SLICES * call.SLICE
+    return column, part % call.sets, tile, gl.load(entry), gl.load(entry + 2)
 
 
 @gluon.jit
-def load_visits(
-    p_desc,
-    v_desc,
-    buffers,
-    columns,
-    tiles,
-    sets,
-    visits,
-    heads,
-    group,
-    PACK: gl.constexpr,
-    DV_PAD: gl.constexpr,
-    SLICE: gl.constexpr,
-):
+def load_visits(p_desc, v_desc, buffers, columns, group, call):
     """Load P and a slice of V of every visit (the loader)."""
     p = buffers.p
-    first_column, set_, _, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
-    batch, head = place_of_set(set_, heads, PACK)
+    first_column, set_, _, begin, end = slice_of_cta(call)
+    batch, head = place_of_set(set_, call.heads, call.PACK)
     key_head = head // group
     P_ROWS: gl.constexpr = p_desc.block_type.shape[1]
-    STAGES: gl.constexpr = buffers.v.shape[0]
-    HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
+    HALVES: gl.constexpr = p.tiles.shape[0] // call.STAGES
     nbytes: gl.constexpr = HALVES * p_desc.block_type.nbytes + v_desc.block_type.nbytes
     ring = first_position()
     following = gl.load(columns + 2 * begin)
     for visit in range(begin, end):
-        column, at = following, set_ * visits + visit
+        column, at = following, set_ * call.visits + visit
         following = gl.load(columns + 2 * gl.minimum(visit + 1, end - 1))
         full = p.full.index(ring.slot)
         mbarrier.wait(p.free.index(ring.slot), ring.parity ^ 1)
@@ -102,40 +101,26 @@ def load_visits(
             p_tile = p.tiles.index(ring.slot * HALVES + half).slice(0, P_ROWS, dim=1)
             tma_load(p_desc, [at, 0, 0, 64 * half], full, p_tile)
         tma_load(v_desc, [batch, column, key_head, first_column], full, buffers.v.index(ring.slot))
-        ring = ring.next(STAGES)
+        ring = ring.next(call.STAGES)
 
 
 @gluon.jit
-def add_products(
-    buffers,
-    inverse,
-    ready,
-    output,
-    work,
-    tiles,
-    sets,
-    heads,
-    DV: gl.constexpr,
-    DV_PAD: gl.constexpr,
-    PACK: gl.constexpr,
-    CONTINUED: gl.constexpr,
-):
+def add_products(buffers, inverse, ready, output, call):
     """Add P V of all visits, in order, and write (CONTINUED: add to) a slice of out."""
     p = buffers.p
-    SLICE: gl.constexpr = buffers.v.shape[4]
-    STAGES: gl.constexpr = buffers.v.shape[0]
-    HALVES: gl.constexpr = p.tiles.shape[0] // STAGES
-    first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
-    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
-    token, packed = token_of_row(0, PACK, per_row_layout(SLICE))
+    SLICE: gl.constexpr = call.SLICE
+    HALVES: gl.constexpr = p.tiles.shape[0] // call.STAGES
+    first_column, set_, tile, begin, end = slice_of_cta(call)
+    first, stop, batch, head = rows_of_tile(call.work, tile, set_, call.heads, call.PACK)
+    token, packed = token_of_row(0, call.PACK, per_row_layout(SLICE))
     column = first_column + gl.expand_dims(
         gl.arange(0, SLICE, gl.SliceLayout(0, mma_layout(SLICE))), 0
     )
     strides = even_strides(output.tokens, output.stride_t, output.stride_h)
     start = output.out + row_offset(batch, first, head, strides)
     offset = gl.expand_dims(token * output.stride_t + packed * output.stride_h, 1) + column
-    keep = gl.expand_dims(first + token < stop, 1) & (column < DV)
-    if CONTINUED:
+    keep = gl.expand_dims(first + token < stop, 1) & (column < call.DV)
+    if call.CONTINUED:
         o = gl.load(start + offset, mask=keep, other=0.0)
     else:
         o = gl.zeros([M, SLICE], gl.float32, mma_layout(SLICE))
@@ -148,9 +133,9 @@ def add_products(
             o = hopper.warpgroup_mma(p_half, v_tile.slice(64 * half, 64), o, is_async=True)
         o = hopper.warpgroup_mma_wait(HALVES, deps=[o])  # the MMAs of the previous visit are done
         mbarrier.arrive(p.free.index(ring.previous), count=1, pred=visit > begin)
-        ring = ring.next(STAGES)
+        ring = ring.next(call.STAGES)
     o = hopper.warpgroup_mma_wait(0, deps=[o])
-    if not CONTINUED:
+    if not call.CONTINUED:
         mbarrier.wait(ready, 0)
         factor = gl.expand_dims(inverse.load(per_row_layout(SLICE)), 1)
         o = zero_rows(o * factor, factor)
@@ -208,69 +193,55 @@ def add_two(l, excess, sums, more, LARGEST: gl.constexpr):
 
 
 @gluon.jit
-def add_sums(
-    sums,
-    buffers,
-    inverse,
-    ready,
-    output,
-    maxima,
-    work,
-    tiles,
-    sets,
-    visits,
-    stored,
-    heads,
-    second,
-    DV_PAD: gl.constexpr,
-    PACK: gl.constexpr,
-    CONTINUED: gl.constexpr,
-):
+def add_sums(sums, buffers, inverse, ready, output, maxima, call, second):
     """Add the sums of P of all visits, in order; write lse, and the factors of O to ``inverse``.
     CONTINUED: as in `sums_kernel`.
     """
     ROWS: gl.constexpr = per_row_layout(64)
-    SLICE: gl.constexpr = buffers.v.shape[4]
-    first_column, set_, tile, begin, end = slice_of_cta(tiles, sets, DV_PAD, SLICE)
-    first, stop, batch, head = rows_of_tile(work, tile, set_, heads, PACK)
+    PACK: gl.constexpr = call.PACK
+    first_column, set_, tile, begin, end = slice_of_cta(call)
+    first, stop, batch, head = rows_of_tile(call.work, tile, set_, call.heads, PACK)
     token, packed = token_of_row(first, PACK, gl.SliceLayout(1, lane_sum_layout()))
     lane = gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, lane_sum_layout())), 0)
-    row = gl.expand_dims(place_of_rows(batch, head, packed, token, heads, output.tokens), 1)
+    row = gl.expand_dims(place_of_rows(batch, head, packed, token, call.heads, output.tokens), 1)
     place, kept = output.lse + (4 * row + lane), gl.expand_dims(token < stop, 1)
     l = gl.zeros([M, 4], gl.float32, lane_sum_layout())
     excess = gl.zeros([M, 4], gl.float32, lane_sum_layout())
-    if CONTINUED:
+    if call.CONTINUED:
         end = gl.where(first_column == 0, end, begin)  # one CTA of a tile adds them
         l = gl.load(place, mask=kept, other=0.0)
         excess = gl.load(place + second, mask=kept, other=0.0)
-    sums += set_.to(gl.int64) * visits * (stored * 4)
-    more = sums + sets.to(gl.int64) * visits * (stored * 4)
-    ahead, more_ahead = sums_of_visits(sums, more, stored, stop - first, PACK, begin, end)
+    sums += set_.to(gl.int64) * call.visits * (call.stored * 4)
+    more = sums + call.sets.to(gl.int64) * call.visits * (call.stored * 4)
+    ahead, more_ahead = sums_of_visits(sums, more, call.stored, stop - first, PACK, begin, end)
     for visit in range(begin, end, VISITS_AT_A_TIME):
         of_visits, of_excess = ahead, more_ahead
         ahead, more_ahead = sums_of_visits(
-            sums, more, stored, stop - first, PACK, visit + VISITS_AT_A_TIME, end
+            sums, more, call.stored, stop - first, PACK, visit + VISITS_AT_A_TIME, end
         )
         x, y = halves(of_visits)
         x_more, y_more = halves(of_excess)
         l, excess = add_two(l, excess, x, x_more, largest_sum(buffers.v.dtype))
         l, excess = add_two(l, excess, y, y_more, largest_sum(buffers.v.dtype))
-    if CONTINUED:
+    if call.CONTINUED:
         kept = kept & (first_column == 0)
         gl.store(place, l, mask=kept)
         gl.store(place + second, excess, mask=kept)
     else:
         m = gl.full([M], float("-inf"), gl.float32, ROWS)
-        chunks = tiles + 2 * tile + CHUNKS_BEGIN
+        chunks = call.tiles + 2 * tile + CHUNKS_BEGIN
         for chunk in range(gl.load(chunks), gl.load(chunks + 2)):
             m = gl.maximum(
-                m, gl.load(maxima + (chunk * sets + set_).to(gl.int64) * M + gl.arange(0, M, ROWS))
+                m,
+                gl.load(
+                    maxima + (chunk * call.sets + set_).to(gl.int64) * M + gl.arange(0, M, ROWS)
+                ),
             )
         factor, natural = results_of_sums(m, l, l - excess, ROWS)
         inverse.store(factor)
         mbarrier.arrive(ready, count=1)
         token, packed = token_of_row(first, PACK, ROWS)
-        row = place_of_rows(batch, head, packed, token, heads, output.tokens)
+        row = place_of_rows(batch, head, packed, token, call.heads, output.tokens)
         gl.store(output.lse + row, natural, mask=(token < stop) & (first_column == 0))
 
 
@@ -300,18 +271,18 @@ def sums_kernel(
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
     PACK: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    SLICE: gl.constexpr,
     STAGES: gl.constexpr,
     CONTINUED: gl.constexpr,
 ):
     """Write ``out`` and ``lse`` as `forward_kernel`, from the results of `weights_kernel`.
 
-    CONTINUED: instead add P V to ``out``, float32, and sums of P to ``lse`` (b, h, t, 4), of P
-    minus rounded P ``second`` numbers behind it."""
+    CONTINUED: add P V to ``out``, float32, and sums of P to ``lse`` (b, h, t, 4), of P minus
+    rounded P ``second`` numbers behind it."""
     dtype: gl.constexpr = v_desc.dtype
+    COLUMNS: gl.constexpr = v_desc.block_type.shape[1]
+    SLICE: gl.constexpr = v_desc.block_type.shape[3]
     p_tiles = gl.allocate_shared_memory(dtype, [STAGES * COLUMNS // 64, 1, M, 1, 64], p_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, SLICE], v_desc.layout)
+    v_tiles = allocate_tiles(v_desc, STAGES)
     p = Ring(p_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     inverse = gl.allocate_shared_memory(gl.float32, [M], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ready = make_barriers(1, 1).index(0)
@@ -323,64 +294,14 @@ def sums_kernel(
     buffers = Visits(p, v_tiles)
     # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
-    # constants in a tuple that a variable holds would become numbers at run time
+    call = Call(
+        work, tiles, sets, visits, stored, heads, DV, DV_PAD, PACK, SLICE, STAGES, CONTINUED
+    )
     gl.warp_specialize(
         [
-            (
-                add_products,
-                (
-                    buffers,
-                    inverse,
-                    ready,
-                    output,
-                    work,
-                    tiles,
-                    sets,
-                    heads,
-                    DV,
-                    DV_PAD,
-                    PACK,
-                    CONTINUED,
-                ),
-            ),
-            (
-                add_sums,
-                (
-                    sums,
-                    buffers,
-                    inverse,
-                    ready,
-                    output,
-                    maxima,
-                    work,
-                    tiles,
-                    sets,
-                    visits,
-                    stored,
-                    heads,
-                    second,
-                    DV_PAD,
-                    PACK,
-                    CONTINUED,
-                ),
-            ),
-            (
-                load_visits,
-                (
-                    p_desc,
-                    v_desc,
-                    buffers,
-                    columns,
-                    tiles,
-                    sets,
-                    visits,
-                    heads,
-                    group,
-                    PACK,
-                    DV_PAD,
-                    SLICE,
-                ),
-            ),
+            (add_products, (buffers, inverse, ready, output, call)),
+            (add_sums, (sums, buffers, inverse, ready, output, maxima, call, second)),
+            (load_visits, (p_desc, v_desc, buffers, columns, group, call)),
         ],
         [4, 1],
         [96, 32],
@@ -404,12 +325,12 @@ def results_kernel(
     DV: gl.constexpr,
     DV_PAD: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t) of ``rows`` rows of (b, h, t), from
-    the sums over all keys.
+    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t), ``rows`` numbers, from the sums
+    over all keys: ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4), contiguous as each rank's
+    ``maxima`` (b, h, t).
 
-    ``o`` (b, t, h, dv), ``sums`` (2, b, h, t, 4) and each rank's ``maxima`` (b, h, t) are
-    contiguous. Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows of its tile, and
-    ranks have other tiles of queries."""
+    Set ``repeat`` to 1 if an o is not finite: a NaN reaches other rows of its tile, and ranks have
+    other tiles of queries."""
     WIDTH: gl.constexpr = M  # columns at a time
     ROWS: gl.constexpr = per_row_layout(WIDTH)
     row = gl.program_id(0) * M + gl.arange(0, M, ROWS)

@@ -6,21 +6,18 @@ heads) after another. Read `forward_plain` first, a kernel without these refinem
                   wait for S:     P = exp(S - m)         while O += P V runs (ROWS = 192: after)
                   wait for O:     release V (tile j - 1), go to tile j + 1
 
-A CTA has four loader warps (one thread issues) and two or three MMA warpgroups of 64 rows. The MMA
-with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers are
-those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
+The MMA with V is one tile late, even across work tiles, so a ring has two stages or more. Barriers
+are those of `forward_plain`; q.free follows a work tile's last S. With a stale maximum, K and Q are
 released once the sums of P are verified.
 
-m is the row maximum of the scores in base 2, or an older one (`softmax`). Partial spans come first
-(STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make equally many steps, so
-the named barriers match. Compile-time switches:
+Partial spans come first (STALE_MAXIMUM: last; KEY_ORDER: in the order of keys). All warpgroups make
+equally many steps, so the named barriers match. Compile-time switches:
 
     ROWS            128; 192 (three warpgroups) if a query sees many tiles (`LONG_TABLE`), never
                     with rank_invariant; exponentials then wait for the MMA with V (P_AFTER_O)
     STALE_MAXIMUM   if a query sees many tiles, or with rank_invariant: `stale_maximum` replaces
                     `step` after a work tile's first tile
     KEY_ORDER       with rank_invariant: some tiles have several bands (`key_order`)
-    PACK            query heads that share a tile (`launch.packing`)
     EARLY_RESCALE   if dv is up to 128: O is rescaled during the next MMA of S
     REPEAT          only if a number on the device says so (`few_queries`)
 
@@ -34,6 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from canon.fast.kernels.gluon.epilogue import even_strides, row_offset, store_tile
 from canon.fast.kernels.gluon.forward_pipeline import (
     Buffers,
+    Constants,
     Output,
     Tile,
     Warpgroup,
@@ -78,31 +76,27 @@ from canon.fast.kernels.gluon.tile_queue import (
     receive,
     spans_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import (
+    Ring,
+    allocate_tiles,
+    first_position,
+    load_tile,
+    make_barriers,
+)
 
 
 # ------------------------------------------------------------------ the loader
 @gluon.jit
-def load_tiles(
-    q_desc,
-    k_desc,
-    v_desc,
-    work,
-    counter,
-    buffers,
-    group,
-    WARPGROUPS: gl.constexpr,
-    REPEAT: gl.constexpr,
-):
+def load_tiles(q_desc, k_desc, v_desc, work, counter, buffers, group, c):
     """Load K and V of every visited tile, and Q after the first K (the loader)."""
     q, k, v = buffers.q, buffers.k, buffers.v
-    BUFFERS: gl.constexpr = q.tiles.shape[0] // WARPGROUPS
+    BUFFERS: gl.constexpr = q.tiles.shape[0] // c.WARPGROUPS
     TOKENS: gl.constexpr = q.tiles.shape[2]
     STAGES: gl.constexpr = k.tiles.shape[0]
     BN: gl.constexpr = k.tiles.shape[2]
     t, done = 0, 0  # tiles visited, work tiles done
     work_tile = first_work_tile()
-    if REPEAT:
+    if c.REPEAT:
         work_tile = gl.where(gl.load(counter + 1) != 0, work_tile, 0)
     while work_tile > 0:
         first, _, batch, head = position_of(work, work_tile)
@@ -114,24 +108,22 @@ def load_tiles(
             parity = t // STAGES & 1
             # K of this tile
             mbarrier.wait(k.free.index(slot), parity ^ 1)
-            load_box(k_desc, batch, column, key_head, k.full.index(slot), k.tiles.index(slot))
+            load_tile(k_desc, batch, column, key_head, k, slot)
             if fresh:  # after K: Q's buffer is freed by the last S of its previous work tile
-                for w in gl.static_range(WARPGROUPS):
+                for w in gl.static_range(c.WARPGROUPS):
                     b = w * BUFFERS + done % BUFFERS
                     mbarrier.wait(q.free.index(b), (done // BUFFERS & 1) ^ 1)
                     publish(buffers.published.index(b), work_tile)
-                    load_box(
-                        q_desc, batch, first + w * TOKENS, head, q.full.index(b), q.tiles.index(b)
-                    )
+                    load_tile(q_desc, batch, first + w * TOKENS, head, q, b)
             fresh = False
             # V of this tile
             mbarrier.wait(v.free.index(slot), parity ^ 1)
-            load_box(v_desc, batch, column, key_head, v.full.index(slot), v.tiles.index(slot))
+            load_tile(v_desc, batch, column, key_head, v, slot)
             t += 1
             span, column, left = next_tile(work, span, column, left, span_end, BN)
         work_tile = claim_work_tile(work, counter)
         done += 1
-    for w in gl.static_range(WARPGROUPS):
+    for w in gl.static_range(c.WARPGROUPS):
         b = w * BUFFERS + done % BUFFERS
         publish_end(
             buffers.published.index(b), q.full.index(b), q.free.index(b), (done // BUFFERS & 1) ^ 1
@@ -145,10 +137,10 @@ def attend(wg):
     state = empty_state(wg)
     previous, done = 0, 0
     ring = first_position()
-    if wg.STALE_MAXIMUM:
+    if wg.c.STALE_MAXIMUM:
         declare_registers(state.p, wg.INDEX)
-    if wg.PING_PONG and wg.INDEX == wg.COUNT - 1:
-        ping_pong_arrive(wg.INDEX, wg.COUNT)  # the first warpgroup goes first
+    if wg.c.PING_PONG and wg.INDEX == wg.c.WARPGROUPS - 1:
+        ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)  # the first warpgroup goes first
     work_tile = receive(
         wg.published.index(wg.INDEX * wg.BUFFERS), wg.q.full.index(wg.INDEX * wg.BUFFERS), 0
     )
@@ -166,7 +158,7 @@ def attend(wg):
             partial = is_partial(wg.work, span)
             column += gl.where(span == span_first, wg.BN, 0)
             tile = Tile(q_buffer, row, span, span_end, column, stop)
-            if wg.STALE_MAXIMUM:
+            if wg.c.STALE_MAXIMUM:
                 state, ring = visit_span_stale(state, wg, ring, tile, partial)
             else:
                 state, ring = visit_span(state, wg, ring, tile, partial)
@@ -181,7 +173,7 @@ def attend(wg):
         o = issue_output(rescale_output(state.o, state.shrink), state.p, wg, ring, False)
         o = hopper.warpgroup_mma_wait(0, deps=[o])
         write_result(o, state, wg, previous)
-    if wg.PING_PONG and wg.INDEX == 0:
+    if wg.c.PING_PONG and wg.INDEX == 0:
         # take the last arrival of the last warpgroup: the barrier ends balanced
         ping_pong_wait(wg.INDEX)
 
@@ -199,32 +191,32 @@ def visit_span(state, wg, ring, tile, partial):
 
 @gluon.jit
 def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
-    """Add one tile to the state. Return it and the next ring position. FIRST: O of ``previous`` (if
-    not 0) is complete with the MMA of the tile before, and written.
+    """Add one tile to the state. Return it and the next ring position. FIRST: also write O of the
+    work tile ``previous``, if not 0.
     """
-    P_AFTER_O: gl.constexpr = wg.COUNT == 3
+    P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
     # needs registers, and wider heads have none to spare
     EARLY_RESCALE: gl.constexpr = wg.DV_PAD <= 128
     # S of this tile and O += P V of the one before
     no_shrink = gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN))
     is_last = tile.is_last(wg.BN)
-    s = issue_scores(wg, ring, tile, wg.PING_PONG)
+    s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
     o = state.o
     if EARLY_RESCALE:
         o = rescale_output(o, state.shrink)
-    o = issue_output(o, state.p, wg, ring, wg.PING_PONG)
+    o = issue_output(o, state.p, wg, ring, wg.c.PING_PONG)
     if not FIRST:
         limit = highest_kept(state.m, state.l, wg.BN)
     s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
     release_operands(wg, ring, tile, is_last)
 
     # the new maximum, or the old one
-    s = capped(s, wg.scale_log2, wg.SOFTCAP)
+    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
     if partial:
         s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
         )
-    m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)
+    m = row_maximum(s) * factor_of_capped(wg.scale_log2, wg.c.SOFTCAP)
     if not FIRST:
         m = gl.where(m > limit, m, state.m)
     m_finite = finite_or_zero(m)
@@ -256,7 +248,7 @@ def step(state, wg, ring, tile, previous, partial, FIRST: gl.constexpr):
         l += rescale_sums(state.l, shrink)
         if not EARLY_RESCALE:
             o, shrink = rescale_output(o, shrink), no_shrink
-    excess = gl.zeros_like(l) if wg.STALE_MAXIMUM else state.excess
+    excess = gl.zeros_like(l) if wg.c.STALE_MAXIMUM else state.excess
     return SoftmaxState(o, p, m, l, excess, shrink), ring.next(wg.STAGES)
 
 
@@ -269,7 +261,7 @@ def write_result(o, state, wg, work_tile):
     batch_head = batch_head_of(wg.work, work_tile)
     first += wg.INDEX * wg.TOKENS
     left = stop - first  # tokens left to write
-    divisor = state.l - state.excess if wg.STALE_MAXIMUM else state.l
+    divisor = state.l - state.excess if wg.c.STALE_MAXIMUM else state.l
     inverse, lse = results_of_sums(state.m, state.l, divisor, per_row_layout(wg.BN))
     r = gl.arange(0, wg.M, per_row_layout(wg.BN))
     start = output.lse + (batch_head.to(gl.int64) * output.tokens + first)
@@ -278,7 +270,7 @@ def write_result(o, state, wg, work_tile):
     o = zero_rows(o * inverse, inverse)
     strides = even_strides(output.tokens, output.stride_t, output.stride_h)
     start = output.out + row_offset(batch, first, head, strides)
-    store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, wg.DV, wg.PACK)
+    store_tile(start, o, batch_head, left, output.stride_t, output.stride_h, wg.c.DV, wg.PACK)
 
 
 # ------------------------------------------------------------------ the kernel
@@ -299,10 +291,6 @@ def forward_kernel(
     D: gl.constexpr,
     DV: gl.constexpr,
     ROWS: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
-    PACK: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     PING_PONG: gl.constexpr,
@@ -313,17 +301,13 @@ def forward_kernel(
     REPEAT: gl.constexpr = False,
 ):
     """Write ``out`` and ``lse`` as `forward_plain_kernel`, of all work tiles in ``work``.
-
-    Fully masked rows get 0 and -inf. Rows whose sum or maximum is out of range get NaN. ``counter``
-    is 0 at launch, or not read."""
+    ``counter`` is 0 at launch, or not read.
+    """
     WARPGROUPS: gl.constexpr = ROWS // 64
-    dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(
-        dtype, [WARPGROUPS * BUFFERS, 1, 64 // PACK, PACK, D_PAD], q_desc.layout
-    )
+    c = Constants(WARPGROUPS, D, DV, SOFTCAP, PING_PONG, STALE_MAXIMUM, KEY_ORDER, REPEAT)
+    q_tiles = allocate_tiles(q_desc, WARPGROUPS * BUFFERS)
     published = allocate_published(WARPGROUPS * BUFFERS)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    k_tiles, v_tiles = allocate_tiles(k_desc, STAGES), allocate_tiles(v_desc, STAGES)
     q = Ring(
         q_tiles, make_barriers(WARPGROUPS * BUFFERS, 1), make_barriers(WARPGROUPS * BUFFERS, 1)
     )
@@ -333,72 +317,19 @@ def forward_kernel(
     buffers = Buffers(q, k, v, published)
     # Triton passes 1 as a constant
     output = Output(out, lse, tokens, gl.to_tensor(stride_t), gl.to_tensor(stride_h))
-    wg0 = Warpgroup(
-        buffers,
-        output,
-        work,
-        scale_log2,
-        0,
-        WARPGROUPS,
-        PING_PONG,
-        STALE_MAXIMUM,
-        KEY_ORDER,
-        D,
-        DV,
-        SOFTCAP,
-    )
-    wg1 = Warpgroup(
-        buffers,
-        output,
-        work,
-        scale_log2,
-        1,
-        WARPGROUPS,
-        PING_PONG,
-        STALE_MAXIMUM,
-        KEY_ORDER,
-        D,
-        DV,
-        SOFTCAP,
-    )
+    loaded = (q_desc, k_desc, v_desc, work, counter, buffers, group, c)
+    wg0 = Warpgroup(buffers, output, work, scale_log2, 0, c)
+    wg1 = Warpgroup(buffers, output, work, scale_log2, 1, c)
     if WARPGROUPS == 2:
         gl.warp_specialize(
-            [
-                (
-                    load_tiles,
-                    (q_desc, k_desc, v_desc, work, counter, buffers, group, WARPGROUPS, REPEAT),
-                ),
-                (attend, (wg0,)),
-                (attend, (wg1,)),
-            ],
+            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,))],
             [4, 4],
             [MATH_REGISTERS, MATH_REGISTERS],
         )
     else:
-        wg2 = Warpgroup(
-            buffers,
-            output,
-            work,
-            scale_log2,
-            2,
-            WARPGROUPS,
-            PING_PONG,
-            STALE_MAXIMUM,
-            KEY_ORDER,
-            D,
-            DV,
-            SOFTCAP,
-        )
+        wg2 = Warpgroup(buffers, output, work, scale_log2, 2, c)
         gl.warp_specialize(
-            [
-                (
-                    load_tiles,
-                    (q_desc, k_desc, v_desc, work, counter, buffers, group, WARPGROUPS, REPEAT),
-                ),
-                (attend, (wg0,)),
-                (attend, (wg1,)),
-                (attend, (wg2,)),
-            ],
+            [(load_tiles, loaded), (attend, (wg0,)), (attend, (wg1,)), (attend, (wg2,))],
             [4, 4, 4],
             [MATH_REGISTERS, MATH_REGISTERS, MATH_REGISTERS],
         )

@@ -23,7 +23,7 @@ class Buffers:
 
 @aggregate
 class Output:
-    """Pointers to out (b, t, h, dv) and lse (b, h, t), tokens of a sequence, strides of out."""
+    """Pointers to out and lse, tokens of a sequence, strides of out."""
 
     out: gl.tensor
     lse: gl.tensor
@@ -33,9 +33,23 @@ class Output:
 
 
 @aggregate
+class Constants:
+    """Constants of a launch: its WARPGROUPS, widths and switches, SOFTCAP (None or the limit)."""
+
+    WARPGROUPS: gl.constexpr
+    D: gl.constexpr
+    DV: gl.constexpr
+    SOFTCAP: gl.constexpr
+    PING_PONG: gl.constexpr
+    STALE_MAXIMUM: gl.constexpr
+    KEY_ORDER: gl.constexpr
+    REPEAT: gl.constexpr
+
+
+@aggregate
 class Warpgroup:
-    """Constants of warpgroup INDEX of COUNT: M rows (TOKENS tokens of PACK heads), BN columns of a
-    tile, widths D, DV and DV_PAD, BUFFERS of Q, STAGES of K and V, SOFTCAP (None or the limit).
+    """Warpgroup INDEX: M rows (TOKENS tokens of PACK heads), BN columns of a tile, BUFFERS of Q,
+    STAGES of K and V.
     """
 
     q: Ring
@@ -46,13 +60,7 @@ class Warpgroup:
     work: gl.tensor
     scale_log2: gl.tensor
     INDEX: gl.constexpr
-    COUNT: gl.constexpr
-    PING_PONG: gl.constexpr
-    STALE_MAXIMUM: gl.constexpr
-    KEY_ORDER: gl.constexpr
-    D: gl.constexpr
-    DV: gl.constexpr
-    SOFTCAP: gl.constexpr
+    c: Constants
     TOKENS: gl.constexpr
     PACK: gl.constexpr
     M: gl.constexpr
@@ -62,21 +70,7 @@ class Warpgroup:
     STAGES: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(
-        self,
-        buffers,
-        output,
-        work,
-        scale_log2,
-        INDEX,
-        COUNT,
-        PING_PONG,
-        STALE_MAXIMUM,
-        KEY_ORDER,
-        D,
-        DV,
-        SOFTCAP,
-    ):
+    def __init__(self, buffers, output, work, scale_log2, INDEX, c):
         self.q = buffers.q
         self.k = buffers.k
         self.v = buffers.v
@@ -85,19 +79,13 @@ class Warpgroup:
         self.work = work
         self.scale_log2 = scale_log2
         self.INDEX = gl.constexpr(INDEX)
-        self.COUNT = gl.constexpr(COUNT)
-        self.PING_PONG = gl.constexpr(PING_PONG)
-        self.STALE_MAXIMUM = gl.constexpr(STALE_MAXIMUM)
-        self.KEY_ORDER = gl.constexpr(KEY_ORDER)
-        self.D = gl.constexpr(D)
-        self.DV = gl.constexpr(DV)
-        self.SOFTCAP = gl.constexpr(SOFTCAP)
+        self.c = c
         self.TOKENS = gl.constexpr(buffers.q.tiles.shape[2])
         self.PACK = gl.constexpr(buffers.q.tiles.shape[3])
         self.M = gl.constexpr(buffers.q.tiles.shape[2] * buffers.q.tiles.shape[3])
         self.BN = gl.constexpr(buffers.k.tiles.shape[2])
         self.DV_PAD = gl.constexpr(buffers.v.tiles.shape[4])
-        self.BUFFERS = gl.constexpr(buffers.q.tiles.shape[0] // COUNT)
+        self.BUFFERS = gl.constexpr(buffers.q.tiles.shape[0] // c.WARPGROUPS)
         self.STAGES = gl.constexpr(buffers.k.tiles.shape[0])
 
 
@@ -126,13 +114,12 @@ class Tile:
 @gluon.jit
 def issue_scores(wg, ring, tile, PING_PONG: gl.constexpr):
     """Issue S = Q K^T once K has arrived (PING_PONG: and the previous warpgroup has issued)."""
-    q = wg.q.tiles.index(tile.q_buffer).reshape([wg.M, wg.q.tiles.shape[4]])
-    k = wg.k.tiles.index(ring.slot).reshape([wg.BN, wg.k.tiles.shape[4]])
+    q, k = wg.q.operand(tile.q_buffer), wg.k.operand(ring.slot)
     mbarrier.wait(wg.k.full.index(ring.slot), ring.parity)
     if PING_PONG:
         ping_pong_wait(wg.INDEX)
     nothing = gl.zeros([wg.M, wg.BN], gl.float32, mma_layout(wg.BN))
-    return issue_contraction(q, k, nothing, contracted_width(wg.D, wg.q.tiles.shape[4]))
+    return issue_contraction(q, k, nothing, contracted_width(wg.c.D, q.shape[1]))
 
 
 @gluon.jit
@@ -140,10 +127,9 @@ def issue_output(o, p, wg, ring, PING_PONG: gl.constexpr):
     """Issue o += p V of the previous tile. In the very first step the result is undefined and
     unused.
     """
-    v = wg.v.tiles.index(ring.previous).reshape([wg.BN, wg.DV_PAD])
-    o = hopper.warpgroup_mma(p, v, o, is_async=True)
+    o = hopper.warpgroup_mma(p, wg.v.operand(ring.previous), o, is_async=True)
     if PING_PONG:
-        ping_pong_arrive(wg.INDEX, wg.COUNT)
+        ping_pong_arrive(wg.INDEX, wg.c.WARPGROUPS)
     return o
 
 

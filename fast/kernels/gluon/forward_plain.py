@@ -1,19 +1,16 @@
 """The forward kernel for Hopper without refinements: read it first. `forward` is the kernel that
 calls run.
 
-A CTA computes one work tile, 128 queries of one head, with a loader and two warpgroups of 64
-queries:
+A CTA computes one work tile, 128 queries of one head:
 
     loader         Q   K 0   V 0   K 1   V 1   K 2   V 2   ...   by TMA, to STAGES buffers
     warpgroup 0    S 0 | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | softmax 2 | ...
     warpgroup 1        |    S 0    | softmax 0 | O 0, S 1  | softmax 1 | O 1, S 2  | ...
 
 S j is S = Q K^T with tile j of K. Softmax j computes P = exp2(S scale_log2 - m) with the row
-maximum m so far, and rescales O and the sum l of P where m rose. O j is O += P V with tile j of V.
-At the end, out is O / l.
-
-A warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong
-scheduling). So the tensor cores are busy while exponentials are computed.
+maximum m so far, and rescales O and the sum l of P. O j is O += P V. At the end, out is O / l. A
+warpgroup issues O j and S j + 1 together. Meanwhile the other one computes its softmax (ping-pong
+scheduling), so the tensor cores are busy during exponentials.
 
     barrier          arrivals in a phase   arrives                 waits           protects
     q_full           1, and all bytes      loader, then TMA        its warpgroup   Q until loaded
@@ -23,8 +20,8 @@ scheduling). So the tensor cores are busy while exponentials are computed.
     named 8 + w      256 threads           the other one, its      warpgroup w     order of MMAs
                                            MMAs issued
 
-Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``: the spans of tiles that a work
-tile visits. Bits repeat. Source: Shah et al., FlashAttention-3 (2024), section 3.1."""
+Read `tile_ring` for barriers and TMA, and `tile_queue` for ``work``. Source: Shah et al.,
+FlashAttention-3 (2024), section 3.1."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,7 +40,13 @@ from canon.fast.kernels.gluon.tile_queue import (
     next_tile,
     position_of,
 )
-from canon.fast.kernels.gluon.tile_ring import Ring, first_position, load_box, make_barriers
+from canon.fast.kernels.gluon.tile_ring import (
+    Ring,
+    allocate_tiles,
+    first_position,
+    load_box,
+    make_barriers,
+)
 from canon.fast.kernels.triton.blocks import LN2
 
 
@@ -129,7 +132,7 @@ def issue_scores(q_tile, k, ring):
     COLUMNS: gl.constexpr = k.tiles.shape[2]
     D_PAD: gl.constexpr = k.tiles.shape[4]
     mbarrier.wait(k.full.index(ring.slot), ring.parity)
-    k_tile = k.tiles.index(ring.slot).reshape([COLUMNS, D_PAD]).permute((1, 0))
+    k_tile = k.operand(ring.slot).permute((1, 0))
     nothing = gl.zeros([ROWS, COLUMNS], gl.float32, mma_layout(COLUMNS))
     return hopper.warpgroup_mma(
         q_tile.reshape([ROWS, D_PAD]), k_tile, nothing, use_acc=False, is_async=True
@@ -140,7 +143,7 @@ def issue_scores(q_tile, k, ring):
 def issue_output(p, v, o, ring):
     """Issue O += P V once V has arrived."""
     mbarrier.wait(v.full.index(ring.slot), ring.parity)
-    v_tile = v.tiles.index(ring.slot).reshape([v.tiles.shape[2], v.tiles.shape[4]])
+    v_tile = v.operand(ring.slot)
     return hopper.warpgroup_mma(p, v_tile, o, is_async=True)
 
 
@@ -193,20 +196,15 @@ def forward_plain_kernel(
     stride_h,
     group,
     DV: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    D_PAD: gl.constexpr,
-    DV_PAD: gl.constexpr,
     STAGES: gl.constexpr,
     MATH_REGISTERS: gl.constexpr,
 ):
-    """Write ``out`` (b, t, h, dv) and natural ``lse`` (b, h, t, contiguous) of the work tiles in
-    ``work``, one for each CTA.
-
-    The batch stride of ``out`` is tokens * stride_t. ``group`` query heads share a key head."""
-    dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, 64, 1, D_PAD], q_desc.layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, D_PAD], k_desc.layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, 1, COLUMNS, 1, DV_PAD], v_desc.layout)
+    """Write ``out`` (b, t, h, dv), batch stride tokens * stride_t, and natural ``lse`` (b, h, t,
+    contiguous) of the work tiles in ``work``. ``group`` query heads share a key head.
+    """
+    q = allocate_tiles(q_desc, 2)  # 64 queries for each warpgroup
+    k_tiles = allocate_tiles(k_desc, STAGES)
+    v_tiles = allocate_tiles(v_desc, STAGES)
     q_full = make_barriers(2, 1)
     k = Ring(k_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
     v = Ring(v_tiles, make_barriers(STAGES, 1), make_barriers(STAGES, 2))

@@ -6,15 +6,15 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def opaque_zero(number):
-    """Return 0 for a ``number`` >= 0 that is loaded nearby: x ^ 0 is then computed where it stands.
-
-    Otherwise the row and column numbers of a mask or a store would hold up to 64 registers."""
+    """Return 0 for a ``number`` >= 0 that is loaded nearby: x ^ 0 is then computed where it stands,
+    and row and column numbers hold no registers.
+    """
     return gl.minimum(number, 0)
 
 
 @gluon.jit
 def unhoisted_index(index, t):
-    """Return the buffer number ``index``, for a number ``t`` < 2^30 of tiles that the loop counts.
-
-    Otherwise the shared addresses of up to 16 MMA instructions would hold registers."""
+    """Return the buffer number ``index``, for a count of tiles ``t`` < 2^30. Otherwise the shared
+    addresses of up to 16 MMA instructions would hold registers.
+    """
     return index + (t >> 30)

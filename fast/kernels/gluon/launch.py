@@ -1,5 +1,5 @@
-"""Launches of the Hopper kernels: the functions of `canon.fast.kernels.triton.launch`, with the
-same arguments, ranges and NaN.
+"""Launches of the Hopper kernels: the functions of a kernel backend. Ranges and NaN are those of
+`canon.fast.kernels.triton.launch`.
 
 TMA needs base and strides at multiples of 16 bytes and a last stride of 1; other tensors are
 copied, as are results that kernels cannot write in place. Tokens that tiles load but the mask does
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
-from triton.experimental.gluon.language import constexpr
 
 from canon.fast.kernels.gluon import few_queries_launch
 from canon.fast.kernels.gluon.config import (
@@ -67,18 +66,16 @@ from canon.route.rank_invariance import TILE
 
 SIMULATED_SMS = 3
 LARGEST_TILE = 256  # rows or columns
-# of a CTA, on average: half of 2^30, because CTAs that start late or hold long tiles differ
+# of a CTA, on average: half of 2^30, because CTAs differ
 MOST_VISITS = FEW_VISITS
 
 write_results = few_queries_launch.write_results
-# kernels without MMAs are portable
-delta, merge, sum_heads = portable.delta, portable.merge, portable.sum_heads
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor
 ) -> None:
-    """Write out (b, t, h, dv) and lse (b, h, t)."""
+    """As `canon.fast.kernels.torch.launch.forward`."""
     check(q)
     config, d, dv = forward_config(q, v, cells)
     group, pack, plan = query_plan(q, k, v, cells, config)
@@ -102,16 +99,12 @@ def forward(
         if few:
             given = q, k, v, (d, dv), few, scale, softcap, resident_ctas(q), even_out, even_lse
             counter = few_queries_launch.forward_of_few(*given)
-        options = {"DV": v.shape[-1], "D_PAD": d, "DV_PAD": dv}
-        if config.plain and plan.key_order:
-            raise ValueError(
-                "the plain forward has no chained spans: rank_invariant=True needs "
-                "another configuration"
-            )
+        options = {"DV": v.shape[-1]}
         if config.plain:
-            if softcap is not None:
+            if plan.key_order or softcap is not None:
                 raise ValueError(
-                    "the plain forward kernel has no soft-cap: use another configuration"
+                    "the plain forward kernel has no soft-cap and no rank_invariant=True: use "
+                    "another configuration"
                 )
             arguments = (*tiles, even_out, even_lse, work, scale, *sizes)
             run(forward_plain_kernel, plan.work_tiles, q, config, arguments, **options)
@@ -121,7 +114,6 @@ def forward(
                 "KEY_ORDER": plan.key_order,
                 "SOFTCAP": softcap,
                 "D": q.shape[-1],
-                "PACK": pack,
                 "PING_PONG": config.ping_pong,
                 "STALE_MAXIMUM": config.stale_maximum,
                 "REPEAT": bool(few),
@@ -136,9 +128,7 @@ def forward(
 # The steps of `canon.fast.decode_in_order` on a rank, for queries q (b, t, h, d) and the rank's
 # keys.
 def takes_keys_of_ranks(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether there are kernels for such tensors, whatever the keys and masks of the
-    ranks.
-    """
+    """Return whether there are kernels for such tensors, whatever the masks of the ranks."""
     config, *_ = choose("forward", q.shape[3], v.shape[3], seen=float("inf"), most_rows=TILE)
     return config.stale_maximum and v.shape[3] > 0 and few_queries_launch.few_rows(q, k)
 
@@ -153,7 +143,7 @@ def write_first_maxima(
 ) -> None:
     """Write the maxima (b, h, t) of first visible tiles, in rows that see a key."""
     unused = maxima, maxima, maxima
-    _visit_keys(q, k, v, maxima, unused, cells, scale, FIRST_TILES)
+    write_weights(q, k, v, maxima, *unused, cells, scale, 0, 0)
 
 
 def write_weights(
@@ -170,29 +160,15 @@ def write_weights(
     stride: int,
 ) -> None:
     """Write the weights, from the first ``maxima`` of all ranks. Set ``counter[1]`` to 1 if a
-    maximum must rise.
+    maximum must rise. With 0 ranks, write only ``maxima``.
     """
-    _visit_keys(q, k, v, maxima, (p, sums, counter), cells, scale, OF_A_RANK, ranks, stride)
-
-
-def _visit_keys(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    maxima: Tensor,
-    written: tuple[Tensor, Tensor, Tensor],
-    cells: Cells,
-    scale: Scale,
-    step: constexpr,
-    ranks: int = 1,
-    stride: int = 0,
-) -> None:
     plan, widths = _plan_of_rank(q, k, v, cells)
     if len(plan.columns):
         number, softcap = split_scale(scale)
         q, number = signed(q, number)
-        given = q, k, widths, plan, number, softcap, written, maxima, step, ranks, stride
-        few_queries_launch.launch_weights(*given)
+        step = OF_A_RANK if ranks else FIRST_TILES
+        given = q, k, widths, plan, number, softcap, (p, sums, counter), maxima, step
+        few_queries_launch.launch_weights(*given, ranks, stride)
 
 
 def add_values(
@@ -234,7 +210,7 @@ def dq(
     scale: Scale,
     dq: Tensor,
 ) -> None:
-    """Write dq (b, t, h, d). ``stats``: from `row_statistics`."""
+    """As `canon.fast.kernels.torch.launch.dq`."""
     check(q)
     config, d, dv = choose("dq", q.shape[-1], v.shape[-1])
     group, pack, plan = query_plan(q, k, v, cells, config)
@@ -247,8 +223,7 @@ def dq(
         tiles = box(q, *queries, d), box(dout, *queries, dv), box(k, *keys, d), box(v, *keys, dv)
         sizes, (scale, softcap) = (q.shape[1], *even.stride()[1:3], group), split_scale(scale)
         arguments = (*tiles, stats, stats.shape[3], even, *queue(plan, q), scale, *sizes)
-        options = {"D": q.shape[-1], "D_PAD": d, "DV_PAD": dv, "PACK": pack}
-        options |= {"KEY_ORDER": plan.key_order, "SOFTCAP": softcap}
+        options = {"D": q.shape[-1], "KEY_ORDER": plan.key_order, "SOFTCAP": softcap}
         run(dq_kernel, plan.work_tiles, q, config, arguments, **options)
     copy_back(dq, even)
 
@@ -266,10 +241,7 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv). Fused: add to ``dq`` (b, t, h, d), float32, in a
-    fixed order if ``ordered``. ``stats``: from `row_statistics`.
-
-    Owners are key heads, or query heads for "head_parallel"."""
+    """As `canon.fast.kernels.torch.launch.dkdv`."""
     check(q)
     scale, softcap = split_scale(scale)
     d, dv_width, owners = q.shape[-1], v.shape[-1], dk.shape[2]
@@ -298,48 +270,18 @@ def dkdv(
         dq_tiles = -(-q.shape[1] // config.columns) if ordered else 0
         semaphores = q.shape[0] * q.shape[2] * dq_tiles
         strides = portable.kernel_strides(own_dk)[:3], portable.kernel_strides(own_dv)[:3]
-        written = (
-            own_dk,
-            own_dv,
-            *queue(plan, q, semaphores),
-            scale,
-            *strides,
-            stats.shape[3],
-            q.shape[2],
-            each,
-            q.shape[2] // k.shape[2],
-        )
-        options = {
-            "SOFTCAP": softcap,
-            "D": d,
-            "DV": dv_width,
-            "D_PAD": d_pad,
-            "DV_PAD": dv_pad,
-            "KEY_ORDER": plan.key_order,
-        }
+        sizes = stats.shape[3], q.shape[2], each, q.shape[2] // k.shape[2]
+        written = (own_dk, own_dv, *queue(plan, q, semaphores), scale, *strides, *sizes)
+        options = {"SOFTCAP": softcap, "D": d, "DV": dv_width, "KEY_ORDER": plan.key_order}
         if kernel == "dkdv_hdim256":
-            run(
-                dkdv_hdim256_kernel,
-                plan.work_tiles,
-                q,
-                config,
-                (*queries, *keys, stats_box, *written),
-                **options,
-            )
+            arguments = (*queries, *keys, stats_box, *written)
+            run(dkdv_hdim256_kernel, plan.work_tiles, q, config, arguments, **options)
         else:
             sums = dq if dq is None or tma_loadable(dq) else empty_for_tma(dq).zero_()
             dq_box = stats_box if sums is None else box(sums, config.columns, 1, 64)
             arguments = (*queries, *keys, stats_box, dq_box, *written, dq_tiles)
-            run(
-                dkdv_kernel,
-                plan.work_tiles,
-                q,
-                config,
-                arguments,
-                FUSED=dq is not None,
-                ORDERED=ordered,
-                **options,
-            )
+            options |= {"FUSED": dq is not None, "ORDERED": ordered}
+            run(dkdv_kernel, plan.work_tiles, q, config, arguments, **options)
             if sums is not dq:
                 dq.add_(sums)
     copy_back(dk, own_dk)
@@ -366,7 +308,7 @@ def query_plan(
     group = q.shape[2] // k.shape[2]
     pack = 1 if config.plain else packing(cells, config.rows, config.columns, group)
     heads, read = Heads(q.shape[0], q.shape[2], group), head_bytes(k, v)
-    # a stale maximum is good once all rows have seen many keys, which partial tiles do not give
+    # a stale maximum needs rows that have seen many keys, which partial tiles do not give
     traversal = Traversal(
         config.rows, config.columns, False, heads, pack, 1, read,
         full_first=config.stale_maximum, ctas=resident_ctas(q),
@@ -399,7 +341,7 @@ def check_runs(q: Tensor) -> None:
 
 def zero_masked(x: Tensor, cells: Cells, plan: TileSchedule | FewQueriesPlan, keys: bool) -> Tensor:
     """Return x (b, t, h, d), or a copy with 0 in the tokens that the plan loads but the mask does
-    not touch. Tokens that no tile loads are uninitialised in the copy.
+    not touch; uninitialised where no tile loads it.
     """
     if not plan.loads_masked_tokens[keys]:
         return x
@@ -425,11 +367,9 @@ def token_states(cells: Cells, keys: bool) -> np.ndarray:
 @cached_plan
 def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
     """Return how many query heads of a group share a tile: several if that saves a tenth of the
-    visits.
+    visits, as ends of short documents waste less of 64 tokens of two heads, or 32 of four.
 
-    A tile of 128 rows then holds 64 tokens of two heads, or 32 of four: ends of short documents
-    waste less. With rank_invariant=True a twentieth is enough: tiles of keys do not begin with a
-    document, so more of them are partial."""
+    With rank_invariant=True a twentieth is enough: more tiles of keys are partial."""
     candidates = [pack for pack in (1, 2, 4, 8, 16) if group % pack == 0]
     alone, _ = count_visits(cells, rows, columns)
     most = (0.9 if cells.places is None else 0.95) * alone
@@ -443,8 +383,8 @@ def packing(cells: Cells, rows: int, columns: int, group: int) -> int:
 
 @cached_plan
 def about_tiles_seen(mask: Mask, heads: int, sms: int) -> int:
-    """Return `tiles_seen`, rounded up to a bound of `LONG_TABLE`: masks with one number share a
-    recorded pass.
+    """Return `tiles_seen`, rounded up to a bound of `LONG_TABLE`, so that masks share a recorded
+    pass.
     """
     seen = tiles_seen(mask, heads, sms)
     return next((few for few in TILES_SEEN if seen <= few), TILES_SEEN[-1] + 1)
@@ -463,9 +403,8 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def writable(x: Tensor, even_batches: bool = False) -> Tensor:
-    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it. They need a last
-    stride of 1, 32-bit offsets within a tile, and ``even_batches``: a batch stride of t token
-    strides.
+    """Return x (b, t, h, d) if kernels can write it, else an empty tensor like it: with a last
+    stride of 1, 32-bit offsets in a tile, and ``even_batches``, a batch stride of t token strides.
     """
     even = (
         x.shape[0] == 1
@@ -488,11 +427,10 @@ def resident_ctas(x: Tensor) -> int:
 
 
 def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the work of a launch, and zeros in one allocation: the counter of claims, then the
-    semaphores of dq; ``work`` twice if no CTA reads them.
+    """Return the work of a launch, and zeros: the counter of claims, then the semaphores of dq;
+    ``work`` twice if no CTA reads them.
 
-    Raises ValueError if a CTA could visit 2^30 tiles: kernels use higher bits of that number as
-    zeros."""
+    Raises ValueError if a CTA could visit 2^30 tiles (`unhoisted_index`)."""
     if plan.visits > MOST_VISITS * min(plan.work_tiles, resident_ctas(x)):
         raise ValueError(
             f"the call visits {plan.visits} tiles of scores, more than {MOST_VISITS} for each SM: "
@@ -505,18 +443,16 @@ def queue(plan: TileSchedule, x: Tensor, semaphores: int = 0) -> tuple[Tensor, T
 
 
 def constants(kernel, config: Config) -> dict:
-    """Return the compile-time arguments that the configuration states."""
-    stated = {"COLUMNS": config.columns, "STAGES": config.stages}
-    if kernel is not forward_plain_kernel:
-        stated["ROWS"] = config.rows
-    if kernel not in (dq_kernel, forward_plain_kernel):  # these have one buffer for owned tiles
-        stated["BUFFERS"] = config.buffers
+    """Return the compile-time arguments that the configuration states. Descriptors state others."""
+    stated = {"STAGES": config.stages, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
     if kernel is dq_kernel:
         stated["V_STAGES"] = config.v_stages or config.stages
-    return {**stated, "MATH_REGISTERS": config.math_registers, "num_warps": 4}
+    elif kernel is not forward_plain_kernel:  # both have one buffer for owned tiles
+        stated |= {"ROWS": config.rows, "BUFFERS": config.buffers}
+    return stated
 
 
 def run(kernel, work_tiles: int, q: Tensor, config: Config, arguments: tuple, **options) -> None:
-    """Launch a CTA on every SM, but at most ``work_tiles``; the plain forward has one for each."""
+    """Launch a CTA on every SM, at most ``work_tiles``; the plain forward has one for each."""
     ctas = work_tiles if config.plain else min(work_tiles, resident_ctas(q))
     launch(kernel, ctas, q.device, arguments, **constants(kernel, config), **options)

@@ -15,13 +15,13 @@ def mma_layout(columns):
 
 @gluon.constexpr_function
 def per_column_layout(columns):
-    """Return the layout of a vector over the columns of `mma_layout`."""
+    """Return the layout of a vector over its columns."""
     return gl.SliceLayout(0, mma_layout(columns))
 
 
 @gluon.constexpr_function
 def per_row_layout(columns):
-    """Return the layout of a vector over the rows of `mma_layout`."""
+    """Return the layout of a vector over its rows."""
     return gl.SliceLayout(1, mma_layout(columns))
 
 
@@ -64,7 +64,5 @@ def scalar_layout(warps):
 
 @gluon.constexpr_function
 def contracted_width(d, padded):
-    """Return how many of ``padded`` columns MMAs contract: three quarters of 128 or 256 if d allows
-    it.
-    """
+    """Return how many of ``padded`` columns MMAs contract: three quarters of 128 or 256 suffice."""
     return padded * 3 // 4 if padded >= 128 and d <= padded * 3 // 4 else padded

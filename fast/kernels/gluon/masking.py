@@ -28,9 +28,7 @@ def mask_hidden(
     PACK: gl.constexpr,
     KEY_ORDER: gl.constexpr = False,
 ):
-    """Return x with HIDDEN (0 or -inf) in the hidden cells. Row r is token ``first`` + r //
-    PACK.
-    """
+    """Return x with HIDDEN (0 or -inf) in hidden cells. Row r is token ``first`` + r // PACK."""
     band = span
     if KEY_ORDER:
         number = gl.load(work + span + ROW_STOP)
@@ -50,8 +48,7 @@ def _hide_gaps(
 ):
     """Hide the cells between the bands of a chained span (`key_order`). Return x and new bounds.
 
-    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others, in the order of
-    keys."""
+    ``left``, ``right``: bounds of the first band; ``band``, ``end``: the others."""
     for at in range(band, end, SPAN):
         next_left, next_right = visible_columns(x, work, at, first, column, PACK)
         seen, sees = right > gl.maximum(left, 0), next_right > gl.maximum(next_left, 0)

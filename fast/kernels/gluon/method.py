@@ -1,5 +1,4 @@
-"""The method of a backward pass for "auto", and when one kernel is faster than two, if dq is added
-in any order.
+"""The method of a backward pass for "auto".
 
 "fused" saves two of seven MMAs a tile, but sums dq in float32, which is cleared, added to in L2 and
 cast. So it pays where the tiles of keys are visited often. If dk and dv are sent to other ranks,
@@ -16,8 +15,7 @@ from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
 # Visits of a tile of 128 keys by tiles of 128 queries, on average: "split" is faster at 4.5 and
-# below, "fused" at 8.5 and above. At width 64 with shared key heads "fused" is faster at 4.5, too:
-# `MIN_VISITS_OF_NARROW`.
+# below, "fused" at 8.5 and above; at width 64 with shared key heads at 4.5, too.
 MIN_VISITS = 8
 
 # If dk and dv are sent: visits of a tile of keys by all query heads that share a key head, which is
@@ -34,9 +32,7 @@ def choose_method(
     repeats: bool,
     sends: bool,
 ) -> str:
-    """Return the method for "auto": as the Triton backend, but "fused" where it is faster, with dq
-    in a fixed order if ``repeats``.
-    """
+    """As the Triton backend, but "fused" where it is faster; dq in a fixed order if ``repeats``."""
     method = portable.choose_method(q, k, v, mask, multiprocessors)
     d, dv = q.shape[3], v.shape[3]
     if method == "head_parallel" or not padded_to("fused", d, dv):
@@ -55,10 +51,9 @@ def choose_method(
 def fused_pays(mask: Mask, share: int, width: int, sends: bool) -> bool:
     """Return whether "fused" with dq in any order is faster than "split".
 
-    ``share``: query heads that share a key head; ``width`` is padded; ``sends``: dk and dv are sent
-    to other ranks afterwards. Records: paper/data/kernels_h200.json, kernels_peers_h200.json,
-    kernels_sweep_widths_h200.json and methods_two_and_four_h200.json (``sends``), compared in
-    tests/test_method_records.py."""
+    ``share``: query heads that share a key head; ``width`` is padded. Records: paper/data/
+    kernels_h200.json, kernels_peers_h200.json, kernels_sweep_widths_h200.json and, if dk and dv are
+    sent, methods_two_and_four_h200.json; tests/fast/test_method_records.py compares them."""
     visited, tiles = visits(Cells(mask), 128, 128, True, 128)
     least = MIN_VISITS_OF_NARROW if width == 64 and share > 1 else MIN_VISITS
     if visited <= least * tiles:

@@ -30,8 +30,8 @@ def tma_reduce_add(descriptor, coordinates, source, _semantic=None):
 
 @gluon.jit
 def wait_for_reductions():
-    """Wait until all TMA reductions of this warp are complete in global memory, which implies a
-    proxy fence (PTX ISA, Async Proxy). The warp barrier orders all lanes after the issuing one.
+    """Wait until this warp's TMA reductions are complete in global memory, which implies a proxy
+    fence (PTX ISA, Async Proxy). The barrier orders all lanes after the issuing one.
     """
     run_ptx("cp.async.bulk.wait_group 0; bar.warp.sync 0xffffffff;")
 
@@ -52,9 +52,7 @@ def load_acquire(pointer):
 
 @gluon.jit
 def store_release(pointer, number):
-    """Store an int32 from one lane. The barrier of `wait_for_reductions` orders other lanes before
-    it.
-    """
+    """Store an int32 from one lane, after all lanes by the barrier of `wait_for_reductions`."""
     gl.inline_asm_elementwise(
         "{ .reg .pred one; elect.sync _|one, 0xffffffff; @one st.release.gpu.global.s32 [$1], $2; "
         "mov.u32 $0, 0; }",
@@ -159,9 +157,9 @@ def keep_between_ptx(number, value):
 
 
 @gluon.constexpr_function
-def keep_between_constraints(number):
-    """Return the constraints of results, inputs in place, and both bounds."""
-    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["r"] * 2 * number)
+def in_place_constraints(number, kind, others):
+    """Return the constraints of results, inputs in place, and ``others`` inputs of a kind."""
+    return ",".join(["=f"] * number + [str(i) for i in range(number)] + [kind] * others)
 
 
 @gluon.jit
@@ -174,7 +172,7 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
     right, _ = gl.broadcast(right, x)
     return gl.inline_asm_elementwise(
         keep_between_ptx(N, HIDDEN),
-        keep_between_constraints(N),
+        in_place_constraints(N, "r", 2 * N),
         [x, left, right],
         dtype=gl.float32,
         is_pure=True,
@@ -185,8 +183,8 @@ def keep_between(x, left, right, HIDDEN: gl.constexpr):
 # ------------------------------------------------------------------ soft-caps
 @gluon.constexpr_function
 def tanh_ptx(x):
-    """Return PTX that sets t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`), one
-    element after another: the compiler would interleave all of a tile, and spill registers.
+    """Return PTX of t = tanh(x) and, with y, the derivative 4 e y^2 (`blocks.tanh`), element after
+    element: the compiler would interleave a tile, and spill registers.
     """
     polynomial = "".join(f" fma.rn.f32 t, t, y, {number};" for number in TANH[-2::-1])
     small = (
@@ -242,9 +240,7 @@ def capped_weights(x, lse, LIMIT: gl.constexpr):
 # ------------------------------------------------------------------ transpose within a quad
 @gluon.constexpr_function
 def transpose_words_ptx():
-    """Return PTX that makes word i of lane j of a quad word j of lane i, in two rows
-    alternately.
-    """
+    """Return PTX that makes word i of lane j of a quad word j of lane i, in two rows."""
     lines = [
         "{ .reg .pred odd, high; .reg .b32 bits, mine, theirs; mov.u32 bits, %laneid; "
         "and.b32 mine, bits, 1;"
@@ -280,12 +276,6 @@ def transpose_words(x):
 
 # ------------------------------------------------------------------ rows of the output accumulator
 @gluon.constexpr_function
-def in_place_constraints(number):
-    """Return the constraints of results, inputs in place, and factors."""
-    return ",".join(["=f"] * number + [str(i) for i in range(number)] + ["f"] * number)
-
-
-@gluon.constexpr_function
 def rescale_rows_ptx(number):
     """Return the PTX of `rescale_rows`. A warp whose factors are all 1 skips it."""
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * number + i};" for i in range(number))
@@ -302,7 +292,7 @@ def rescale_rows(x, factors):
     N: gl.constexpr = x.shape[1] // 2
     return gl.inline_asm_elementwise(
         rescale_rows_ptx(N),
-        in_place_constraints(N),
+        in_place_constraints(N, "f", N),
         [x, factors],
         dtype=gl.float32,
         is_pure=True,
@@ -331,7 +321,7 @@ def zero_rows(x, factors):
     factors, _ = gl.broadcast(factors, x)
     return gl.inline_asm_elementwise(
         zero_rows_ptx(N),
-        in_place_constraints(N),
+        in_place_constraints(N, "f", N),
         [x, factors],
         dtype=gl.float32,
         is_pure=True,
@@ -349,9 +339,7 @@ def declare_registers_ptx(warpgroup, columns):
 
 @gluon.jit
 def declare_registers(p, W: gl.constexpr):
-    """Declare once a warpgroup's flag and copy of rounded P: Gluon has no scalars that differ by
-    thread.
-    """
+    """Declare once a warpgroup's flag and copy of rounded P: Gluon has no scalars by thread."""
     run_ptx(declare_registers_ptx(W, p.shape[1]))
 
 
@@ -398,8 +386,8 @@ def round_and_keep_constraints(number):
 
 @gluon.jit
 def round_and_keep(p, like, W: gl.constexpr):
-    """Return P in the dtype of ``like``, and keep a copy in registers for `add_rounding_excess`:
-    Triton would unpack P from the MMA's operand in every tile, even where the branch is skipped.
+    """Return P in the dtype of ``like``, and keep a copy for `add_rounding_excess`: Triton would
+    unpack P from the MMA's operand in every tile, even where the branch is skipped.
     """
     N: gl.constexpr = p.shape[1] // 2
     return gl.inline_asm_elementwise(
@@ -414,8 +402,8 @@ def round_and_keep(p, like, W: gl.constexpr):
 
 @gluon.constexpr_function
 def add_rounding_excess_ptx(warpgroup, columns, dtype):
-    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 minus those of rounded P,
-    where above $6 or $7. Words 2 i of the rounded P are of the first row.
+    """Return PTX that adds to $0 and $1, for two rows, the sums $4 and $5 minus those of rounded P
+    (words 2 i: the first row), where above $6 or $7.
     """
     lines = ["{ .reg .pred first, second, any; .reg .b16 low, high; .reg .b32 x, sum_<4>;"]
     lines += ["setp.gt.f32 first, $4, $6; setp.gt.f32 second, $5, $7; or.pred any, first, second;"]
@@ -435,8 +423,8 @@ def add_rounding_excess_ptx(warpgroup, columns, dtype):
 
 @gluon.jit
 def add_rounding_excess(excess, p, sums, limit, W: gl.constexpr):
-    """Return ``excess`` (64, 4) plus ``sums`` of P by lane minus those of the P that
-    `round_and_keep` kept last, where ``sums`` > ``limit``.
+    """Return ``excess`` (64, 4) plus ``sums`` by lane minus those of the P that `round_and_keep`
+    kept, where ``sums`` > ``limit``.
     """
     return gl.inline_asm_elementwise(
         add_rounding_excess_ptx(W, p.shape[1], p.dtype),

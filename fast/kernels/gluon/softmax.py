@@ -2,9 +2,9 @@
 
 Scores are in base 2. The four lanes of a quad share a row and exchange its maximum m. The sum l
 stays four partial sums. Any m gives the same result up to rounding, unless P overflows or
-underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far
-(`highest_kept`), so a warp seldom rescales O. That is as accurate as the true maximum: a key whose
-P has a rounding error has at most half the weight of its row."""
+underflows. A row keeps its m while the largest P is at most 2^8 and at most the row's sum so far,
+so a warp seldom rescales O. A key whose P has a rounding error then has at most half the weight of
+its row, as with the true maximum."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -49,7 +49,7 @@ def empty_state(wg):
         gl.zeros([wg.M], gl.float32, per_row_layout(wg.BN)),
         gl.zeros([wg.M, 4], gl.float32, lane_sum_layout()),
         gl.zeros([wg.M, 4], gl.float32, lane_sum_layout())
-        if wg.STALE_MAXIMUM
+        if wg.c.STALE_MAXIMUM
         else gl.to_tensor(0.0),
         gl.full([wg.M], 1.0, gl.float32, per_row_layout(wg.BN)),
     )
@@ -71,7 +71,7 @@ def row_maximum(x):
 
 @gluon.jit
 def finite_or_zero(m):
-    """Return m with 0 for -inf (no visible key), because -inf - -inf is NaN."""
+    """Return m with 0 for -inf (no visible key): -inf - -inf is NaN."""
     return gl.where(m == float("-inf"), 0.0, m)
 
 
@@ -104,7 +104,7 @@ def lane_sum(x):
 @gluon.jit
 def exponentials(s, m, wg, KEEP: gl.constexpr = False):
     """Return P as an MMA operand, and its sums by lane. KEEP: `round_and_keep`."""
-    p = powers(s, m, wg.scale_log2, wg.SOFTCAP)
+    p = powers(s, m, wg.scale_log2, wg.c.SOFTCAP)
     sums = lane_sum(p)
     if KEEP:
         p = round_and_keep(p, wg.q.tiles, wg.INDEX)

@@ -17,10 +17,11 @@ from canon.fast.kernels.triton import launch as portable
 from canon.fast.kernels.triton.blocks import (
     ROW_NUMBERS,
     base2,
+    cta_rows,
     kernel,
     statistic_head_pointer,
 )
-from canon.fast.kernels.triton.softmax_stats import row_dot
+from canon.fast.kernels.triton.softmax_stats import lse_and_delta
 
 TOKENS = 256  # of each CTA
 
@@ -39,7 +40,7 @@ def softmax_stats_kernel(
     delta_stride_h,
     TOKENS: tl.constexpr,
 ):
-    """Write stats (b, h, 2, padded) from lse and delta (b, h, t), with last strides of 1."""
+    """Write stats from lse and delta."""
     blocks = tl.cdiv(padded, TOKENS)
     batch_head = tl.program_id(0) // blocks
     token = tl.program_id(0) % blocks * TOKENS + tl.arange(0, TOKENS)
@@ -50,8 +51,7 @@ def softmax_stats_kernel(
     delta_row = statistic_head_pointer(
         delta, batch_head // heads, batch_head % heads, delta_stride_b, delta_stride_h
     )
-    x = tl.load(lse_row + token, mask=inside, other=0.0)
-    x = base2(x)
+    x = base2(tl.load(lse_row + token, mask=inside, other=0.0))
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     tl.store(start + token, x, mask=token < padded)
     y = tl.load(delta_row + token, mask=inside, other=0.0)
@@ -77,27 +77,18 @@ def delta_stats_kernel(
     dlse_stride_h,
     HAS_DLSE: tl.constexpr,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write stats (b, h, 2, padded) with delta = rowsum(dout * out) - dlse, 0 for lse = -inf."""
-    first, batch_head = tl.program_id(0) // batch_heads * BM, tl.program_id(0) % batch_heads
-    batch, head = batch_head // heads, batch_head % heads
-    rows = first + tl.arange(0, BM)
-    valid = rows < tokens
-    lse_row = tl.load(
-        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
-        mask=valid,
-        other=0.0,
-    )
-    active = valid & (lse_row > float("-inf"))
-    strides = out_strides, dout_strides
-    delta = row_dot(out, dout, batch, head, strides, first, active, D, D_PAD, ALIGN, ACC)
-    if HAS_DLSE:
-        dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
-        delta -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
+    """Compute delta, and write stats."""
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    batch_head = tl.program_id(0) % batch_heads
+    lse_head = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h)
+    strides = out_strides, dout_strides, (dlse_stride_b, dlse_stride_h)
+    lse_row, delta = lse_and_delta(
+        out, dout, lse_head, dlse, batch, head, strides, first, rows, valid, HAS_DLSE, D, ALIGN,
+        ACC,
+    )  # fmt: skip
     start = stats + tl.cast(batch_head, tl.int64) * 2 * padded
     lse2 = base2(lse_row)
     tl.store(start + rows, lse2, mask=rows < padded)
@@ -105,7 +96,7 @@ def delta_stats_kernel(
 
 
 def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None) -> Tensor:
-    """Compute delta and return `row_statistics`, in one launch."""
+    """As `canon.fast.kernels.torch.launch.make_row_statistics`, in one launch."""
     lse, dlse = (
         portable.contiguous_rows(lse),
         None if dlse is None else portable.contiguous_rows(dlse),
@@ -123,7 +114,7 @@ def make_row_statistics(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | N
 
 
 def row_statistics(lse: Tensor, delta: Tensor, stats: Tensor | None = None) -> Tensor:
-    """Return row statistics of lse and delta (b, h, t), written into ``stats`` if given."""
+    """Return row statistics, written into ``stats`` if given."""
     stats = empty_statistics(lse) if stats is None else stats
     lse, delta = map(portable.contiguous_rows, (lse, delta))
     b, h, tokens, padded = *lse.shape, stats.shape[3]

@@ -14,10 +14,9 @@ Second case: a key may weigh more than half, so O's divisor counts these P as ro
 lse uses l. In bfloat16 a row's sum is at most 2^58 over 2^30 keys, so values up to 1e21 give a
 finite o.
 
-K and Q stay until the sums are verified, which delays loads. So a launch whose queries see few
-tiles has no stale maximum, except with rank_invariant=True, nor has a work tile's first tile. A
-row's m, l and excess follow from its own scores alone: a vote of other rows repeats the tile with
-the row's m as it is."""
+K and Q stay until the sums are verified, which delays loads: not worth it if queries see few tiles,
+except with rank_invariant=True. A row's m, l and excess follow from its own scores alone: a vote of
+other rows repeats the tile with the row's m as it is."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -74,29 +73,28 @@ def visit_span_stale(state, wg, ring, tile, partial):
 @gluon.jit
 def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
     """Add tiles with the maximum as it is, from ``tile`` on, until the span ends or a sum is too
-    large.
+    large, as is P of a row's first visible key.
 
     Return the state; ring position and column of the first tile not yet added; ``above``, not 0 if
     that tile failed; and the sums of P of the last tile tried. For a failed tile, l and o hold
-    exactly the tiles before it, its K is not released, and its V has been waited for. In rows
-    without a visible key so far, P of the first one is infinite, and repeated."""
-    P_AFTER_O: gl.constexpr = wg.COUNT == 3
+    exactly the tiles before it, its K is not released, and its V has been waited for."""
+    P_AFTER_O: gl.constexpr = wg.c.WARPGROUPS == 3
     o, p, m, l, excess = state.o, state.p, state.m, state.l, state.excess
     column, above, sums = tile.column, 0, l
     while (column < tile.stop) & (above == 0):
         # S of this tile and O += P V of the one before
-        s = issue_scores(wg, ring, tile, wg.PING_PONG)
-        o = issue_output(o, p, wg, ring, wg.PING_PONG)
+        s = issue_scores(wg, ring, tile, wg.c.PING_PONG)
+        o = issue_output(o, p, wg, ring, wg.c.PING_PONG)
         limit = sum_so_far(l, wg.q.tiles)
         s, o = hopper.warpgroup_mma_wait(1, deps=[s, o])
         if P_AFTER_O:
             mbarrier.wait(wg.v.full.index(ring.slot), ring.parity)
             o = hopper.warpgroup_mma_wait(0, deps=[o])
             mbarrier.arrive(wg.v.free.index(ring.previous), count=1)
-        s = capped(s, wg.scale_log2, wg.SOFTCAP)
+        s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
         if PARTIAL:
             s = mask_hidden(
-                s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.KEY_ORDER
+                s, wg.work, tile.span, tile.row, column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
             )
         # P with the maximum as it is
         p, sums = exponentials(s, gl.maximum(m, LOWEST), wg, True)
@@ -122,17 +120,17 @@ def try_tiles(state, wg, ring, tile, PARTIAL: gl.constexpr):
 def repeat_tile(state, wg, ring, tile, sums, partial):
     """Add the failed tile, with the row maximum in rows whose sum was too large."""
     s = hopper.warpgroup_mma_wait(0, deps=[issue_scores(wg, ring, tile, False)])
-    s = capped(s, wg.scale_log2, wg.SOFTCAP)
+    s = capped(s, wg.scale_log2, wg.c.SOFTCAP)
     if partial:
         s = mask_hidden(
-            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.KEY_ORDER
+            s, wg.work, tile.span, tile.row, tile.column, float("-inf"), wg.PACK, wg.c.KEY_ORDER
         )
     raised = gl.convert_layout(
         gl.max(sums, 1) > largest_sum(wg.q.tiles.dtype), per_row_layout(wg.BN)
     )
     m = gl.where(
         raised,
-        gl.maximum(state.m, row_maximum(s) * factor_of_capped(wg.scale_log2, wg.SOFTCAP)),
+        gl.maximum(state.m, row_maximum(s) * factor_of_capped(wg.scale_log2, wg.c.SOFTCAP)),
         state.m,
     )
     m_finite = finite_or_zero(m)
@@ -142,7 +140,7 @@ def repeat_tile(state, wg, ring, tile, sums, partial):
     o = rescale_output(state.o, shrink)
     limit = sum_so_far(l, wg.q.tiles)
     # the bits of a row may not depend on where in a work tile its keys begin: as in a first tile
-    if wg.KEY_ORDER:
+    if wg.c.KEY_ORDER:
         unseen = gl.convert_layout(state.m == float("-inf"), gl.SliceLayout(1, lane_sum_layout()))
         limit = gl.where(gl.expand_dims(unseen, 1), float("inf"), limit)
     excess = add_rounding_excess(excess, p, sums, limit, wg.INDEX)

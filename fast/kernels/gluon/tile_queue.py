@@ -14,11 +14,8 @@ One int32 tensor ``work`` (a single pointer saves registers) holds the schedule 
 
 A work tile or span is identified by its offset in ``work``; 0 means none. In forward and dq, CTA i
 starts with work tile i, so its first loads wait for no atomic. Later ones are claimed from an
-atomic counter. The kernels for dk and dv also claim the first one if there are more work tiles than
-CTAs: messages of other ranks can hold SMs, and no work tile then waits for a late CTA.
-
-The loader publishes a work tile before it loads Q (K for dk and dv), whose barriers also guard the
-number; 0 after the last."""
+atomic counter, as is the first one for dk and dv: messages of other ranks can hold SMs, and no work
+tile then waits for a late CTA."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,8 +50,8 @@ def claim_work_tile(work, counter):
 
 @gluon.jit
 def claim_any_work_tile(work, counter, FIRST: gl.constexpr, ORDERED: gl.constexpr):
-    """Claim the next work tile, even if it is this CTA's FIRST one; 0 if none is left. With at most
-    one work tile per CTA and not ORDERED, there is no counter.
+    """Claim the next work tile, even if it is this CTA's FIRST one; 0 if none is left. If CTAs
+    suffice and dq is not ORDERED, there is no counter.
     """
     end = gl.load(work + WORK_TILES_END)
     work_tile = WORK_TILE * (1 + gl.program_id(0)) if FIRST else end
@@ -154,9 +151,7 @@ def first_tile(work, work_tile):
 
 @gluon.jit
 def next_tile(work, span, column, left, span_end, COLUMNS: gl.constexpr):
-    """Return (span, column, tiles left in the span) at the next visited tile; ``span_end`` at the
-    end.
-    """
+    """Return (span, column, tiles left in the span) at the next visited tile."""
     column += COLUMNS
     left -= 1
     if left == 0:

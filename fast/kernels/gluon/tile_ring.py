@@ -7,11 +7,10 @@ Tile t = 0, 1, ... of a ring is in buffer t % STAGES, which has two mbarriers:
 
 `mbarrier.arrive` first synchronises its warps (bar.sync), so one arrival is enough for all of them.
 For tile t both complete phase t // STAGES. A reader waits for the parity of this phase of ``full``,
-a loader for that of the previous phase of ``free``. In a new mbarrier a phase of parity 1 counts as
-complete, so a loader's first waits return at once.
+a loader for that of the previous phase of ``free``: at once in a new mbarrier.
 
-Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d. Row r
-is token r // PACK, head r % PACK. Outside the tensor they are 0."""
+Tiles are boxes of (b, t, h, d): 1 batch, some tokens, PACK query heads of a group, all of d; 0
+outside the tensor."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,6 +43,12 @@ class Ring:
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def operand(self, slot):
+        """Return a buffer as a matrix (rows, d). Row r is token r // PACK, head r % PACK."""
+        ROWS: gl.constexpr = self.tiles.shape[2] * self.tiles.shape[3]
+        return self.tiles.index(slot).reshape([ROWS, self.tiles.shape[4]])
 
 
 @aggregate
@@ -80,12 +85,25 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def load_box(descriptor, batch, row, head, full, buffer, column=0):
-    """Start a TMA load of the box at (batch, row, head, column); its last byte completes
-    ``full``.
-    """
+def allocate_tiles(descriptor, NUMBER: gl.constexpr):
+    """Allocate buffers for NUMBER boxes of a descriptor."""
+    BOX: gl.constexpr = descriptor.block_type.shape
+    return gl.allocate_shared_memory(
+        descriptor.dtype, [NUMBER, BOX[0], BOX[1], BOX[2], BOX[3]], descriptor.layout
+    )
+
+
+@gluon.jit
+def load_box(descriptor, batch, row, head, full, buffer):
+    """Start a TMA load of the box at (batch, row, head); its last byte completes ``full``."""
     mbarrier.expect(full, descriptor.block_type.nbytes)
-    tma_load(descriptor, [batch, row, head, column], full, buffer)
+    tma_load(descriptor, [batch, row, head, 0], full, buffer)
+
+
+@gluon.jit
+def load_tile(descriptor, batch, row, head, ring, slot):
+    """Start a TMA load of the box at (batch, row, head) to a buffer of a ring."""
+    load_box(descriptor, batch, row, head, ring.full.index(slot), ring.tiles.index(slot))
 
 
 @gluon.jit

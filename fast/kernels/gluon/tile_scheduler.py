@@ -4,10 +4,8 @@ persistent CTAs claim them.
 Heads that share keys come together while their tensors fit the L2 cache. Within such a set, the
 longest work tiles come first, so the last set starts its longest tile late. Where that costs more
 than 2 %, launches of dk and dv in any order have the shortest tenth of their work last. `dq_order`
-has the order of launches with ordered dq.
-
-On the device: 32 bytes for each work tile and span, 8 for each ticket. Source: Graham, Bounds on
-multiprocessing timing anomalies (1969): longest processing time first."""
+has the order of launches with ordered dq. Source: Graham, Bounds on multiprocessing timing
+anomalies (1969): longest processing time first."""
 
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -49,7 +47,7 @@ from canon.masks.plan_cache import cached_plan
 SHORT = 0.1  # share of the work that evens the ends of the SMs
 GAIN = 0.02  # of the predicted time
 LATE_CTAS = 32  # these begin with a short work tile; messages should hold no more SMs
-# Sets of heads whose short tiles may come last: these read heads that have left the L2 cache.
+# Sets of heads whose short tiles may come last, and then read heads that have left the L2 cache.
 ALL_SETS, LAST_SETS = 1 << 30, 4
 SEVERAL = 4  # work tiles for each CTA; with fewer, all short ones are needed at the end
 MOST_CTAS = 256  # of a launch: GPUs with these kernels have at most 144 SMs
@@ -58,9 +56,7 @@ WORK_TILE = _WORK_TILE.value  # numbers of a work tile, and of a span
 
 
 class Heads(NamedTuple):
-    """The heads that one table serves: ``number`` in each of ``batches``; each ``group`` shares its
-    reads.
-    """
+    """The ``number`` heads in each of ``batches``; each ``group`` shares its reads."""
 
     batches: int
     number: int
@@ -76,10 +72,10 @@ class Traversal(NamedTuple):
 
     transposed         the rows are keys
     pack               heads that share the rows of a tile
-    repeat             query heads of an owner; the spans are visited once for each
+    repeat             query heads of an owner, which each visit the spans
     bytes_per_group    bytes that a group of heads reads
     ordered            additions to dq come in the order of the schedule
-    full_first         the full spans of a work tile come first, unless keys have an order
+    full_first         full spans come first, unless keys have an order
     even_ends          how many sets of heads may have their shortest tiles last
     ctas               the most CTAs, if CTA i starts with work tile i; else 0"""
 
@@ -109,9 +105,9 @@ class MaskedTokens(NamedTuple):
 
 
 class TileSchedule(NamedTuple):
-    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile.
-
-    The launch fills ``fully_masked_rows`` first: rows without spans, and those between them."""
+    """The schedule ``work`` for `tile_queue`, with ``visits`` of a tile. The launch first fills
+    ``fully_masked_rows``: rows without spans, and those between them.
+    """
 
     work: Any  # an array, or a tensor on a device
     work_tiles: int
@@ -181,8 +177,8 @@ def _of_numpy(cells: Cells, t: Traversal) -> _Made:
 
 
 class Sets(NamedTuple):
-    """The heads of a table: ``sets``, each with ``together`` work tiles of a tile of the mask, one
-    for ``pack`` heads; ``number`` heads in a batch.
+    """The heads of a table: ``sets``, each with ``together`` work tiles of a tile of the mask for
+    ``pack`` heads each; ``number`` heads in a batch.
     """
 
     sets: int
@@ -256,8 +252,8 @@ def _order(costs: TileCosts, t: Traversal, cells: Cells) -> tuple[int, np.ndarra
 
 
 def _regions(t: Traversal, groups: int) -> int:
-    """Return in how many regions so many groups of heads traverse the mask: each fits the L2 cache.
-    With ordered dq it is one, because a region's last tile would wait.
+    """Return in how many regions, each of which fits the L2 cache, so many groups of heads traverse
+    the mask. With ordered dq it is one: a region's last tile would wait.
     """
     return 1 if t.ordered else -(-groups * t.bytes_per_group // L2_BYTES)
 
@@ -287,10 +283,10 @@ def _late_ctas_get_short_ones(work_tiles: np.ndarray, cost: np.ndarray, ctas: in
 
 
 def _even_ends(work_tiles: np.ndarray, cost: np.ndarray, last_sets: int) -> None:
-    """Move the shortest work tiles, SHORT of all work, to the end, if it gains more than GAIN.
-
-    All sets take part if there are at most ``last_sets``, else as few (at least two) as come within
-    half of GAIN of the best."""
+    """Move the shortest work tiles, SHORT of all work, to the end, if it gains more than GAIN: of
+    all sets if they are at most ``last_sets``, else of as few (at least two) as come within half of
+    GAIN of the best.
+    """
     sets, _, heads, _ = work_tiles.shape
     each = np.tile(np.repeat(cost, heads), sets)
     least = np.cumsum(each)[-1] / SMS
@@ -327,9 +323,8 @@ def _latest(cost: np.ndarray) -> float:
 
 
 def _time(cost: np.ndarray) -> float:
-    """Return when the last of SMS multiprocessors ends that claim tiles in this order.
-
-    In each round, the first ones to end claim a tile each, until one of these ends before the next.
+    """Return when the last of SMS multiprocessors ends that claim tiles in this order: in rounds,
+    until one of those that have claimed a tile ends before the next one.
     """
     ends = np.zeros(SMS)  # ascending
     while len(cost):

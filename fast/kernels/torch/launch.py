@@ -1,9 +1,8 @@
-"""Attention in plain PyTorch, tile by tile: the functions of `canon.fast.kernels.triton.launch`,
-with the same arguments.
+"""Attention in plain PyTorch, tile by tile: the functions of a kernel backend.
 
-All sums are computed in the accumulation dtype, in a fixed order: "fused" repeats its bits, too.
-Scores have no range. A NaN reaches the tokens that the table of the Triton launches names; tiles
-are at most 128 rows high, and 128 columns wide where a band ends.
+All sums are computed in the accumulation dtype, in a fixed order. Scores have no range. A NaN
+reaches the tokens that the table of the Triton launches names, with tiles of at most 128 rows, and
+128 columns where a band ends.
 
 Memory beyond inputs and results: q, k, v (and dout) with their heads first in the accumulation
 dtype, and b h 128 x 1,024 scores. Source: Tri Dao, FlashAttention-2 (2023), algorithms 1 and 2.
@@ -15,27 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.fast.kernels.torch.rows import delta, sum_heads
+from canon.fast.kernels.torch.rows import delta
 from canon.fast.kernels.torch.tiles import Operands, row_tiles, visible
 from canon.fast.tables.cells import Cells
 from canon.route.checks import Scale, split_scale
-
-__all__ = [
-    "choose_method",
-    "delta",
-    "dkdv",
-    "dq",
-    "empty_statistics",
-    "forward",
-    "make_row_statistics",
-    "sum_heads",
-]
 
 RowStatistics = tuple[Tensor, Tensor]  # lse and delta (b, h, t)
 
 
 def choose_method(*given: Any) -> str:
-    """Return the method for "auto": "split", which needs no sums of dq."""
+    """Return the method for "auto", here "split", which needs no sums of dq.
+
+    Arguments: q, k, v, the mask, the number of SMs, then ``repeats`` and ``sends`` of
+    `canon.fast.backward.Method`.
+    """
     return "split"
 
 
@@ -50,7 +42,9 @@ def forward(
     lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:
-    """As `canon.fast.kernels.triton.launch.forward`."""
+    """Write out (b, t, h, dv) and lse (b, h, t); raise ``max_logits`` (h,), float32, to the largest
+    scores if the backend has that extra.
+    """
     tiles, operands = row_tiles(cells, False), Operands(cells, q, k, k.shape[2])
     if q.is_meta or not out.shape[0]:
         return
@@ -133,7 +127,10 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """As `canon.fast.kernels.triton.launch.dkdv`."""
+    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, the key heads or the query heads.
+    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, in a fixed order if
+    ``ordered``.
+    """
     tiles, operands = row_tiles(cells, True), Operands(cells, q, k, dk.shape[2])
     if q.is_meta:
         return
@@ -187,18 +184,18 @@ def _as_columns(statistics: RowStatistics) -> list[Tensor]:
 
 
 def empty_statistics(lse: Tensor) -> None:
-    """Return None: the passes read lse and delta as they are."""
+    """Allocate what `row_statistics` writes, if it writes anything."""
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
-    """Return lse and delta (b, h, t)."""
+    """Return lse and delta (b, h, t) as `dq` and `dkdv` read them."""
     return lse, delta
 
 
 def make_row_statistics(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> RowStatistics:
-    """Compute delta, and return it with lse."""
+    """Compute delta, and return `row_statistics`."""
     result = torch.empty_like(lse)
     delta(dout, out, lse, dlse, result)
     return lse, result

@@ -17,8 +17,8 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Write new_out and new_lse, which may be out and lse: the merge of two parts, or of the other
-    part's ``rows`` alone.
+    """Write new_out and new_lse, which may be out and lse: the merge of two parts. ``rows`` (int64,
+    distinct): the tokens of the other part.
     """
     accumulate, token = accumulate_dtype(new_lse.dtype), slice(None) if rows is None else rows
     parts = (out[:, token], lse[:, :, token]), (other_out, other_lse)

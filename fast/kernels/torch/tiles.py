@@ -5,9 +5,9 @@
     x x /                columns 128:256    the cells of a band
 
 Rows are queries, and columns are keys; in the transposed tables, for dk and dv, they change roles.
-A step joins neighbouring tiles, at most 1,024 columns wide, because each operator costs the host
-microseconds. In the order of keys each step is one tile of 128 x 128, filled up with zeros, so that
-bits do not depend on the number of rows or on other tiles."""
+A step joins neighbouring tiles, at most 1,024 columns, as each operator costs the host time. In the
+order of keys each step is one tile of 128 x 128, filled up with zeros, so that bits do not depend
+on other tiles."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -27,9 +27,7 @@ Band = tuple[int, ...]  # row start, stop, column start, stop, lo, hi
 
 
 class Step(NamedTuple):
-    """Columns ``begin:end``, and the ``bands`` of the visible cells. Without a band, all cells are
-    visible.
-    """
+    """Columns ``begin:end``, and the ``bands`` of the visible cells; () if all are visible."""
 
     begin: int
     end: int
@@ -92,11 +90,8 @@ def visible(rows: RowTile, step: Step, size: int, device: torch.device) -> Tenso
 
 class Operands:
     """Tensors of a call with their heads first, in the accumulation dtype: (b, g, share, tokens,
-    width).
-
-    A tensor with fewer than ``owners`` heads is repeated. Query heads that share a key head are
-    ``share`` more rows of one product, unless ``whole``: then tiles are 128 x 128, and each query
-    head has its own.
+    width). A tensor with fewer than ``owners`` heads is repeated. If tiles are ``whole`` (128 x
+    128), each query head has its own; else heads that share a key head are rows of one product.
     """
 
     def __init__(self, cells: Cells, q: Tensor, k: Tensor, owners: int):

@@ -1,9 +1,9 @@
 """Building blocks of the Triton kernels: work tiles, addresses, loads and stores of tiles, band
-masks.
+masks. Tensors x are (b, t, h, d), row statistics (b, h, t).
 
 An address is a pointer to a head plus the start of the tile (64 bits) plus constant offsets in it
-(32 bits): an iteration adds one number. ALIGN divides every stride but the last, in elements: wide
-loads need it. ALIGN = 0: offsets inside a tile need 64 bits.
+(32 bits; 64 if ALIGN = 0): an iteration adds one number. ALIGN divides every stride but the last,
+in elements: wide loads need it.
 """
 
 import triton
@@ -11,20 +11,25 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+CTA_ROWS = tl.constexpr(32)  # tokens of a head in a CTA, in kernels without MMAs
 # of x^3, x^5, ...: least relative error for |x| < 0.55
 TANH = -0.33332947, 0.13320725, -0.05267181, 0.016437572
 TANH_3, TANH_5, TANH_7, TANH_9 = map(tl.constexpr, TANH)
 
 
 def kernel(*numbers: str, statistics: tuple[str, ...] = (), pointers: tuple[str, ...] = ()):
-    """Decorate a kernel: these numbers and pointers, and row ``statistics`` and their strides,
-    compile no variants.
-    """
+    """Decorate a kernel: these arguments, and strides of ``statistics``, compile no variants."""
     strides = [f"{name}_stride_{axis}" for name in statistics for axis in "bh"]
     return triton.jit(
         do_not_specialize=[*numbers, *strides],
         do_not_specialize_on_alignment=[*statistics, *pointers],
     )
+
+
+@triton.constexpr_function
+def padded(width):
+    """Return the next power of two, at least 16, the smallest MMA size."""
+    return max(16, triton.next_power_of_2(width))
 
 
 TILE_NUMBERS = "tile_count", "heads", "group", "l2_heads"  # of a kernel with MMAs
@@ -34,7 +39,7 @@ ROW_NUMBERS = "tokens", "heads", "batch_heads"
 @triton.jit
 def cta_work_tile(tiles, count, heads, l2_heads):
     """Return (pointer to the table entry, batch, head) of this CTA's work tile. Consecutive CTAs
-    take the same tile of ``l2_heads`` heads, which share tensors in the L2 cache.
+    take a tile of ``l2_heads`` heads, which share the L2 cache.
     """
     pid = tl.program_id(0)
     batch_head = pid // (count * l2_heads) * l2_heads + pid % l2_heads
@@ -43,18 +48,18 @@ def cta_work_tile(tiles, count, heads, l2_heads):
 
 
 @triton.jit
-def cta_rows(tokens, heads, batch_heads, ROWS: tl.constexpr):
-    """Return (first row, rows, whether they exist, batch, head) of this CTA's ROWS rows."""
+def cta_rows(tokens, heads, batch_heads):
+    """Return (first row, rows, whether they exist, batch, head) of this CTA's rows."""
     pid = tl.program_id(0)
-    first = pid // batch_heads * ROWS
+    first = pid // batch_heads * CTA_ROWS
     batch, head = pid % batch_heads // heads, pid % batch_heads % heads
-    rows = first + tl.arange(0, ROWS)
+    rows = first + tl.arange(0, CTA_ROWS)
     return first, rows, rows < tokens, batch, head
 
 
 @triton.jit
 def base2(lse):
-    """Return lse log2(e), and 1e30 for -inf: then the weight of a score of -inf is 0, not NaN."""
+    """Return lse log2(e), and 1e30 for -inf: then a weight is 0, not NaN."""
     return tl.where(lse == float("-inf"), 1e30, lse * LOG2E)
 
 
@@ -83,9 +88,7 @@ def capped(s, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
-    """Return acc + a b. Operands of over two bytes: a b first, else acc is rounded after
-    each term.
-    """
+    """Return acc + a b, with wide operands a b first: acc would be rounded after each term."""
     # the compiler would turn acc + tl.dot(a, b) into tl.dot(a, b, acc)
     if a.dtype.primitive_bitwidth > 16:
         return acc - tl.dot(-a, b, input_precision=PRECISION, out_dtype=acc.dtype)
@@ -94,7 +97,7 @@ def accumulate_mma(acc, a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
-    """Return the pointer to one head of x (b, t, h, d)."""
+    """Return the pointer to one head of x."""
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[2]
     if ALIGN > 1:  # such a hint on an argument would be lost
         start = tl.multiple_of(start, ALIGN)
@@ -102,15 +105,15 @@ def head_pointer(x, batch, head, strides, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def row_pointers(x, batch, head, rows, strides, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """Return pointers (rows, PAD) to the given ``rows`` (int64) of one head of x (b, t, h, d)."""
+def row_pointers(x, batch, head, rows, strides, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Return pointers (rows, padded d) to ``rows`` (int64) of one head of x."""
     start = head_pointer(x, batch, head, strides, ALIGN) + rows[:, None] * strides[1]
-    return start + tl.arange(0, PAD).to(tl.int64)[None, :] * strides[3]
+    return start + tl.arange(0, padded(WIDTH)).to(tl.int64)[None, :] * strides[3]
 
 
 @triton.jit
 def statistic_head_pointer(x, batch, head, batch_stride, head_stride):
-    """Return the pointer to one head of a row statistic x (b, h, t), last stride 1."""
+    """Return the pointer to one head of a row statistic, last stride 1."""
     return x + tl.cast(batch, tl.int64) * batch_stride + tl.cast(head, tl.int64) * head_stride
 
 
@@ -121,9 +124,9 @@ def statistic_pointers(pointer, first, head, head_stride, ROWS: tl.constexpr):
 
 
 @triton.jit
-def tile_offsets(strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
-    """Return the offsets (ROWS, PAD) inside a tile of ROWS tokens."""
-    row, column = tl.arange(0, ROWS), tl.arange(0, PAD)
+def tile_offsets(strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """Return the offsets (ROWS, padded) inside a tile of ROWS tokens."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, padded(WIDTH))
     if ALIGN == 0:
         row, column = row.to(tl.int64), column.to(tl.int64)
     rows = row[:, None] * strides[1]
@@ -142,52 +145,36 @@ def row_start(first, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def rows_of(x, batch, head, strides, ROWS: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr):
+def rows_of(x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
     """Return (pointer to one head of x, offsets inside a tile, strides)."""
     return (
         head_pointer(x, batch, head, strides, ALIGN),
-        tile_offsets(strides, ROWS, PAD, ALIGN),
+        tile_offsets(strides, ROWS, WIDTH, ALIGN),
         strides,
     )
 
 
 @triton.jit
 def full_tile_source(
-    x,
-    batch,
-    head,
-    strides,
-    ROWS: tl.constexpr,
-    PAD: tl.constexpr,
-    ALIGN: tl.constexpr,
+    x, batch, head, strides, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
     TMA: tl.constexpr,
-):
-    """Return the source of `load_full_tile`: (descriptor, head, strides), or without TMA
-    `rows_of`.
-    """
+):  # fmt: skip
+    """Return the source of `load_full_tile`."""
     if TMA:
         return x, head, strides
     else:
-        return rows_of(x, batch, head, strides, ROWS, PAD, ALIGN)
+        return rows_of(x, batch, head, strides, ROWS, WIDTH, ALIGN)
 
 
 @triton.jit
 def load_full_tile(
-    source,
-    batch,
-    first,
-    head,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAD: tl.constexpr,
-    ALIGN: tl.constexpr,
+    source, batch, first, head, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
     TMA: tl.constexpr,
-):
-    """Return the tile (ROWS, PAD) from row ``first`` on, all of whose rows exist; 0 from WIDTH on.
-    ``head`` counts from that of ``source``.
-    """
+):  # fmt: skip
+    """Return a tile (ROWS, padded), all of whose rows exist; ``head`` counts from ``source``."""
     if TMA:
-        return tl.reshape(source[0].load([batch, first, source[1] + head, 0]), [ROWS, PAD])
+        tile = source[0].load([batch, first, source[1] + head, 0])
+        return tl.reshape(tile, [ROWS, padded(WIDTH)])
     else:
         strides = source[2]
         x = (
@@ -196,57 +183,47 @@ def load_full_tile(
             + row_start(head, strides[2], ALIGN)
             + source[1]
         )
-        if WIDTH == PAD:
+        if padded(WIDTH) == WIDTH:
             return tl.load(x)
         else:
-            return tl.load(x, mask=(tl.arange(0, PAD) < WIDTH)[None, :], other=0.0)
+            return tl.load(x, mask=(tl.arange(0, padded(WIDTH)) < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def load_rows(
-    source, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
-):
-    """Return the tile of `rows_of` from row ``first`` on, 0 in rows not ``valid`` and from WIDTH
-    on.
-    """
+def load_rows(source, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Return the tile from row ``first`` on, 0 in rows not ``valid`` and from WIDTH on."""
     keep = valid[:, None]
-    if WIDTH != PAD:
-        keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
+    if padded(WIDTH) != WIDTH:
+        keep = keep & (tl.arange(0, padded(WIDTH)) < WIDTH)[None, :]
     return tl.load(
         source[0] + row_start(first, source[2][1], ALIGN) + source[1], mask=keep, other=0.0
     )
 
 
 @triton.jit
-def store_rows(
-    target, first, valid, x, WIDTH: tl.constexpr, PAD: tl.constexpr, ALIGN: tl.constexpr = 1
-):
-    """Write the ``valid`` rows of tile x, in the dtype of the destination, a `rows_of`."""
+def store_rows(target, first, valid, x, WIDTH: tl.constexpr, ALIGN: tl.constexpr = 1):
+    """Write the ``valid`` rows of tile x, in the dtype of ``target``."""
     keep = valid[:, None]
-    if WIDTH != PAD:
-        keep = keep & (tl.arange(0, PAD) < WIDTH)[None, :]
+    if padded(WIDTH) != WIDTH:
+        keep = keep & (tl.arange(0, padded(WIDTH)) < WIDTH)[None, :]
     pointer = target[0] + row_start(first, target[2][1], ALIGN) + target[1]
     tl.store(pointer, x.to(pointer.dtype.element_ty), mask=keep)
 
 
 @triton.jit
-def load_tile(
-    x, batch, head, strides, first, valid, WIDTH: tl.constexpr, PAD: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    """As `load_rows`, of one head of x (b, t, h, d)."""
-    source = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
-    return load_rows(source, first, valid, WIDTH, PAD, ALIGN)
+def load_tile(x, batch, head, strides, first, valid, WIDTH: tl.constexpr, ALIGN: tl.constexpr):
+    """As `load_rows`, of one head of x."""
+    source = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
+    return load_rows(source, first, valid, WIDTH, ALIGN)
 
 
 @triton.jit
 def store_tile(
-    x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, PAD: tl.constexpr,
-    ALIGN: tl.constexpr,
-):  # fmt: skip
-    """As `store_rows`, to one head of x (b, t, h, d)."""
-    target = rows_of(x, batch, head, strides, valid.shape[0], PAD, ALIGN)
-    store_rows(target, first, valid, tile, WIDTH, PAD, ALIGN)
+    x, batch, head, strides, first, valid, tile, WIDTH: tl.constexpr, ALIGN: tl.constexpr
+):
+    """As `store_rows`, to one head of x."""
+    target = rows_of(x, batch, head, strides, valid.shape[0], WIDTH, ALIGN)
+    store_rows(target, first, valid, tile, WIDTH, ALIGN)
 
 
 @triton.jit
@@ -275,7 +252,7 @@ def chained_stop(span, COLUMNS: tl.constexpr):
 @triton.jit
 def visible_in_chain(spans, span, rows, first, COLUMNS: tl.constexpr):
     """Return a bool mask (rows, COLUMNS) of the cells in any band of a chained span, and the
-    columns that a band touches. Two words of 64 columns a row take few registers.
+    columns that a band touches. Words of 64 columns take few registers.
     """
     columns = tl.arange(0, COLUMNS)
     touched = columns < 0

@@ -1,8 +1,6 @@
 """Tile sizes of the Triton kernels: the fastest configuration that fits, by kernel, head width and
-element size.
-
-A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys x queries in
-"dkdv" and "fused". In "parts", rows are pairs of a query and a head."""
+element size. A CTA owns ``rows`` and visits ``columns``: queries x keys in "forward" and "dq", keys
+x queries in "dkdv" and "fused". In "parts", rows are pairs of a query and a head."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -122,7 +120,7 @@ backend.FORCED.append(FORCED)
 def tile_bytes(
     kernel: str, rows: int, columns: int, stages: int, d: int, dv: int, itemsize: int = 2
 ) -> int:
-    """Return the bytes of owned and visited tiles, and of row statistics of visited queries."""
+    """Return the bytes of owned and visited tiles, and of visited row statistics."""
     owned, statistics = (
         (d if kernel in ("forward", "parts") else d + dv),
         (0 if kernel in ("forward", "dq", "parts") else 8),
@@ -167,9 +165,7 @@ def choose(
 def fitting(
     kernel: str, d: int, dv: int, itemsize: int, limit: int, describable: bool, hopper: bool
 ) -> Config:
-    """Return the first configuration with at most ``limit`` bytes of shared memory, or raise
-    ValueError.
-    """
+    """As `choose`, with at most ``limit`` bytes of shared memory."""
     width = max(64, d, dv)
     if itemsize == 2:
         table = (HOPPER if hopper else AMPERE).get((kernel, width), ())

@@ -6,9 +6,9 @@ With p = exp(s - lse) and delta = rowsum(dout * out) - dlse, each tile of querie
     s = scale q k^T      dp = dout v^T      ds = p * (dp - delta)
     dv += p^T dout       dk += scale ds^T q
 
-A CTA owns a tile of keys. It visits the query heads of its group one after another for each tile of
-queries, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
-atomics. If these are not a whole group, `sum_heads_kernel` sums the parts.
+A CTA owns a tile of keys. For each tile of queries it visits the query heads of its group one after
+another, so registers sum them in a fixed order. FUSED also adds dq += scale ds k by float32
+atomics. If an owner has no whole group, `sum_heads_kernel` sums the parts.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 2; one CTA for each query head:
 TensorAuto/OpenTau, pull request 376.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    CTA_ROWS,
     LOG2E,
     ROW_NUMBERS,
     TILE_NUMBERS,
@@ -33,6 +34,7 @@ from canon.fast.kernels.triton.blocks import (
     load_full_tile,
     load_rows,
     load_tile,
+    padded,
     row_start,
     rows_of,
     statistic_head_pointer,
@@ -84,10 +86,28 @@ def dkdv_step(
 
 
 @triton.jit
-def next_head(i, head, each, COLUMNS: tl.constexpr):
-    """Return the first query and the head of the next tile: all heads of an owner come before the
-    next queries.
+def load_queries(
+    heads, offsets, strides, statistic_stride_h, first, head, exists, D: tl.constexpr,
+    DV: tl.constexpr, ALIGN: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return q, dout, lse and delta of a partial tile of queries, 0 where not ``exists``: others
+    may be NaN. ``head`` counts from ``heads``, pointers to the four tensors.
     """
+    q_head, dout_head, lse_head, delta_head = heads
+    q_at = q_head + row_start(head, strides[0][2], ALIGN)
+    dout_at = dout_head + row_start(head, strides[1][2], ALIGN)
+    q = load_rows((q_at, offsets[0], strides[0]), first, exists, D, ALIGN)
+    dout = load_rows((dout_at, offsets[1], strides[1]), first, exists, DV, ALIGN)
+    lse_at = statistic_pointers(lse_head, first, head, statistic_stride_h, COLUMNS)
+    lse = tl.load(lse_at, mask=exists, other=0.0)
+    delta_at = statistic_pointers(delta_head, first, head, statistic_stride_h, COLUMNS)
+    delta = tl.load(delta_at, mask=exists, other=0.0)
+    return q, dout, lse, delta
+
+
+@triton.jit
+def next_head(i, head, each, COLUMNS: tl.constexpr):
+    """Return the first query and the head of the next tile: heads first, then queries."""
     head += 1
     i += tl.where(head == each, COLUMNS, 0)
     return i, tl.where(head == each, 0, head)
@@ -95,20 +115,11 @@ def next_head(i, head, each, COLUMNS: tl.constexpr):
 
 @triton.jit
 def add_dq(
-    pointer,
-    offset,
-    first,
-    strides,
-    head,
-    valid,
-    ds,
-    k,
-    scale,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
+    pointer, first, strides, head, valid, ds, k, scale, D: tl.constexpr, ALIGN: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Add scale ds k to dq of one tile of queries, by atomics. ``ds`` is (keys, queries)."""
+    offset = tile_offsets(strides, valid.shape[0], D, ALIGN)
     x = (
         pointer
         + tl.cast(first, tl.int64) * strides[1]
@@ -116,7 +127,7 @@ def add_dq(
         + offset
     )
     part = tl.dot(tl.trans(ds), k, input_precision=PRECISION, out_dtype=scale.dtype) * scale
-    keep = valid[:, None] & (tl.arange(0, D_PAD) < D)[None, :]
+    keep = valid[:, None] & (tl.arange(0, padded(D)) < D)[None, :]
     tl.atomic_add(x, part, mask=keep, sem="relaxed")
 
 
@@ -158,8 +169,6 @@ def dkdv_kernel(
     HEADS: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -171,10 +180,9 @@ def dkdv_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of ``heads`` = o owners with ``each`` query
-    heads, with KEY_ORDER HEADS.
-
-    A CTA owns BM keys and visits BN queries at a time. Keys that no query sees get 0."""
+    """Write dk and dv of ``heads`` owners with ``each`` query heads (KEY_ORDER: HEADS). A CTA owns
+    BM keys and visits BN queries at a time.
+    """
     tile, batch, owner = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, stop = tl.load(tile), tl.load(tile + 1)
     partial, full, end = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
@@ -185,10 +193,10 @@ def dkdv_kernel(
     head_first = owner * each
     rows = first + tl.arange(0, BM)
     valid = rows < stop
-    k_rows = rows_of(k, batch, head_first // group, k_strides, BM, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head_first // group, v_strides, BM, DV_PAD, ALIGN)
-    k_tile = load_rows(k_rows, first, valid, D, D_PAD, ALIGN)
-    v_tile = load_rows(v_rows, first, valid, DV, DV_PAD, ALIGN)
+    k_rows = rows_of(k, batch, head_first // group, k_strides, BM, D, ALIGN)
+    v_rows = rows_of(v, batch, head_first // group, v_strides, BM, DV, ALIGN)
+    k_tile = load_rows(k_rows, first, valid, D, ALIGN)
+    v_tile = load_rows(v_rows, first, valid, DV, ALIGN)
     if FUSED:  # dq sums over all keys of the tile, and unseen ones may be NaN
         visible_keys = valid & (end > full)
         for index in range(partial, full):
@@ -197,10 +205,8 @@ def dkdv_kernel(
         k_tile = tl.where(visible_keys[:, None], k_tile, 0.0)
     q_head = head_pointer(q, batch, head_first, q_strides, ALIGN)
     dout_head = head_pointer(dout, batch, head_first, dout_strides, ALIGN)
-    q_source = full_tile_source(q_tiles, batch, head_first, q_strides, BN, D_PAD, ALIGN, TMA)
-    dout_source = full_tile_source(
-        dout_tiles, batch, head_first, dout_strides, BN, DV_PAD, ALIGN, TMA
-    )
+    q_source = full_tile_source(q_tiles, batch, head_first, q_strides, BN, D, ALIGN, TMA)
+    dout_source = full_tile_source(dout_tiles, batch, head_first, dout_strides, BN, DV, ALIGN, TMA)
     dq_head = head_pointer(dq, batch, head_first, dq_strides, ALIGN)
     lse_head = statistic_head_pointer(
         lse, batch, head_first, statistic_stride_b, statistic_stride_h
@@ -208,10 +214,12 @@ def dkdv_kernel(
     delta_head = statistic_head_pointer(
         delta, batch, head_first, statistic_stride_b, statistic_stride_h
     )
-    q_offset = tile_offsets(q_strides, PARTIAL_BN, D_PAD, ALIGN)
-    dout_offset = tile_offsets(dout_strides, PARTIAL_BN, DV_PAD, ALIGN)
-    dk_acc = tl.zeros([BM, D_PAD], ACC)
-    dv_acc = tl.zeros([BM, DV_PAD], ACC)
+    query_heads, strides = (q_head, dout_head, lse_head, delta_head), (q_strides, dout_strides)
+    q_offset = tile_offsets(q_strides, PARTIAL_BN, D, ALIGN)
+    dout_offset = tile_offsets(dout_strides, PARTIAL_BN, DV, ALIGN)
+    offsets = q_offset, dout_offset
+    dk_acc = tl.zeros([BM, padded(D)], ACC)
+    dv_acc = tl.zeros([BM, padded(DV)], ACC)
 
     for index in range(partial, full):
         span = spans + index * 8
@@ -223,80 +231,35 @@ def dkdv_kernel(
             steps -= chained_steps
             for head in range(chained_steps):
                 visible, touched = visible_in_chain(spans, span, rows, begin, PARTIAL_BN)
-                q_at = q_head + row_start(head, q_strides[2], ALIGN)
-                dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
-                q_tile = load_rows((q_at, q_offset, q_strides), begin, touched, D, D_PAD, ALIGN)
-                dout_tile = load_rows(
-                    (dout_at, dout_offset, dout_strides), begin, touched, DV, DV_PAD, ALIGN
-                )
-                lse_at = statistic_pointers(lse_head, begin, head, statistic_stride_h, PARTIAL_BN)
-                delta_at = statistic_pointers(
-                    delta_head, begin, head, statistic_stride_h, PARTIAL_BN
-                )
-                lse_row = tl.load(lse_at, mask=touched, other=0.0)
-                delta_row = tl.load(delta_at, mask=touched, other=0.0)
-                visited = q_tile, dout_tile, lse_row, delta_row
+                visited = load_queries(
+                    query_heads, offsets, strides, statistic_stride_h, begin, head, touched, D, DV,
+                    ALIGN, PARTIAL_BN,
+                )  # fmt: skip
                 dk_acc, dv_acc, _ = dkdv_step(
-                    visited,
-                    k_tile,
-                    v_tile,
-                    dk_acc,
-                    dv_acc,
-                    scale_log2,
-                    visible,
-                    MAKE_DK,
-                    MAKE_DV,
-                    PRECISION,
-                    SOFTCAP,
-                )
-        # tiles with one band; queries outside of it may be NaN: load 0
+                    visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV,
+                    PRECISION, SOFTCAP,
+                )  # fmt: skip
+        # tiles with one band
         i, head = begin, 0
         for step in tl.range(steps, num_stages=PARTIAL_STAGES):
             if KEY_ORDER:  # carried numbers would spill registers
                 i, head = begin + step // each * PARTIAL_BN, step % each
             queries = i + tl.arange(0, PARTIAL_BN)
             in_band = (queries >= query_start) & (queries < query_stop)
-            q_at = q_head + row_start(head, q_strides[2], ALIGN)
-            dout_at = dout_head + row_start(head, dout_strides[2], ALIGN)
-            q_tile = load_rows((q_at, q_offset, q_strides), i, in_band, D, D_PAD, ALIGN)
-            dout_tile = load_rows(
-                (dout_at, dout_offset, dout_strides), i, in_band, DV, DV_PAD, ALIGN
-            )
-            lse_at = statistic_pointers(lse_head, i, head, statistic_stride_h, PARTIAL_BN)
-            lse_row = tl.load(lse_at, mask=in_band, other=0.0)
-            delta_at = statistic_pointers(delta_head, i, head, statistic_stride_h, PARTIAL_BN)
-            delta_row = tl.load(delta_at, mask=in_band, other=0.0)
+            visited = load_queries(
+                query_heads, offsets, strides, statistic_stride_h, i, head, in_band, D, DV, ALIGN,
+                PARTIAL_BN,
+            )  # fmt: skip
             visible = visible_mask(left - i, right - i, PARTIAL_BN)
-            visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited,
-                k_tile,
-                v_tile,
-                dk_acc,
-                dv_acc,
-                scale_log2,
-                visible,
-                MAKE_DK,
-                MAKE_DV,
-                PRECISION,
-                SOFTCAP,
-            )
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, visible, MAKE_DK, MAKE_DV,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
             if FUSED:
-                dq_offset = tile_offsets(dq_strides, PARTIAL_BN, D_PAD, ALIGN)
                 add_dq(
-                    dq_head,
-                    dq_offset,
-                    i,
-                    dq_strides,
-                    head,
-                    in_band,
-                    ds,
-                    k_tile,
-                    scale_acc,
-                    D,
-                    D_PAD,
+                    dq_head, i, dq_strides, head, in_band, ds, k_tile, scale_acc, D, ALIGN,
                     PRECISION,
-                )
+                )  # fmt: skip
             if not KEY_ORDER:
                 i, head = next_head(i, head, each, PARTIAL_BN)
 
@@ -306,47 +269,27 @@ def dkdv_kernel(
         i, head = begin, 0
         for _ in range(tl.load(spans + index * 8 + 1) * each):
             queries = i + tl.arange(0, BN)
-            q_tile = load_full_tile(q_source, batch, i, head, BN, D, D_PAD, ALIGN, TMA)
-            dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, DV_PAD, ALIGN, TMA)
+            q_tile = load_full_tile(q_source, batch, i, head, BN, D, ALIGN, TMA)
+            dout_tile = load_full_tile(dout_source, batch, i, head, BN, DV, ALIGN, TMA)
             lse_row = tl.load(statistic_pointers(lse_head, i, head, statistic_stride_h, BN))
             delta_row = tl.load(statistic_pointers(delta_head, i, head, statistic_stride_h, BN))
             visited = q_tile, dout_tile, lse_row, delta_row
             dk_acc, dv_acc, ds = dkdv_step(
-                visited,
-                k_tile,
-                v_tile,
-                dk_acc,
-                dv_acc,
-                scale_log2,
-                None,
-                MAKE_DK,
-                MAKE_DV,
-                PRECISION,
-                SOFTCAP,
-            )
+                visited, k_tile, v_tile, dk_acc, dv_acc, scale_log2, None, MAKE_DK, MAKE_DV,
+                PRECISION, SOFTCAP,
+            )  # fmt: skip
             if FUSED:
-                dq_offset, all_queries = tile_offsets(dq_strides, BN, D_PAD, ALIGN), queries >= 0
                 add_dq(
-                    dq_head,
-                    dq_offset,
-                    i,
-                    dq_strides,
-                    head,
-                    all_queries,
-                    ds,
-                    k_tile,
-                    scale_acc,
-                    D,
-                    D_PAD,
-                    PRECISION,
-                )
+                    dq_head, i, dq_strides, head, queries >= 0, ds, k_tile, scale_acc, D,
+                    ALIGN, PRECISION,
+                )  # fmt: skip
             i, head = next_head(i, head, each, BN)
 
     if MAKE_DK:
-        dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D_PAD, ALIGN)
-        store_rows(dk_rows, first, valid, dk_acc * scale_acc, D, D_PAD, ALIGN)
+        dk_rows = rows_of(dk, batch, owner, dk_strides, BM, D, ALIGN)
+        store_rows(dk_rows, first, valid, dk_acc * scale_acc, D, ALIGN)
     if MAKE_DV:
-        store_tile(dv, batch, owner, dv_strides, first, valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_tile(dv, batch, owner, dv_strides, first, valid, dv_acc, DV, ALIGN)
 
 
 @kernel(*ROW_NUMBERS, "group")
@@ -365,24 +308,19 @@ def sum_heads_kernel(
     dv_strides,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write dk (b, s, g, d) and, unless DV is 0, dv: sums of each ``group`` heads of the parts, in
-    order.
-    """
-    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    dk_acc = tl.zeros([BM, D_PAD], ACC)
-    dv_acc = tl.zeros([BM, DV_PAD], ACC)
+    """Write dk and, unless DV is 0, dv: sums of each ``group`` heads of the parts, in order."""
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    dk_acc = tl.zeros([CTA_ROWS, padded(D)], ACC)
+    dv_acc = tl.zeros([CTA_ROWS, padded(DV)], ACC)
     for part in range(head * group, (head + 1) * group):
         strides = dk_parts_strides
-        dk_acc += load_tile(dk_parts, batch, part, strides, first, valid, D, D_PAD, ALIGN)
+        dk_acc += load_tile(dk_parts, batch, part, strides, first, valid, D, ALIGN)
         if DV > 0:
             strides = dv_parts_strides
-            dv_acc += load_tile(dv_parts, batch, part, strides, first, valid, DV, DV_PAD, ALIGN)
-    store_tile(dk, batch, head, dk_strides, first, valid, dk_acc, D, D_PAD, ALIGN)
+            dv_acc += load_tile(dv_parts, batch, part, strides, first, valid, DV, ALIGN)
+    store_tile(dk, batch, head, dk_strides, first, valid, dk_acc, D, ALIGN)
     if DV > 0:
-        store_tile(dv, batch, head, dv_strides, first, valid, dv_acc, DV, DV_PAD, ALIGN)
+        store_tile(dv, batch, head, dv_strides, first, valid, dv_acc, DV, ALIGN)

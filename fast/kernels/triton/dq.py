@@ -17,6 +17,7 @@ from canon.fast.kernels.triton.blocks import (
     cta_work_tile,
     kernel,
     load_tile,
+    padded,
     rows_of,
     statistic_head_pointer,
     store_rows,
@@ -80,8 +81,6 @@ def dq_kernel(
     dq_strides,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -100,24 +99,24 @@ def dq_kernel(
     scale_acc = tl.full((), scale, ACC)
     scale_log2 = scale_acc * LOG2E
     sources = key_sources(
-        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D_PAD, DV_PAD, ALIGN,
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D, DV, ALIGN,
         TMA, BN, PARTIAL_BN,
     )  # fmt: skip
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
-    dout_tile = load_tile(dout, batch, head, dout_strides, first, valid, DV, DV_PAD, ALIGN)
+    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, ALIGN)
+    dout_tile = load_tile(dout, batch, head, dout_strides, first, valid, DV, ALIGN)
     lse_head = statistic_head_pointer(lse, batch, head, statistic_stride_b, statistic_stride_h)
     delta_head = statistic_head_pointer(delta, batch, head, statistic_stride_b, statistic_stride_h)
     lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
     lse2 = base2(lse_row)
     delta_row = tl.load(delta_head + rows, mask=valid, other=0.0)
-    acc = tl.zeros([BM, D_PAD], ACC)
+    acc = tl.zeros([BM, padded(D)], ACC)
 
     acc = visit_keys(
         dq_step, (q_tile, dout_tile, lse2, delta_row, scale_log2), (acc,), spans, bounds, rows,
-        batch, sources, D, DV, D_PAD, DV_PAD, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER,
+        batch, sources, D, DV, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER,
         PARTIAL_STAGES, BN, PARTIAL_BN,
     )[0]  # fmt: skip
-    dq_rows = rows_of(dq, batch, head, dq_strides, BM, D_PAD, ALIGN)
-    store_rows(dq_rows, first, valid, acc * scale_acc, D, D_PAD, ALIGN)
+    dq_rows = rows_of(dq, batch, head, dq_strides, BM, D, ALIGN)
+    store_rows(dq_rows, first, valid, acc * scale_acc, D, ALIGN)

@@ -1,8 +1,7 @@
 """The forward kernel: one CTA for each (tile of queries, head) keeps a running softmax over the
 spans of its work tile.
 
-The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA. m is scaled
-and rounded; a row gets NaN if |m| exceeds `largest_maximum`.
+The softmax has base 2: the exponent of P = exp2(s * scale * log2(e) - m) is one FMA.
 
 Source: Tri Dao, FlashAttention-2 (2023), algorithm 1 (https://arxiv.org/abs/2307.08691)."""
 
@@ -18,6 +17,7 @@ from canon.fast.kernels.triton.blocks import (
     cta_work_tile,
     kernel,
     load_tile,
+    padded,
     statistic_head_pointer,
     store_tile,
 )
@@ -90,8 +90,6 @@ def forward_kernel(
     lse_stride_h,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -104,28 +102,27 @@ def forward_kernel(
     BN: tl.constexpr,
     PARTIAL_BN: tl.constexpr,
 ):
-    """Write out (b, t, h, dv) and natural lse (b, h, t). Fully masked rows get 0 and -inf.
-
-    MAX_LOGITS: raise ``max_logits`` (h,), float32, to the largest scores. TMA: ``k_tiles`` and
-    ``v_tiles`` are tensor descriptors."""
+    """Write out and natural lse. Fully masked rows get 0 and -inf. TMA: ``k_tiles`` and ``v_tiles``
+    are tensor descriptors.
+    """
     tile, batch, head = cta_work_tile(tiles, tile_count, heads, l2_heads)
     first, end_row = tl.load(tile), tl.load(tile + 1)
     bounds = tl.load(tile + 2), tl.load(tile + 3), tl.load(tile + 4)
     scale = tl.full((), scale_log2, ACC)
     sources = key_sources(
-        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D_PAD, DV_PAD, ALIGN,
+        k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head // group, D, DV, ALIGN,
         TMA, BN, PARTIAL_BN,
     )  # fmt: skip
     rows = first + tl.arange(0, BM)
     valid = rows < end_row
-    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
+    q_tile = load_tile(q, batch, head, q_strides, first, valid, D, ALIGN)
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
-    acc = tl.zeros([BM, DV_PAD], ACC)
+    acc = tl.zeros([BM, padded(DV)], ACC)
 
     m, l, acc = visit_keys(
         softmax_step, (q_tile, scale), (m, l, acc), spans, bounds, rows, batch, sources, D, DV,
-        D_PAD, DV_PAD, ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER, PARTIAL_STAGES, BN, PARTIAL_BN,
+        ALIGN, PRECISION, SOFTCAP, TMA, KEY_ORDER, PARTIAL_STAGES, BN, PARTIAL_BN,
     )  # fmt: skip
 
     if MAX_LOGITS:
@@ -135,7 +132,7 @@ def forward_kernel(
     l = tl.where(fully_masked, float("inf"), tl.where(in_range, l, float("nan")))
     # acc of a fully masked row is NaN if v holds NaN.
     acc = tl.where(l[:, None] == float("inf"), 0.0, acc / l[:, None])
-    store_tile(out, batch, head, out_strides, first, valid, acc, DV, DV_PAD, ALIGN)
+    store_tile(out, batch, head, out_strides, first, valid, acc, DV, ALIGN)
     natural = tl.where(fully_masked, float("-inf"), (m + tl.log2(l)) * LN2)
     tl.store(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
@@ -155,13 +152,11 @@ def sign_kernel(
     q_strides,
     result_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write result (b, t, h, d) = sign * q: the forward kernel needs a positive scale."""
-    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    x = load_tile(q, batch, head, q_strides, first, valid, D, D_PAD, ALIGN)
+    """Write result = sign * q: the forward kernel needs a positive scale."""
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    x = load_tile(q, batch, head, q_strides, first, valid, D, ALIGN)
     x = x.to(ACC) * sign
-    store_tile(result, batch, head, result_strides, first, valid, x, D, D_PAD, ALIGN)
+    store_tile(result, batch, head, result_strides, first, valid, x, D, ALIGN)

@@ -3,7 +3,7 @@
     partial spans    narrow tiles, masked by a band; keys outside of it may be NaN, and load as 0
     full spans       whole tiles, without a comparison, by TMA where that is faster
 
-With KEY_ORDER all spans are partial, in the order of keys, and some have several bands.
+With KEY_ORDER all spans are partial, and some have several bands.
 """
 
 import triton
@@ -23,24 +23,23 @@ from canon.fast.kernels.triton.blocks import (
 
 @triton.jit
 def key_sources(
-    k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head, D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr, ALIGN: tl.constexpr, TMA: tl.constexpr, BN: tl.constexpr,
-    PARTIAL_BN: tl.constexpr,
+    k, v, k_tiles, v_tiles, k_strides, v_strides, batch, head, D: tl.constexpr, DV: tl.constexpr,
+    ALIGN: tl.constexpr, TMA: tl.constexpr, BN: tl.constexpr, PARTIAL_BN: tl.constexpr,
 ):  # fmt: skip
     """Return where partial and full tiles of K and V of a key head are loaded from."""
-    k_rows = rows_of(k, batch, head, k_strides, PARTIAL_BN, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head, v_strides, PARTIAL_BN, DV_PAD, ALIGN)
-    k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D_PAD, ALIGN, TMA)
-    v_source = full_tile_source(v_tiles, batch, head, v_strides, BN, DV_PAD, ALIGN, TMA)
+    k_rows = rows_of(k, batch, head, k_strides, PARTIAL_BN, D, ALIGN)
+    v_rows = rows_of(v, batch, head, v_strides, PARTIAL_BN, DV, ALIGN)
+    k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D, ALIGN, TMA)
+    v_source = full_tile_source(v_tiles, batch, head, v_strides, BN, DV, ALIGN, TMA)
     return k_rows, v_rows, k_source, v_source
 
 
 @triton.jit
 def visit_keys(
     step, given, state, spans, bounds, rows, batch, sources, D: tl.constexpr, DV: tl.constexpr,
-    D_PAD: tl.constexpr, DV_PAD: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    SOFTCAP: tl.constexpr, TMA: tl.constexpr, KEY_ORDER: tl.constexpr,
-    PARTIAL_STAGES: tl.constexpr, BN: tl.constexpr, PARTIAL_BN: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr,
+    KEY_ORDER: tl.constexpr, PARTIAL_STAGES: tl.constexpr, BN: tl.constexpr,
+    PARTIAL_BN: tl.constexpr,
 ):  # fmt: skip
     """Return ``state`` after ``step(given, k, v, state, visible, ...)`` with each visited tile.
 
@@ -56,23 +55,23 @@ def visit_keys(
         if KEY_ORDER:  # a tile with several bands
             for j in range(begin, chained_stop(span, PARTIAL_BN), PARTIAL_BN):
                 visible, touched = visible_in_chain(spans, span, rows, j, PARTIAL_BN)
-                k_tile = load_rows(k_rows, j, touched, D, D_PAD, ALIGN)
-                v_tile = load_rows(v_rows, j, touched, DV, DV_PAD, ALIGN)
+                k_tile = load_rows(k_rows, j, touched, D, ALIGN)
+                v_tile = load_rows(v_rows, j, touched, DV, ALIGN)
                 state = step(given, k_tile, v_tile, state, visible, PRECISION, SOFTCAP, TMA)
             begin = chained_stop(span, PARTIAL_BN)
         # tiles with one band
         for j in tl.range(begin, stop, PARTIAL_BN, num_stages=PARTIAL_STAGES):
             keys = j + tl.arange(0, PARTIAL_BN)
             in_band = (keys >= key_start) & (keys < key_stop)
-            k_tile = load_rows(k_rows, j, in_band, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_rows, j, in_band, DV, DV_PAD, ALIGN)
+            k_tile = load_rows(k_rows, j, in_band, D, ALIGN)
+            v_tile = load_rows(v_rows, j, in_band, DV, ALIGN)
             visible = visible_mask(left - j, right - j, PARTIAL_BN)
             state = step(given, k_tile, v_tile, state, visible, PRECISION, SOFTCAP, TMA)
 
     for index in range(full, end):
         begin = tl.load(spans + index * 8)
         for j in range(begin, begin + tl.load(spans + index * 8 + 1) * BN, BN):
-            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
-            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
+            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, ALIGN, TMA)
+            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, ALIGN, TMA)
             state = step(given, k_tile, v_tile, state, None, PRECISION, SOFTCAP, TMA)
     return state

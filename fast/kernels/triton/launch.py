@@ -1,15 +1,10 @@
 """Launch the Triton kernels: choose work tables and configurations, and pass strides and grids.
 
-Tensors are 4-D, checked and on one device; lse and delta are (b, h, t). Results overwrite given
-tensors; only the fused method adds to dq.
-
 **Range** (Gluon, too): scores scale q k up to 1e7 in magnitude (float64: 6e15), values up to 1e21.
 A larger maximum gives NaN for out and lse: a GPU rounds m but not the product in P = exp2(s scale -
-m), and lse has a spacing of 1 there. All scores at -inf count as no visible key.
-
-In float16, dS = P (dout v^T - delta) is an operand of MMAs: up to 65504 in magnitude
-(`checks.LARGEST_DS`). Beyond, dq of its query and dk of its key are infinite or NaN, so a gradient
-scaler sees it.
+m). All scores at -inf count as no visible key. In float16, dS = P (dout v^T - delta) is an operand
+of MMAs: beyond 65504 (`checks.LARGEST_DS`) dq of its query and dk of its key are infinite or NaN,
+so a gradient scaler sees it.
 
 **NaN and infinities** reach the tokens that see them, and some tokens of a tile that one MMA loads:
 0 * NaN is NaN.
@@ -25,9 +20,8 @@ scaler sees it.
     dout   none                none        its query           keys that it sees   keys of shared
                                                                                    tiles
 
-Tiles have at most 256 rows and columns. A query and a key share one only if some query under 256
-tokens away sees some key under 256 tokens away. Under a sink, a NaN in lse also counts as one in
-dout.
+A query and a key share a tile only if some query under 256 tokens away sees some key under 256
+tokens away. Under a sink, a NaN in lse also counts as one in dout.
 """
 
 import warnings
@@ -44,6 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from canon.fast.kernels.launcher import is_cpu, launch, tma_loadable
 from canon.fast.kernels.triton import blocks
+from canon.fast.kernels.triton.blocks import padded
 from canon.fast.kernels.triton.config import Config, choose, is_hopper
 from canon.fast.kernels.triton.dkdv import dkdv_kernel, sum_heads_kernel
 from canon.fast.kernels.triton.dq import dq_kernel
@@ -57,7 +52,7 @@ from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
 LOG2E: float = blocks.LOG2E.value
-ROWS = Config(32, 1, 4, 1)  # of kernels without MMAs: ``rows`` tokens a CTA
+ROWS = Config(blocks.CTA_ROWS.value, 1, 4, 1)  # of kernels without MMAs
 INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 LARGEST_TILE = 256  # tokens, and columns
 COUNTED_TILE = 128, 64  # keys x queries, for `choose_method`
@@ -71,9 +66,7 @@ def choose_method(
     multiprocessors: int,
     *given: Any,
 ) -> str:
-    """Return the method for "auto": "head_parallel" if `needs_more_owners`, else "split". "fused"
-    is slower: paper/data/kernels_triton_h200.json.
-    """
+    """Return the method for "auto". "fused" is slower: paper/data/kernels_triton_h200.json."""
     b, h, g = q.shape[0], q.shape[2], k.shape[2]
     if h > g and needs_more_owners(mask, *COUNTED_TILE, b * g, b * h, multiprocessors):
         return "head_parallel"
@@ -87,9 +80,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cells: Cells, scale: Scale, out: Tensor, lse: Tensor,
     max_logits: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write out (b, t, h, dv) and lse (b, h, t). Raise ``max_logits`` (h,), float32, to the largest
-    scores, by atomics.
-    """
+    """As `canon.fast.kernels.torch.launch.forward`."""
     scale, softcap = split_scale(scale)
     q, scale = signed(q, scale)
     config, table = plan("forward", q, v, cells, k, v)
@@ -112,8 +103,8 @@ def forward(
 
 
 def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
-    """Return a scale > 0 for scores in base 2, and the sign to multiply q with: kernels mask with
-    -inf before they scale. The sign of a scale that rounds to 0 in the kernels is 0.
+    """Return a scale > 0 for scores in base 2, as kernels mask with -inf before they scale, and the
+    sign to multiply q with: 0 if the scale rounds to 0 in the kernels.
     """
     if abs(scale) * LOG2E <= (0.0 if dtype == torch.float64 else 2.0**-150):
         return LOG2E, 0
@@ -121,7 +112,7 @@ def base2_scale(scale: float, dtype: torch.dtype) -> tuple[float, int]:
 
 
 def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q (b, t, h, d) times the sign of `base2_scale`, and the scale. NaN stays NaN."""
+    """Return q times the sign of `base2_scale`, and the scale. NaN stays NaN."""
     scale, sign = base2_scale(scale, q.dtype)
     if sign == 1:
         return q, scale
@@ -132,7 +123,7 @@ def signed(q: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: Tensor) -> None:
-    """Write result (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
+    """As `canon.fast.kernels.torch.rows.delta`."""
     lse = contiguous_rows(lse)
     dlse_or_any = lse if dlse is None else contiguous_rows(dlse)
     tensors = (out, dout, lse, dlse_or_any, result)
@@ -143,18 +134,18 @@ def delta(dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None, result: T
 def make_row_statistics(
     dout: Tensor, out: Tensor, lse: Tensor, dlse: Tensor | None
 ) -> RowStatistics:
-    """Compute delta and return `row_statistics`."""
+    """As `canon.fast.kernels.torch.launch.make_row_statistics`."""
     result = torch.empty(lse.shape, dtype=accumulate_dtype(lse.dtype), device=lse.device)
     delta(dout, out, lse, dlse, result)
     return row_statistics(lse, result)
 
 
 def empty_statistics(lse: Tensor) -> None:
-    """Return None: the kernels read lse and delta as they are."""
+    """Return None: kernels read lse and delta as they are."""
 
 
 def row_statistics(lse: Tensor, delta: Tensor, statistics: None = None) -> RowStatistics:
-    """Return lse and delta (b, h, t) with equal strides."""
+    """Return lse and delta with equal strides."""
     lse, delta = map(contiguous_rows, (lse, delta))
     return (
         (lse, delta) if lse.stride() == delta.stride() else (lse.contiguous(), delta.contiguous())
@@ -171,7 +162,7 @@ def dq(
     scale: Scale,
     dq: Tensor,
 ) -> None:
-    """Write dq (b, t, h, d)."""
+    """As `canon.fast.kernels.torch.launch.dq`."""
     (lse, delta), (scale, softcap) = statistics, split_scale(scale)
     config, table = plan("dq", q, v, cells, k, v)
     group = q.shape[2] // k.shape[2]
@@ -204,10 +195,8 @@ def dkdv(
     dq: Tensor | None = None,
     ordered: bool = False,
 ) -> None:
-    """Write dk (b, s, o, d) and dv (b, s, o, dv) of o owners, the key heads or the query heads.
-
-    Fused: also add to ``dq`` (b, t, h, d), in the accumulation dtype, by atomics; ``ordered``
-    raises RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
+    """As `canon.fast.kernels.torch.launch.dkdv`. Atomics add to dq, so ``ordered`` raises
+    RuntimeError, or warns under `torch.use_deterministic_algorithms(True, warn_only=True)`.
     """
     if ordered:
         refuse_atomics()
@@ -215,19 +204,8 @@ def dkdv(
     config, table = plan("dkdv" if dq is None else "fused", q, v, cells, q, dout)
     heads = q.shape[2] // dk.shape[2]  # query heads of an owner
     dq_or_any = dk if dq is None else dq
-    tensors = (
-        q,
-        k,
-        v,
-        dout,
-        tile_source(q, config),
-        tile_source(dout, config),
-        lse,
-        delta,
-        dq_or_any,
-        dk,
-        dv,
-    )
+    tensors = q, k, v, dout, tile_source(q, config), tile_source(dout, config), lse, delta
+    tensors += dq_or_any, dk, dv
     sizes = len(table.tiles), dk.shape[2], q.shape[2] // k.shape[2], heads
     arguments = (*tensors, table.tiles, table.spans, scale, *sizes)
     options = {"FUSED": dq is not None, "SOFTCAP": softcap, "KEY_ORDER": table.key_order}
@@ -260,11 +238,10 @@ def refuse_atomics() -> None:
 
 
 def sum_heads(dk_parts: Tensor, dv_parts: Tensor | None, dk: Tensor, dv: Tensor | None) -> None:
-    """Write dk (b, s, g, d) and, if given, dv: sums over each group of the parts (b, s, h, ...)."""
+    """As `canon.fast.kernels.torch.rows.sum_heads`."""
     width = 0 if dv is None else dv.shape[-1]
     tensors = (dk_parts, dk_parts if dv_parts is None else dv_parts, dk, dk if dv is None else dv)
-    options = {"DV": width, "DV_PAD": padded(max(1, width))}
-    options |= row_options(*tensors, accumulate=dk_parts.dtype)
+    options = {"DV": width, **row_options(*tensors, accumulate=dk_parts.dtype)}
     arguments = (*tensors, dk_parts.shape[2] // dk.shape[2])
     run_rows(sum_heads_kernel, dk.shape, arguments, tensors, options)
 
@@ -278,9 +255,7 @@ def merge(
     new_lse: Tensor,
     rows: Tensor | None = None,
 ) -> None:
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t), which may be out and lse: the merge of two
-    parts. ``rows`` (int64, distinct): the only tokens that the other part has.
-    """
+    """As `canon.fast.kernels.torch.rows.merge`."""
     other_lse = contiguous_rows(other_lse)
     if lse is not new_lse:
         lse = contiguous_rows(lse)
@@ -297,9 +272,7 @@ def merge(
 
 
 def run_rows(kernel, shape: Sequence[int], arguments, strided, options) -> None:
-    """Launch a kernel without MMAs on the tokens and heads of ``shape``, ROWS tokens of a head in a
-    CTA.
-    """
+    """Launch a kernel without MMAs on the tokens and heads of ``shape``."""
     b, t, h, *_ = shape
     run(kernel, -(-t // ROWS.rows) * b * h, ROWS, (*arguments, t, h), b * h, strided, options)
 
@@ -320,9 +293,8 @@ def run(kernel, ctas, config, arguments, l2_heads, strided, options) -> None:
 
 
 def stride_arguments(tensors: Sequence[Tensor]) -> Iterator[tuple[int, ...] | int]:
-    """Yield the strides of each tensor: a tuple for (b, t, h, d), two numbers for (b, h, t).
-
-    Triton specialises on the numbers of a tuple; those of row statistics depend on the tokens.
+    """Yield the strides of each tensor: a tuple, on whose numbers Triton specialises, for
+    (b, t, h, d); two numbers, which depend on the tokens, for (b, h, t).
     """
     for x in tensors:
         if x.ndim == 4:
@@ -337,8 +309,8 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def kernel_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides for a kernel: 0 for an axis of length 1, except the last, as Triton
-    compiles a variant for each divisibility and bit length.
+    """Return the strides, 0 for an axis of length 1 except the last: Triton compiles a variant for
+    each divisibility and bit length.
     """
     return *[
         0 if n == 1 else stride for n, stride in zip(x.shape[:-1], x.stride(), strict=False)
@@ -347,13 +319,10 @@ def kernel_strides(x: Tensor) -> tuple[int, ...]:
 
 def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
     """Return the constants of the kernels with MMAs."""
-    d_pad, dv_pad = pads(q, v)
     tf32 = q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {
         "D": q.shape[-1],
         "DV": v.shape[-1],
-        "D_PAD": d_pad,
-        "DV_PAD": dv_pad,
         "ALIGN": stride_divisor(q, v, *others),
         "ACC": triton_dtype(accumulate_dtype(q.dtype)),
         "PRECISION": "tf32" if tf32 else "ieee",
@@ -367,13 +336,7 @@ def mma_options(config: Config, q: Tensor, v: Tensor, *others: Tensor) -> dict:
 
 def row_options(*tensors: Tensor, accumulate: torch.dtype | None = None) -> dict:
     """Return the constants of the kernels without MMAs, with ACC if they ``accumulate``."""
-    width = tensors[0].shape[-1]
-    options = {
-        "D": width,
-        "D_PAD": padded(width),
-        "ALIGN": stride_divisor(*tensors),
-        "BM": ROWS.rows,
-    }
+    options = {"D": tensors[0].shape[-1], "ALIGN": stride_divisor(*tensors)}
     return options if accumulate is None else options | {"ACC": triton_dtype(accumulate)}
 
 
@@ -382,22 +345,15 @@ def triton_dtype(dtype: torch.dtype) -> tl.dtype:
     return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
 
 
-def padded(width: int) -> int:
-    """Return the next power of two, at least 16, the smallest MMA size."""
-    return max(16, triton.next_power_of_2(width))
-
-
 def pads(q: Tensor, v: Tensor) -> tuple[int, int]:
     """Return the padded widths of q and v."""
     return padded(q.shape[-1]), padded(v.shape[-1])
 
 
 def stride_divisor(*tensors: Tensor) -> int:
-    """Return 8, 4, 2 or 1: the greatest that divides every stride but the last, in elements, for
-    wide loads.
-
-    1 also if 16 divides them all: Triton detects that. 0 if an offset inside a tile, of at most 256
-    tokens and columns, may exceed 32 bits.
+    """Return the greatest of 8, 4, 2 and 1 that divides every stride but the last, in elements, for
+    wide loads; 1 also if 16 does, which Triton detects; 0 if an offset inside a tile may exceed 32
+    bits.
     """
     if any(LARGEST_TILE * (x.stride(-1) + kernel_strides(x)[-3]) >= 2**31 for x in tensors):
         return 0
@@ -406,7 +362,7 @@ def stride_divisor(*tensors: Tensor) -> int:
 
 
 def batch_heads(x: Tensor) -> int:
-    """Return batches times heads of x (b, t, h, d)."""
+    """Return batches times heads."""
     return x.shape[0] * x.shape[2]
 
 
@@ -416,16 +372,14 @@ def head_bytes(*tensors: Tensor) -> int:
 
 
 def heads_in_l2(count: int, group: int, bytes_each: int) -> int:
-    """Return how many of ``count`` heads run at a time: groups, each of which reads ``bytes_each``
-    again.
-    """
+    """Return how many of ``count`` heads run at a time: groups, which read ``bytes_each`` again."""
     return group * largest_divisor(count // group, bytes_each, L2_BYTES)
 
 
 def plan(
     kernel: str, q: Tensor, v: Tensor, cells: Cells, *visited: Tensor
 ) -> tuple[Config, WorkTable]:
-    """Return the configuration and work table of a kernel that visits tiles of ``visited``."""
+    """Return the configuration and work table of a kernel that visits ``visited``."""
     describable = all(map(has_descriptor, visited))
     config = choose(kernel, *pads(q, v), q.element_size(), q.device, describable)
     if config.tma and not describable:  # only if `forced`
@@ -441,9 +395,7 @@ def plan(
 
 
 def tile_source(x: Tensor, config: Config) -> Tensor | TensorDescriptor:
-    """Return what full tiles of x (b, t, h, d) are loaded from: a descriptor if ``config.tma``,
-    else x.
-    """
+    """Return a descriptor for loads of full tiles of x if ``config.tma``, else x."""
     if not config.tma:
         return x
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, config.columns, 1, x.shape[3]])

@@ -6,11 +6,13 @@ Source: Tri Dao, FlashAttention-2 (2023), section 2.3.1 (https://arxiv.org/abs/2
 import triton.language as tl
 
 from canon.fast.kernels.triton.blocks import (
+    CTA_ROWS,
     ROW_NUMBERS,
     cta_rows,
     kernel,
     load_rows,
     load_tile,
+    padded,
     row_pointers,
     rows_of,
     statistic_head_pointer,
@@ -40,16 +42,14 @@ def merge_kernel(
     new_lse_stride_b,
     new_lse_stride_h,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
     INDEXED: tl.constexpr,
 ):
-    """Write new_out (b, t, h, dv) and new_lse (b, h, t). A part is not read where its lse is -inf.
-    INDEXED: row i of the other part belongs to token ``table[i]`` (int64); others stay unchanged.
+    """Write new_out and new_lse. A part is not read where its lse is -inf. INDEXED: row i of the
+    other part belongs to token ``table[i]`` (int64); others stay unchanged.
     """
-    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     other_token = tl.cast(rows, tl.int64)
     token = tl.load(table + rows, mask=valid, other=0) if INDEXED else other_token
     a = tl.load(
@@ -73,21 +73,21 @@ def merge_kernel(
     )
     total = tl.where(total == 0.0, 1.0, total)
 
-    other_rows = rows_of(other_out, batch, head, other_out_strides, BM, D_PAD, ALIGN)
-    in_width = tl.arange(0, D_PAD)[None, :] < D
+    other_rows = rows_of(other_out, batch, head, other_out_strides, CTA_ROWS, D, ALIGN)
+    in_width = tl.arange(0, padded(D))[None, :] < D
     if INDEXED:
-        x = row_pointers(out, batch, head, token, out_strides, D_PAD, ALIGN)
+        x = row_pointers(out, batch, head, token, out_strides, D, ALIGN)
         x = tl.load(x, mask=(valid & (a_masked == 0))[:, None] & in_width, other=0.0)
     else:
         read = valid & (a_masked == 0)
-        x = load_tile(out, batch, head, out_strides, first, read, D, D_PAD, ALIGN)
-    y = load_rows(other_rows, first, valid & (b_masked == 0), D, D_PAD)
+        x = load_tile(out, batch, head, out_strides, first, read, D, ALIGN)
+    y = load_rows(other_rows, first, valid & (b_masked == 0), D)
     both = x.to(ACC) * (a_weight / total)[:, None] + y.to(ACC) * (b_weight / total)[:, None]
     if INDEXED:
-        target = row_pointers(new_out, batch, head, token, new_out_strides, D_PAD, ALIGN)
+        target = row_pointers(new_out, batch, head, token, new_out_strides, D, ALIGN)
         tl.store(target, both.to(new_out.dtype.element_ty), mask=valid[:, None] & in_width)
     else:
-        store_tile(new_out, batch, head, new_out_strides, first, valid, both, D, D_PAD, ALIGN)
+        store_tile(new_out, batch, head, new_out_strides, first, valid, both, D, ALIGN)
     # new_lse may be lse: one warp writes all rows, so all warps must have read them
     tl.debug_barrier()
     new_rows = (

@@ -3,11 +3,10 @@ merges the parts in order.
 
     parts_kernel         a CTA for each (part, tile of rows, key head); the heads of a group share
                          what it reads of K and V
-    merge_parts_kernel   a CTA for each (query, query head); it adds in the order of the keys
+    merge_parts_kernel   a CTA for each (query, query head)
 
-A row of a tile is a query and one of the query heads that share a key head.
-
-Source: Dao et al., Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
+A row of a tile is a query and one of the query heads that share a key head. Source: Dao et al.,
+Flash-Decoding (2023), https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
 
 from dataclasses import replace
@@ -24,6 +23,7 @@ from canon.fast.kernels.triton.blocks import (
     kernel,
     load_full_tile,
     load_rows,
+    padded,
     rows_of,
 )
 from canon.fast.kernels.triton.config import Config, choose
@@ -71,8 +71,6 @@ def parts_kernel(
     v_strides,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -83,8 +81,7 @@ def parts_kernel(
     BN: tl.constexpr,
 ):
     """Write out (parts, batch_heads, rows, dv) and lse (parts, batch_heads, rows), in base 2; 0 and
-    -inf in rows that see no key of the part. ``heads`` are key heads, ``group`` query heads share
-    one, ``rows`` are queries times ``group``.
+    -inf in rows that see no key of the part. ``heads`` are key heads.
     """
     pid = tl.program_id(0)
     # key heads of a token are neighbours in memory
@@ -103,21 +100,21 @@ def parts_kernel(
         tl.cast(query, tl.int64) * q_strides[1]
         + tl.cast(head * group + row % group, tl.int64) * q_strides[2]
     )
-    width, value_width = tl.arange(0, D_PAD)[None, :], tl.arange(0, DV_PAD)[None, :]
+    width, value_width = tl.arange(0, padded(D))[None, :], tl.arange(0, padded(DV))[None, :]
     q_tile = (
         head_pointer(q, batch, 0, q_strides, ALIGN)
         + start[:, None]
         + width.to(tl.int64) * q_strides[3]
     )
     q_tile = tl.load(q_tile, mask=valid[:, None] & (width < D), other=0.0)
-    k_rows = rows_of(k, batch, head, k_strides, BN, D_PAD, ALIGN)
-    v_rows = rows_of(v, batch, head, v_strides, BN, DV_PAD, ALIGN)
-    k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D_PAD, ALIGN, TMA)
-    v_source = full_tile_source(v_tiles, batch, head, v_strides, BN, DV_PAD, ALIGN, TMA)
+    k_rows = rows_of(k, batch, head, k_strides, BN, D, ALIGN)
+    v_rows = rows_of(v, batch, head, v_strides, BN, DV, ALIGN)
+    k_source = full_tile_source(k_tiles, batch, head, k_strides, BN, D, ALIGN, TMA)
+    v_source = full_tile_source(v_tiles, batch, head, v_strides, BN, DV, ALIGN, TMA)
     loaded = words + (columns - (rows + BM - 1) // BM + first // BM)
     m = tl.full([BM], float("-inf"), ACC)
     l = tl.zeros([BM], ACC)
-    acc = tl.zeros([BM, DV_PAD], ACC)
+    acc = tl.zeros([BM, padded(DV)], ACC)
 
     # The words of the next tile are loaded early: the pipeline prefetches only K and V.
     seen = tl.load(words + begin // 64 * columns + query, mask=valid & (begin < end), other=0)
@@ -129,13 +126,13 @@ def parts_kernel(
             words + (j + BN) // 64 * columns + query, mask=valid & (j + BN < end), other=0
         )
         if TMA:
-            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, D_PAD, ALIGN, TMA)
-            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, DV_PAD, ALIGN, TMA)
+            k_tile = load_full_tile(k_source, batch, j, 0, BN, D, ALIGN, TMA)
+            v_tile = load_full_tile(v_source, batch, j, 0, BN, DV, ALIGN, TMA)
         else:
             is_loaded = ((kept >> bits) & 1) != 0  # others may be NaN: load 0
             kept = tl.load(loaded + (j + BN) // 64 * columns, mask=j + BN < end, other=0)
-            k_tile = load_rows(k_rows, j, is_loaded, D, D_PAD, ALIGN)
-            v_tile = load_rows(v_rows, j, is_loaded, DV, DV_PAD, ALIGN)
+            k_tile = load_rows(k_rows, j, is_loaded, D, ALIGN)
+            v_tile = load_rows(v_rows, j, is_loaded, DV, ALIGN)
         given, state = (q_tile, scale), (m, l, acc)
         m, l, acc = softmax_step(given, k_tile, v_tile, state, visible, PRECISION, SOFTCAP, TMA)
 
@@ -170,14 +167,11 @@ def merge_parts_kernel(
     lse_stride_b,
     lse_stride_h,
     DV: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ACC: tl.constexpr,
     AT_ONCE: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """Write out (b, t, h, dv) and natural lse (b, h, t): the parts, added in order. ``all_rows``:
-    of all batches and key heads.
-    """
+    """Write out and natural lse. ``all_rows``: of all batches and key heads."""
     place = tl.cast(tl.program_id(0), tl.int64) * BM + tl.arange(0, BM)
     valid = place < all_rows
     tops = tl.full([BM, 64], float("-inf"), ACC)
@@ -189,15 +183,15 @@ def merge_parts_kernel(
     top = tl.max(tops, 1)
     top_or_zero = tl.where(top == float("-inf"), 0.0, top)
 
-    in_width = valid[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
+    in_width = valid[:, None] & (tl.arange(0, padded(DV))[None, :] < DV)
     total = tl.zeros([BM], ACC)
-    acc = tl.zeros([BM, DV_PAD], ACC)
+    acc = tl.zeros([BM, padded(DV)], ACC)
     for start in range(0, parts, AT_ONCE):
         for i in tl.static_range(AT_ONCE):
             index = tl.cast(start + i, tl.int64) * all_rows + place
             exists = start + i < parts
             part_lse = tl.load(lses + index, mask=valid & exists, other=float("-inf"))
-            part_out = outs + index[:, None] * DV + tl.arange(0, DV_PAD)[None, :]
+            part_out = outs + index[:, None] * DV + tl.arange(0, padded(DV))[None, :]
             weight = tl.exp2(part_lse - top_or_zero)
             total += weight
             acc += weight[:, None] * tl.load(part_out, mask=in_width & exists, other=0.0)
@@ -210,7 +204,7 @@ def merge_parts_kernel(
     target = (
         out + (batch * out_strides[0] + query * out_strides[1] + head * out_strides[2])[:, None]
     )
-    target += tl.arange(0, DV_PAD).to(tl.int64)[None, :] * out_strides[3]
+    target += tl.arange(0, padded(DV)).to(tl.int64)[None, :] * out_strides[3]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_width)
     natural = tl.where(fully_masked, float("-inf"), (top_or_zero + tl.log2(total)) * LN2)
     tl.store(lse + batch * lse_stride_b + head * lse_stride_h + query, natural, mask=valid)
@@ -233,8 +227,8 @@ def forward_in_parts(
 def sum_parts(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: Scale, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return out (parts, rows, dv) and lse (parts, rows), in base 2, of each part. Rows: batches x
-    key heads x queries x heads of a group.
+    """Return out (parts, rows, dv) and lse (parts, rows) of each part. Rows: batches x key heads x
+    queries x heads of a group.
     """
     (b, t, h, _), g, dv = q.shape, k.shape[2], v.shape[3]
     describable = launch.has_descriptor(k) and launch.has_descriptor(v)
@@ -274,7 +268,6 @@ def merge_parts(outs: Tensor, lses: Tensor, out: Tensor, lse: Tensor, key_heads:
     config = INTERPRETED_MERGE if launch.INTERPRETED else MERGE
     options = {
         "DV": dv,
-        "DV_PAD": launch.padded(dv),
         "ACC": launch.triton_dtype(lses.dtype),
     }
     options |= {"AT_ONCE": AT_ONCE, "BM": config.rows}

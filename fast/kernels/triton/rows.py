@@ -1,7 +1,7 @@
 """Gather, scatter and sum rows (tokens) by an index table; copy and fill rows under a mask.
+`canon.fast.kernels.torch.rows` describes what several functions write.
 
-`add_rows` adds in the order of the table, without atomics. Copies and fills are kernels because
-`canon.fast.replay` records kernels only.
+Copies and fills are kernels because `canon.fast.replay` records kernels only.
 """
 
 import triton.language as tl
@@ -9,10 +9,12 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
+    CTA_ROWS,
     ROW_NUMBERS,
     cta_rows,
     kernel,
     load_tile,
+    padded,
     row_pointers,
     rows_of,
     statistic_head_pointer,
@@ -36,26 +38,17 @@ def take_rows_kernel(
     out_strides,
     D: tl.constexpr,
     DV: tl.constexpr,
-    D_PAD: tl.constexpr,
-    DV_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write out[:, i] (b, n, g, d + dv) = concat(k[:, rows[i]], v[:, rows[i]])."""
-    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write out[:, i] = concat(k[:, rows[i]], v[:, rows[i]])."""
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     row, target = tl.load(rows + index, mask=valid, other=0), tl.cast(index, tl.int64)
-    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
-    values = tl.load(
-        row_pointers(k, batch, head, row, k_strides, D_PAD, ALIGN), mask=keep, other=0.0
-    )
-    tl.store(row_pointers(out, batch, head, target, out_strides, D_PAD, ALIGN), values, mask=keep)
-    keep = valid[:, None] & (tl.arange(0, DV_PAD)[None, :] < DV)
-    values = tl.load(
-        row_pointers(v, batch, head, row, v_strides, DV_PAD, ALIGN), mask=keep, other=0.0
-    )
-    tl.store(
-        row_pointers(out, batch, head, target, out_strides, DV_PAD, ALIGN) + D, values, mask=keep
-    )
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
+    values = tl.load(row_pointers(k, batch, head, row, k_strides, D, ALIGN), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, target, out_strides, D, ALIGN), values, mask=keep)
+    keep = valid[:, None] & (tl.arange(0, padded(DV))[None, :] < DV)
+    values = tl.load(row_pointers(v, batch, head, row, v_strides, DV, ALIGN), mask=keep, other=0.0)
+    tl.store(row_pointers(out, batch, head, target, out_strides, DV, ALIGN) + D, values, mask=keep)
 
 
 @kernel(*ROW_NUMBERS)
@@ -69,21 +62,15 @@ def row_kernel(
     x_strides,
     part_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
-    BM: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Write part[:, i] (b, n, h, d) = x[:, rows[i]]. With ADD, update x[:, rows[i]] +=
-    part[:, i].
-    """
-    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    """Write part[:, i] = x[:, rows[i]]. With ADD, update x[:, rows[i]] += part[:, i]."""
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
     row = tl.load(rows + index, mask=valid, other=0)
-    x_rows = row_pointers(x, batch, head, row, x_strides, D_PAD, ALIGN)
-    part_rows = row_pointers(
-        part, batch, head, tl.cast(index, tl.int64), part_strides, D_PAD, ALIGN
-    )
+    x_rows = row_pointers(x, batch, head, row, x_strides, D, ALIGN)
+    part_rows = row_pointers(part, batch, head, tl.cast(index, tl.int64), part_strides, D, ALIGN)
     values = tl.load(x_rows, mask=keep, other=0.0)
     if ADD:
         tl.store(x_rows, values + tl.load(part_rows, mask=keep, other=0.0), mask=keep)
@@ -105,26 +92,24 @@ def add_rows_kernel(
     received_strides,
     total_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write total[:, i] (b, t, g, d): x[:, i] plus received[:, places[first[i] : first[i + 1]]]."""
-    _, row, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write total[:, i]: x[:, i] plus received[:, places[first[i] : first[i + 1]]]."""
+    _, row, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     token = tl.cast(row, tl.int64)
     begin = tl.load(first + row, mask=valid, other=0)
     number = tl.load(first + row + 1, mask=valid, other=0) - begin
-    keep = valid[:, None] & (tl.arange(0, D_PAD)[None, :] < D)
+    keep = valid[:, None] & (tl.arange(0, padded(D))[None, :] < D)
     acc = tl.load(
-        row_pointers(x, batch, head, token, x_strides, D_PAD, ALIGN), mask=keep, other=0.0
+        row_pointers(x, batch, head, token, x_strides, D, ALIGN), mask=keep, other=0.0
     ).to(ACC)
     for i in range(0, tl.max(number, 0)):
         more = i < number
         place = tl.load(places + begin + i, mask=more, other=0)
-        values = row_pointers(received, batch, head, place, received_strides, D_PAD, ALIGN)
+        values = row_pointers(received, batch, head, place, received_strides, D, ALIGN)
         acc += tl.load(values, mask=keep & more[:, None], other=0.0).to(ACC)
-    target = row_pointers(total, batch, head, token, total_strides, D_PAD, ALIGN)
+    target = row_pointers(total, batch, head, token, total_strides, D, ALIGN)
     tl.store(target, acc.to(total.dtype.element_ty), mask=keep)
 
 
@@ -146,10 +131,9 @@ def statistics_kernel(
     lse_part_stride_h,
     delta_part_stride_b,
     delta_part_stride_h,
-    BM: tl.constexpr,
 ):
-    """Write lse_part[:, :, i] = lse[:, :, rows[i]] (b, h, n), and likewise delta_part."""
-    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write lse_part[:, :, i] = lse[:, :, rows[i]], and likewise delta_part."""
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     row = tl.load(rows + index, mask=valid, other=0)
     values = tl.load(
         statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + row, mask=valid
@@ -176,20 +160,18 @@ def copy_kernel(
     x_strides,
     copy_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
-    BM: tl.constexpr,
     HAS_STATES: tl.constexpr,
 ):
-    """Write copy (b, t, h, d) = x. HAS_STATES: only where ``states`` is 1, and 0 where it is 0."""
-    first, rows, written, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write copy = x. HAS_STATES: only where ``states`` is 1, and 0 where it is 0."""
+    first, rows, written, batch, head = cta_rows(tokens, heads, batch_heads)
     read = written
     if HAS_STATES:
         state = tl.load(states + rows, mask=written, other=-1)
         read = state == 1
         written = state >= 0
-    values = load_tile(x, batch, head, x_strides, first, read, D, D_PAD, ALIGN)
-    store_tile(copy, batch, head, copy_strides, first, written, values, D, D_PAD, ALIGN)
+    values = load_tile(x, batch, head, x_strides, first, read, D, ALIGN)
+    store_tile(copy, batch, head, copy_strides, first, written, values, D, ALIGN)
 
 
 @kernel(*ROW_NUMBERS)
@@ -200,15 +182,13 @@ def zero_rows_kernel(
     batch_heads,
     x_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write x (b, t, h, d) = 0."""
-    first, _, _, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    zeros = tl.zeros([BM, D_PAD], x.dtype.element_ty)
-    target = rows_of(x, batch, head, x_strides, BM, D_PAD, ALIGN)
-    store_rows(target, first, first + tl.arange(0, BM) < tokens, zeros, D, D_PAD, ALIGN)
+    """Write x = 0."""
+    first, _, _, batch, head = cta_rows(tokens, heads, batch_heads)
+    zeros = tl.zeros([CTA_ROWS, padded(D)], x.dtype.element_ty)
+    target = rows_of(x, batch, head, x_strides, CTA_ROWS, D, ALIGN)
+    store_rows(target, first, first + tl.arange(0, CTA_ROWS) < tokens, zeros, D, ALIGN)
 
 
 @kernel(
@@ -231,14 +211,11 @@ def statistic_kernel(
     tokens,
     heads,
     batch_heads,
-    BM: tl.constexpr,
     MASKED: tl.constexpr,
     INDEXED: tl.constexpr,
 ):
-    """Write result (b, h, n) = x, INDEXED: x[:, :, rows]. With MASKED, write -inf, and do not read
-    x.
-    """
-    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write result = x, INDEXED: x[:, :, rows], MASKED: -inf, without reading x."""
+    _, index, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     token = tl.cast(index, tl.int64)
     target = statistic_head_pointer(result, batch, head, result_stride_b, result_stride_h)
     target += token * result_stride_t
@@ -253,13 +230,12 @@ def statistic_kernel(
 
 def take_rows(k: Tensor, v: Tensor, rows: Tensor, out: Tensor) -> None:
     """Launch `take_rows_kernel`; the last stride of out is 1."""
-    dv = v.shape[-1]
-    options = {**launch.row_options(k, v, out), "DV": dv, "DV_PAD": launch.padded(dv)}
+    options = {**launch.row_options(k, v, out), "DV": v.shape[-1]}
     launch.run_rows(take_rows_kernel, out.shape, (k, v, rows, out), (k, v, out), options)
 
 
 def copy_rows(x: Tensor, part: Tensor, rows: Tensor) -> None:
-    """Write part (b, n, h, d) = x[:, rows]. ``rows`` is int64."""
+    """As `canon.fast.kernels.torch.rows.copy_rows`. ``rows`` is int64."""
     if x.shape[3] == 1:
         copy_statistic(_of_heads(x), _of_heads(part), rows)
     else:
@@ -271,9 +247,7 @@ def copy_statistics(lse: Tensor, delta: Tensor, parts: tuple[Tensor, Tensor], ro
     lse, delta = map(launch.contiguous_rows, (lse, delta))
     b, h, n = parts[0].shape
     tensors = lse, delta, *parts
-    launch.run_rows(
-        statistics_kernel, (b, n, h), (*tensors, rows), tensors, {"BM": launch.ROWS.rows}
-    )
+    launch.run_rows(statistics_kernel, (b, n, h), (*tensors, rows), tensors, {})
 
 
 def add_to_rows(total: Tensor, rows: Tensor, part: Tensor) -> None:
@@ -294,9 +268,9 @@ def add_rows(x: Tensor, received: Tensor, first: Tensor, places: Tensor, total: 
 
 
 def copy_tokens(x: Tensor, copy: Tensor, states: Tensor | None = None) -> None:
-    """Write copy (b, t, h, d) = x, in the dtype of the copy.
-
-    ``states`` (int8, for each token): copy where it is 1, write 0 where it is 0, else leave."""
+    """As `canon.fast.kernels.torch.rows.copy_tokens`. ``states`` (int8, for each token): copy where
+    it is 1, write 0 where it is 0, else leave.
+    """
     if x.shape[3] == 1 and states is None:
         copy_statistic(_of_heads(x), _of_heads(copy))
         return
@@ -323,7 +297,7 @@ def mask_statistic(x: Tensor) -> None:
 
 def _run_statistic_kernel(x: Tensor, result: Tensor, rows: Tensor | None, masked: bool) -> None:
     b, h, n = result.shape
-    options = {"BM": launch.ROWS.rows, "MASKED": masked, "INDEXED": rows is not None}
+    options = {"MASKED": masked, "INDEXED": rows is not None}
     arguments = (x, result, x if rows is None else rows, *x.stride(), *result.stride())
     launch.run_rows(statistic_kernel, (b, n, h), arguments, (), options)
 

@@ -47,17 +47,15 @@ def sink_kernel(
     lse_stride_h,
     result_strides,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write result (b, t, h, dv) = a out."""
-    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write result = a out."""
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     a, _, _ = sink_weights(lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC)
-    x = load_tile(out, batch, head, out_strides, first, valid, D, D_PAD, ALIGN).to(ACC)
+    x = load_tile(out, batch, head, out_strides, first, valid, D, ALIGN).to(ACC)
     weighted = x * a[:, None]
-    store_tile(result, batch, head, result_strides, first, valid, weighted, D, D_PAD, ALIGN)
+    store_tile(result, batch, head, result_strides, first, valid, weighted, D, ALIGN)
 
 
 @kernel(*ROW_NUMBERS, statistics=("lse", "dlse"))
@@ -80,25 +78,21 @@ def sink_backward_kernel(
     dlse_stride_h,
     HAS_DOUT_KEYS: tl.constexpr,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write dlse (b, h, t) and, with HAS_DOUT_KEYS, dout_keys (b, t, h, dv)."""
-    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
+    """Write dlse and, with HAS_DOUT_KEYS, dout_keys."""
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads)
     a, slope, active = sink_weights(
         lse, sink, batch, head, rows, valid, lse_stride_b, lse_stride_h, ACC
     )
-    dout_tile = load_tile(dout, batch, head, dout_strides, first, active, D, D_PAD, ALIGN).to(ACC)
-    out_tile = load_tile(out, batch, head, out_strides, first, active, D, D_PAD, ALIGN).to(ACC)
+    dout_tile = load_tile(dout, batch, head, dout_strides, first, active, D, ALIGN).to(ACC)
+    out_tile = load_tile(out, batch, head, out_strides, first, active, D, ALIGN).to(ACC)
     dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
     tl.store(dlse_rows, slope * tl.sum(out_tile * dout_tile, 1), mask=valid)
     if HAS_DOUT_KEYS:
         keys_tile = dout_tile * a[:, None]
-        store_tile(
-            dout_keys, batch, head, dout_keys_strides, first, valid, keys_tile, D, D_PAD, ALIGN
-        )
+        store_tile(dout_keys, batch, head, dout_keys_strides, first, valid, keys_tile, D, ALIGN)
 
 
 def apply_sink(out: Tensor, lse: Tensor, sink: Tensor, result: Tensor) -> None:

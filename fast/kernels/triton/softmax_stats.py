@@ -16,16 +16,22 @@ from canon.fast.kernels.triton.blocks import (
 
 
 @triton.jit
-def row_dot(
-    out, dout, batch, head, strides, first, active, D: tl.constexpr, D_PAD: tl.constexpr,
-    ALIGN: tl.constexpr, ACC: tl.constexpr,
+def lse_and_delta(
+    out, dout, lse_head, dlse, batch, head, strides, first, rows, valid, HAS_DLSE: tl.constexpr,
+    D: tl.constexpr, ALIGN: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Return rowsum(dout * out) of the rows from ``first`` on, 0 where not ``active``."""
-    out_rows = rows_of(out, batch, head, strides[0], active.shape[0], D_PAD, ALIGN)
-    dout_rows = rows_of(dout, batch, head, strides[1], active.shape[0], D_PAD, ALIGN)
-    out_tile = load_rows(out_rows, first, active, D, D_PAD, ALIGN).to(ACC)
-    dout_tile = load_rows(dout_rows, first, active, D, D_PAD, ALIGN).to(ACC)
-    return tl.sum(out_tile * dout_tile, 1)
+    """Return lse and delta of the rows from ``first`` on, delta 0 where lse is -inf."""
+    lse_row = tl.load(lse_head + rows, mask=valid, other=0.0)
+    active = valid & (lse_row > float("-inf"))
+    out_rows = rows_of(out, batch, head, strides[0], active.shape[0], D, ALIGN)
+    dout_rows = rows_of(dout, batch, head, strides[1], active.shape[0], D, ALIGN)
+    out_tile = load_rows(out_rows, first, active, D, ALIGN).to(ACC)
+    dout_tile = load_rows(dout_rows, first, active, D, ALIGN).to(ACC)
+    delta = tl.sum(out_tile * dout_tile, 1)
+    if HAS_DLSE:
+        dlse_head = statistic_head_pointer(dlse, batch, head, strides[2][0], strides[2][1])
+        delta -= tl.load(dlse_head + rows, mask=active, other=0.0).to(ACC)
+    return lse_row, delta
 
 
 @kernel(*ROW_NUMBERS, statistics=("lse", "dlse", "delta"))
@@ -48,26 +54,16 @@ def delta_kernel(
     delta_stride_h,
     HAS_DLSE: tl.constexpr,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write delta (b, h, t) = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
-    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    lse_row = tl.load(
-        statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h) + rows,
-        mask=valid,
-        other=0.0,
-    )
-    active = valid & (lse_row > float("-inf"))
-    strides = out_strides, dout_strides
-    total = row_dot(out, dout, batch, head, strides, first, active, D, D_PAD, ALIGN, ACC)
-    if HAS_DLSE:
-        dlse_rows = statistic_head_pointer(dlse, batch, head, dlse_stride_b, dlse_stride_h) + rows
-        total -= tl.load(dlse_rows, mask=active, other=0.0).to(ACC)
-    tl.store(
-        statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h) + rows,
-        total,
-        mask=valid,
-    )
+    """Write delta = rowsum(dout * out) - dlse, and 0 where lse is -inf."""
+    first, rows, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    lse_head = statistic_head_pointer(lse, batch, head, lse_stride_b, lse_stride_h)
+    strides = out_strides, dout_strides, (dlse_stride_b, dlse_stride_h)
+    _, total = lse_and_delta(
+        out, dout, lse_head, dlse, batch, head, strides, first, rows, valid, HAS_DLSE, D, ALIGN,
+        ACC,
+    )  # fmt: skip
+    delta_head = statistic_head_pointer(delta, batch, head, delta_stride_b, delta_stride_h)
+    tl.store(delta_head + rows, total, mask=valid)

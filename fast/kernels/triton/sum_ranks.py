@@ -5,6 +5,7 @@ from torch import Tensor
 
 from canon.fast.kernels.triton import launch
 from canon.fast.kernels.triton.blocks import (
+    CTA_ROWS,
     ROW_NUMBERS,
     cta_rows,
     kernel,
@@ -27,25 +28,21 @@ def sum_ranks_kernel(
     total_strides,
     RANKS: tl.constexpr,
     D: tl.constexpr,
-    D_PAD: tl.constexpr,
     ALIGN: tl.constexpr,
     ACC: tl.constexpr,
-    BM: tl.constexpr,
 ):
-    """Write total (b, t, h, d): the sum of received + r * rank_stride over r."""
-    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads, BM)
-    source = rows_of(received, batch, head, received_strides, BM, D_PAD, ALIGN)
-    acc = load_rows(source, first, valid, D, D_PAD).to(ACC)
+    """Write total: the sum of received + r * rank_stride over r."""
+    first, _, valid, batch, head = cta_rows(tokens, heads, batch_heads)
+    source = rows_of(received, batch, head, received_strides, CTA_ROWS, D, ALIGN)
+    acc = load_rows(source, first, valid, D).to(ACC)
     for rank in range(1, RANKS):
         part = source[0] + tl.cast(rank, tl.int64) * rank_stride
-        acc += load_rows((part, source[1], received_strides), first, valid, D, D_PAD).to(ACC)
-    store_rows(
-        rows_of(total, batch, head, total_strides, BM, D_PAD, ALIGN), first, valid, acc, D, D_PAD
-    )
+        acc += load_rows((part, source[1], received_strides), first, valid, D).to(ACC)
+    store_rows(rows_of(total, batch, head, total_strides, CTA_ROWS, D, ALIGN), first, valid, acc, D)
 
 
 def sum_ranks(received: Tensor, total: Tensor) -> None:
-    """Launch `sum_ranks_kernel`: sums are float32 (float64 for float64), and rounded once."""
+    """As `canon.fast.kernels.torch.rows.sum_ranks`."""
     tensors = received[:, 0], total
     options = launch.row_options(received, total, accumulate=accumulate_dtype(received.dtype))
     options["RANKS"] = received.shape[1]

@@ -188,17 +188,15 @@ def _compile_few_queries(case: Case) -> list[Compiled]:
         "forward", case.d, case.dv, seen=float("inf"), most_rows=128
     )
     results, columns, shared = {}, config.columns, few_queries_launch.ROWS
-    tables = {"weights_kernel": columns * d, "results_kernel": 0}
 
     def keep(kernel, _ctas, _device, arguments, **options):
-        stages, width = options.get("STAGES", 0), options.get("SLICE", 0)
-        each = tables.get(kernel.__name__, columns * (width + shared))
-        bytes_ = 1024 + 2 * (stages * each + (shared * d if "STEP" in options else 0))
-        key = (
-            kernel.__name__,
-            *options.items(),
-            options.get("SLICE") and arguments[0].block_shape[1],
-        )
+        boxes = [tuple(x.block_shape) for x in arguments[:2] if hasattr(x, "block_shape")]
+        # of "weights_kernel" Q, and K at each stage; of "sums_kernel" P and V at each stage
+        owned, at_stage = (shared * d, 0) if "STEP" in options else (0, shared)
+        visited = columns * (at_stage + sum(box[3] for box in boxes[1:]))
+        stages = options.get("STAGES", 0)
+        bytes_ = 1024 + 2 * (owned + stages * visited)
+        key = kernel.__name__, *options.items(), *boxes
         if key not in results:
             used = hopper_config.Config(shared, columns, stages)
             results[key] = _report(
