@@ -251,22 +251,3 @@ def test_other_wrong_arguments_are_named_with_their_numbers(error, make, parts):
     with pytest.raises(error) as raised:
         make()
     assert all(part in str(raised.value) for part in parts), str(raised.value)
-
-
-def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
-    def made():
-        blocks = Mask.block_causal([0, 2, 1, 1])
-        positions = LAYOUT.document_positions(1, [0, 3, 8])
-        return (
-            blocks,
-            blocks.dense(),
-            LAYOUT.positions(0),
-            positions,
-            Layout([[], [range(2)]], 2).positions(0),
-        )
-
-    expected = made()
-    with torch.device("meta"):
-        found = made()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == theirs if isinstance(ours, Mask) else ours.equal(theirs)
