@@ -11,7 +11,7 @@ import pytest
 import torch
 from sharded import DEVICE, ON_HOPPER
 
-from canon import Mask
+from canon import Band, Mask
 from canon.fast import backend, backward, local
 from canon.fast.kernels.gluon import config
 from canon.fast.kernels.gluon.tile_scheduler import tile_schedule
@@ -24,6 +24,16 @@ HOPPER_ONLY = [
     pytest.mark.skipif(DEVICE == "cuda" and not ON_HOPPER, reason="this GPU is no Hopper"),
 ]
 METHODS = ("split", "fused", "head_parallel")
+FEW = {  # masks of few queries over 700 keys
+    "one query": Mask.full(1, 700),
+    "causal": Mask.causal(17, 700),
+    "window": Mask.window(700, 300, 3).crop(queries=range(660, 700)),
+    "documents": Mask.documents([0, 1, 65, 66, 300, 470, 700]).crop(queries=range(280, 330)),
+    "a gap that no query sees": Mask(
+        [Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, 700)], 5, 700
+    ),
+    "no bands": Mask([], 4, 700),
+}
 EMPTY = {"no queries": Mask([], 0, 7), "no keys": Mask([], 7, 0), "nothing at all": Mask([], 0, 0)}
 
 

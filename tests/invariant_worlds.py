@@ -3,6 +3,7 @@
 import functools
 
 import torch
+import torch.distributed as dist
 from sharded import DEVICE, on_this_rank, whole
 
 from canon import Layout, Mask, fast, reference
@@ -61,6 +62,21 @@ def on_one_rank(half, mask, heads, dtype, method="auto", batch=1) -> Attended:
     return attended(
         HALVES[half], "attention", mask, layout, inputs(mask, heads, dtype, batch), backward=method
     )
+
+
+def decoded(half, ends, q, k, v, mask=None, **options):
+    """Return out and lse of each rank. ``mask`` is over the keys of all ranks, which end at
+    ``ends``.
+    """
+
+    def program():
+        torch.set_num_threads(1)
+        held = range(*[0, *ends][dist.get_rank() :][:2])
+        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
+        crop = lambda x: list(map(crop, x)) if isinstance(x, list) else x and x.crop(keys=held)
+        return half.decode_attention(q, *own, crop(mask), return_lse=True, **options)
+
+    return process_groups.threads(program, len(ends))
 
 
 def different(one: Attended, other: Attended) -> list[str]:

@@ -7,14 +7,20 @@ from canon.__main__ import main
 
 IMPORTED = """
 import sys
+import canon, canon.show_command, canon.masks.layout, torch
 from canon import fast, reference
+from canon.fast.replay.recorder import Recorder
 
-assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
+with Recorder((torch.zeros(4),)) as recorder:
+    torch.zeros(3)
+assert len(recorder.temporaries) == 1
+slow = "torch._dynamo", "matplotlib", "canon.show.style"
+assert not [name for name in sys.modules if name.startswith(slow)]
 """
 
 
-def test_an_import_does_not_load_dynamo():
-    """torch._dynamo takes longer to import than canon."""
+def test_imports_and_recordings_do_not_load_dynamo_and_matplotlib():
+    """Either takes longer to import than canon. Pictures and compiled calls load them."""
     printed(IMPORTED)
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import canon
 from canon import fast, reference
 
 ROOT = Path(__file__).parents[1]
+parsed = cache(lambda path: ast.parse(path.read_text()))
 BY_DESIGN_ONLY_FAST = {"backend", "warm_up"}
 
 # The rooms of canon that the code of each room may import.
@@ -103,9 +105,8 @@ def imports(tree, module, is_package=False):
 
 
 def imports_of_file(path, module):
-    tree = ast.parse(path.read_text())
     is_package = path.name == "__init__.py"
-    return set(imports(tree, module.removesuffix(".__init__"), is_package))
+    return set(imports(parsed(path), module.removesuffix(".__init__"), is_package))
 
 
 def notebook_code(path):
@@ -189,11 +190,10 @@ def lazy_imports(path):
     """Return the modules that the methods of `Layout` and `Mask` import when they are called."""
     if path.name not in CALLED or path.parent.name != "masks":
         return set()
-    tree = ast.parse(path.read_text())
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
     checking = [
         node
-        for node in tree.body
+        for node in parsed(path).body
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
     ]
     found = {
@@ -309,7 +309,7 @@ def public_definitions(tree):
 def test_every_module_and_every_public_name_has_a_docstring():
     missing = []
     for path, module in python_files("reference", "fast", "src/canon", "notebooks"):
-        tree = ast.parse(path.read_text())
+        tree = parsed(path)
         named = [("the module", tree), *public_definitions(tree)]
         # both halves use these classes: their methods need docstrings, too
         if room_of(module) in ("masks", "ranks", "route", "faces"):

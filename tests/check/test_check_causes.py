@@ -2,13 +2,9 @@
 head and rank.
 """
 
-import io
-
 import pytest
 import torch
-from rich.console import Console
 
-from canon.check import check_report
 from canon.check.causes import explained
 from canon.check.inputs import Inputs
 from canon.reference import Mask
@@ -202,31 +198,6 @@ def test_the_planted_module_is_right_without_a_fault(run, write_module):
         "dense --tokens 200 --only attention --features forward,finite,one-mask"
     )
     assert status == 0, printed.out
-
-
-def test_a_case_with_a_cause_is_printed_in_full_before_one_with_a_place():
-    texts = {
-        "place": [
-            "out is worst at token 3, head 0: off by 1",
-            "out is off by 1.00e+00 in the l2 norm",
-        ],
-        "cause": [
-            "as if query 3 saw the hidden key 4",
-            "out is worst at token 3, head 0: off by 1",
-        ],
-        "other place": [
-            "out is off by 1.00e+00 in the l2 norm",
-            "lse is worst at token 5, head 1: off by 1",
-        ],
-    }
-    results = [
-        {"case": case, "verdict": "disagrees", "faults": faults} for case, faults in texts.items()
-    ]
-    console = Console(file=io.StringIO(), width=100)
-    check_report.faults(results, console)
-    printed = console.file.getvalue()
-    assert "cause: out is worst at token 3" in printed, "in full"
-    assert "other place: lse is worst at token 5, head 1: off by 1 (and 1 more)" in printed
 
 
 def test_a_factor_is_only_named_if_it_explains_the_result():

@@ -44,10 +44,12 @@ def test_a_failing_case_is_named_and_the_others_run(monkeypatch, write_module):
         "failing",
         "from canon.reference import attention_forward\ndef merge(*_): raise KeyError('lost')\n",
     )
-    results = {x["case"]: x for x in results_of(replace(RUNNER, module="failing"), 2, monkeypatch)}
-    assert {case.name: results[case.name]["verdict"] for case in CASES} == {
-        case.name: "failed" if case.function == "merge" else "agrees" for case in CASES
-    }
+    merges = [x for x in CASES if x.function == "merge"][:2]
+    cases = (CASES[0], *merges, CASES[1])  # each fork has a failing case, one the first
+    found = results_of(replace(RUNNER, module="failing", cases=cases), 2, monkeypatch)
+    assert [(x["case"], x["verdict"]) for x in found] == [
+        (x.name, "failed" if x.function == "merge" else "agrees") for x in cases
+    ]
 
 
 def test_a_case_that_ends_its_process_fails(monkeypatch, write_module):

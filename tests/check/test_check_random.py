@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 import sampling
@@ -14,6 +13,7 @@ from canon.check import draws
 from canon.check.planted_values import TENSORS, VALUES
 from canon.check.random_source import RandomSource
 from canon.reference import Layout, Mask
+from canon.route.algorithm import DECLARATIONS
 from canon.testing.judge import Attended, agreement, dense, oracle, orders
 from canon.testing.roundings import roundings
 
@@ -67,8 +67,9 @@ def test_all_kinds_are_drawn():
     and small size.
     """
     cases = [draws.drawn(0, i) for i in range(800)]
-    assert {case.function for case in cases} == set(draws.WEIGHTS)
-    for word in (
+    values = lambda name: {getattr(case, name) for case in cases}
+    assert values("function") == set(draws.WEIGHTS)
+    constructors = [
         "full",
         "causal",
         "window",
@@ -78,82 +79,48 @@ def test_all_kinds_are_drawn():
         "ranges",
         "tree",
         "concat",
-    ):
-        assert any(f"Mask.{word}(" in case.mask for case in cases), word
-    for word in (".crop(", ".shift(", "window=(", "causal=False", "q_valid", "k_valid", "left=-1"):
-        assert any(word in case.mask for case in cases), word
-    assert any(
-        re.search(
-            r"documents\(\[[^]]*\b(\d+), "
-            r"\1\b",
-            case.mask,
-        )
-        for case in cases
-    ), "an empty document"
-    assert {case.ranks for case in cases} == set(range(1, 9))
-    assert {case.dtype for case in cases} == {"", "float64", "float32", "float16", "bfloat16"}
-    assert {case.used for case in cases} == {
-        "both",
-        "out",
-        "lse",
-        "no lse",
-        "sum",
-        "forward",
-        "forward, no lse",
-    }
-    assert {case.method for case in cases} == {"auto", "split", "fused", "head_parallel"}
-    options = Counter(name for case in cases for name, _ in case.options)
-    assert options.keys() == {
-        "sink",
-        "softcap",
-        "rank_invariant",
-        "reduce_dtype",
-        "columns",
-        "casts",
-        "own_keys_first",
-        "keep_kv",
-        "head_stride",
-        "backward_schedule",
-        "forward_first_stride",
-        "backward_first_stride",
-        "backward_last_stride",
-    }
+    ]
+    methods = [".crop(", ".shift(", "window=(", "causal=False", "q_valid", "k_valid", "left=-1"]
+    text = "".join(case.mask for case in cases)
+    for word in (*(f"Mask.{name}(" for name in constructors), *methods):
+        assert word in text, word
+    assert re.search(r"documents\(\[[^]]*\b(\d+), \1\b", text), "an empty document"
+    assert values("ranks") == set(range(1, 9))
+    assert values("dtype") == {"", "float64", "float32", "float16", "bfloat16"}
+    used = "both", "out", "lse", "no lse", "sum", "forward", "forward, no lse"
+    assert values("used") == set(used)
+    assert values("method") == {"auto", "split", "fused", "head_parallel"}
+    declared = set().union(*(DECLARATIONS[name].defaults for name in draws.ATTEND))
+    untried = {"scale", "backward", "return_max_logits"}  # the first two are fields of a case
+    options = {name for case in cases for name, _ in case.options}
+    assert options == declared - untried | {"sink", "columns"}
     planted = [case.planted.split(" in ") for case in cases if case.planted]
     assert [set(some) for some in zip(*planted, strict=True)] == [set(VALUES), set(TENSORS)]
-    attended = [case for case in cases if case.dtype]
-    assert any(case.shape.scale == 0 for case in attended)
-    assert any((case.shape.scale or 0) < 0 for case in attended)
-    assert any((case.shape.scale or 0) > 1e5 for case in attended), (
-        "scores near the limit of canon.fast"
-    )
-    assert any(
-        case.shape.widths[0] % 2 and case.shape.widths[0] != case.shape.widths[1]
-        for case in attended
-    )
-    assert all(
-        0 < case.shape.latent[1] < case.shape.widths[0] for case in cases if case.has_latents
-    )
-    assert {case.function for case in cases if case.has_latents} == {"latent_attention", "prepare"}
-    masks = [draws.evaluated(case.mask) for case in cases]
-    several = {
-        case.function for case, mask in zip(cases, masks, strict=True) if isinstance(mask, tuple)
-    }
+    attended = [case.shape for case in cases if case.dtype]
+    scales = [shape.scale or 0 for shape in attended]
+    assert 0 in {shape.scale for shape in attended}
+    assert min(scales) < 0
+    assert max(scales) > 1e5, "scores near the limit of canon.fast"
+    assert any(shape.widths[0] % 2 and len({*shape.widths}) == 2 for shape in attended)
+    latents = [case for case in cases if case.has_latents]
+    assert {case.function for case in latents} == {"latent_attention", "prepare"}
+    assert all(0 < case.shape.latent[1] < case.shape.widths[0] for case in latents)
+    masks = {case: draws.evaluated(case.mask) for case in cases}
+    several = {case.function for case, mask in masks.items() if isinstance(mask, tuple)}
     assert several == draws.FOR_EACH_SEQUENCE, "a mask for each sequence"
-    cases = [case for case, mask in zip(cases, masks, strict=True) if not isinstance(mask, tuple)]
-    masks = [mask for mask in masks if not isinstance(mask, tuple)]
-    assert {0, 1} <= {mask.queries for mask in masks}
-    assert any(mask.queries != mask.keys for mask in masks)
-    shared = [
-        case.layout_of(mask, case.ranks)
-        for case, mask in zip(cases, masks, strict=True)
-        if case.ranks > 1
-    ]
+    masks = {case: mask for case, mask in masks.items() if not isinstance(mask, tuple)}
+    assert {0, 1} <= {mask.queries for mask in masks.values()}
+    assert any(mask.queries != mask.keys for mask in masks.values())
+    shared = [case.layout_of(mask, case.ranks) for case, mask in masks.items() if case.ranks > 1]
     assert any(0 < layout.tokens < layout.ranks for layout in shared), "more ranks than tokens"
-    assert any(
-        {piece.step for held in layout.ranges_per_rank for piece in held if len(piece) > 1}
-        - {1, layout.ranks}
+    steps = [
+        (piece.step, layout.ranks)
         for layout in shared
-    ), "a step that is neither contiguous nor striped"
+        for held in layout.ranges_per_rank
+        for piece in held
+        if len(piece) > 1
+    ]
+    assert any(step not in (1, ranks) for step, ranks in steps), "neither contiguous nor striped"
 
 
 @pytest.mark.parametrize("table", ["cpu", "gluon", "cuda"])

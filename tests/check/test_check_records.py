@@ -17,19 +17,6 @@ def attention({arguments}):
 """
 
 
-def test_random_cases_are_those_of_functions_and_options_that_a_module_has(run, write_module):
-    arguments = "q, k, v, mask=None, *, scale=None, backward='auto', return_lse=False"
-    given = "q, k, v, mask, scale=scale, backward=backward, return_lse=return_lse"
-    write_module("one", ONE.format(arguments=arguments, given=given, line="pass"))
-    status, printed, record = run("one --random 12")
-    assert status == 0, printed.out
-    assert [row[1:3] for row in record["runs"][0]["cases"]] == [["attention", "agrees"]] * 12
-    own = [draws.drawn(0, index) for index in range(12)]
-    assert any(case.function != "attention" for case in own), (
-        "without limits, other functions have cases"
-    )
-
-
 def test_features_limit_random_cases(run, write_module):
     write_module(
         "plain",

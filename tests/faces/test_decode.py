@@ -4,12 +4,11 @@ table of cases leaves out.
 
 import pytest
 import torch
-import torch.distributed as dist
+from invariant_worlds import decoded
 
 from canon import Mask
-from canon.testing import process_groups
 
-ENDS, QUERIES = [0, 11, 11, 37], 3  # of the keys of three ranks; the second one has none
+ENDS, QUERIES = [11, 11, 37], 3  # of the keys of three ranks; the second one has none
 # causal at the end
 LAST = Mask.ranges([(0, QUERIES)], [(0, 37)], ["causal"], queries=QUERIES, keys=37)
 
@@ -23,21 +22,10 @@ def inputs(dtype=torch.float32):
     ]
 
 
-def decoded(half, q, k, v, mask=None):
-    """Return out and lse of each rank. ``mask`` is over the keys of all ranks."""
-
-    def program():
-        held = range(*ENDS[dist.get_rank() :][:2])
-        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
-        return half.decode_attention(q, *own, mask and mask.crop(keys=held), return_lse=True)
-
-    return process_groups.threads(program, 3)
-
-
 @pytest.mark.parametrize("mask", [None, LAST])
 def test_a_rank_without_keys_has_the_bits_of_the_others(half, mask):
     q, k, v = inputs(torch.float64)
-    (out, lse), *others = decoded(half, q, k, v, mask)
+    (out, lse), *others = decoded(half, ENDS, q, k, v, mask)
     assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
     whole, whole_lse = half.attention_forward(q, k, v, mask or Mask.full(QUERIES, 37))
     torch.testing.assert_close((out, lse), (whole, whole_lse), rtol=0, atol=1e-13)
@@ -58,14 +46,14 @@ def test_packed_queries_and_autocast(half):
 @pytest.mark.parametrize("shape", [(0, QUERIES), (2, 0)], ids=["no sequence", "no query"])
 def test_no_queries(half, shape):
     q, k, v = inputs()
-    for out, lse in decoded(half, *(x[: shape[0]] for x in (q[:, : shape[1]], k, v))):
+    for out, lse in decoded(half, ENDS, *(x[: shape[0]] for x in (q[:, : shape[1]], k, v))):
         assert (out.shape, lse.shape) == ((*shape, 4, 5), (shape[0], 4, shape[1]))
 
 
 def test_the_result_is_not_differentiable(half):
     assert not any(
         x.requires_grad
-        for pair in decoded(half, *(x.requires_grad_() for x in inputs()))
+        for pair in decoded(half, ENDS, *(x.requires_grad_() for x in inputs()))
         for x in pair
     )
 

@@ -2,13 +2,16 @@
 ranks.
 """
 
+import functools
+
+import invariant_worlds
 import pytest
 import torch
 import torch.distributed as dist
 from invariant_worlds import same_bits
 from sharded import DEVICE
 
-from canon import Band, Mask
+from canon import Mask
 from canon.faces import public_decode
 from canon.route.sink_weights import sigmoid
 from canon.testing import process_groups
@@ -22,25 +25,7 @@ def inputs(dtype=torch.float32, b=1, h=4, g=2, d=16, dv=20):
     return [torch.randn(b, *shape, generator=draw).to(dtype).to(DEVICE) for shape in shapes]
 
 
-def decoded(half, ends, q, k, v, mask=None, **options):
-    """Return out and lse of each rank. ``mask`` is over the keys of all ranks, which end at
-    ``ends``.
-    """
-
-    def program():
-        torch.set_num_threads(1)
-        held = range(*[0, *ends][dist.get_rank() :][:2])
-        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
-        masks = (
-            [x.crop(keys=held) for x in mask]
-            if isinstance(mask, list)
-            else mask and mask.crop(keys=held)
-        )
-        return half.decode_attention(
-            q, *own, masks, rank_invariant=True, return_lse=True, **options
-        )
-
-    return process_groups.threads(program, len(ends))
+decoded = functools.partial(invariant_worlds.decoded, rank_invariant=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,24 +63,6 @@ def test_a_mask_for_each_sequence_a_pack_and_no_mask(half):
     assert all(same_bits(one, got) for got in decoded(half, (128, 300), q[:, rows], k, v, masks))
     packed = [x[1] for x in (q[:, rows], k, v)]
     assert all(same_bits([x[1] for x in one], got) for got in decoded(half, (128, 300), *packed))
-
-
-def test_ranks_may_have_one_mask_or_one_for_each_sequence(half):
-    q, k, v = inputs(b=2)
-    q = q[:, -2:]
-    one = half.attention(
-        q, k, v, [Mask.full(2, N), Mask([Band(0, 2, 0, 128)], 2, N)], rank_invariant=True
-    )
-
-    def program():
-        torch.set_num_threads(1)
-        held, masks = [
-            (slice(0, 128), None),
-            (slice(128, N), [Mask.full(2, N - 128), Mask([], 2, N - 128)]),
-        ][dist.get_rank()]
-        return half.decode_attention(q, k[:, held], v[:, held], masks, rank_invariant=True)
-
-    assert all(torch.equal(one, got) for got in process_groups.threads(program, 2))
 
 
 def test_keys_that_begin_inside_a_tile_raise_on_every_rank(half):

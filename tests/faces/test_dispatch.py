@@ -82,18 +82,9 @@ def test_both_halves_make_the_same_plan_with_evenly_divided_chunks(
     st.sampled_from([3, 8, 12]),
     st.sampled_from([(10**6, 1), (1, 10)]),
 )
-def test_the_plan_of_a_batch_adds_areas_and_received_keys_over_its_sequences(
-    masks, ranks, chunk, rates
-):
+def test_both_halves_make_the_same_plan_of_a_batch(masks, ranks, chunk, rates):
     options = dict(chunk=chunk, cells_per_us=rates[0], tokens_per_us=rates[1])
-    layout = reference.dispatch(masks, ranks, **options)
-    assert layout == fast.dispatch(masks, ranks, **options)
-    reports = [reference.plan_report(mask, layout) for mask in masks]
-    chunks = planner.chunks_of(Mask.concat(masks), len(masks), ranks, chunk)
-    for rank, ranges in enumerate(layout.ranges_per_rank):
-        held = [x for x in chunks if any(x.tokens and x.tokens.start in piece for piece in ranges)]
-        assert planner.area_of(held) == sum(report.areas[rank] for report in reports)
-        assert planner.received_by(held) == sum(report.received[rank] for report in reports)
+    assert reference.dispatch(masks, ranks, **options) == fast.dispatch(masks, ranks, **options)
 
 
 def test_the_plan_of_a_batch_is_balanced(half):

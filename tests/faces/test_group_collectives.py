@@ -43,40 +43,6 @@ def attending(half, mask, layout, **options):
 kept_or_sent_again = pytest.mark.parametrize("keep_kv", [False, True])
 
 
-@kept_or_sent_again
-@pytest.mark.parametrize("options", [{"own_keys_first": False}, {"casts": 2}])
-def test_sends_the_rows_of_the_plan(half, exchanged, options, keep_kv):
-    ranks, b, g, d, dv = 3, 2, 2, 8, 6
-    mask = Mask.documents([0, 5, 24])
-    layout = planned(half, mask, ranks, chunk=2)
-    plan = half.cast_plan(mask, layout, **options)
-    attend = attending(half, mask, layout, keep_kv=keep_kv, **options)
-    results = process_groups.threads(
-        lambda: _gradients(attend, layout, whole(mask, b=b, h=4, g=g, d=d, dtype=torch.bfloat16)),
-        ranks,
-    )
-    assert len(results) == ranks
-    items = b * g * (d + dv)
-    for rank in range(ranks):
-        casts = [
-            [size * items for size in plan.send_sizes(cast, rank)] for cast in range(plan.casts)
-        ]
-        back = [
-            [size * items for size in plan.receive_sizes(cast, rank)] for cast in range(plan.casts)
-        ]
-        mine = [
-            (x.dtype, elements_sent(x, sizes)) for who, _, x, _, sizes in exchanged if who == rank
-        ]
-        keys = [sizes for dtype, sizes in mine if dtype == torch.bfloat16]
-        assert [sizes for dtype, sizes in mine if dtype == torch.float32] == back
-        assert keys == casts * (1 if keep_kv else 2)
-
-
-def elements_sent(x, rows):
-    """Return the elements that an exchange of rows of x sends to each rank."""
-    return [size * (x[:1].numel() if len(x) else 0) for size in rows]
-
-
 def _gradients(attend, layout, tensors):
     """Return this rank's gradients, like `on_this_rank`, without the messages that collect the
     results.
@@ -84,18 +50,6 @@ def _gradients(attend, layout, tensors):
     q, k, v = (layout.shard(x, dist.get_rank()).detach().requires_grad_() for x in tensors[:3])
     out, _ = attend(q, k, v)
     return torch.autograd.grad(out.float().sum(), (q, k, v))
-
-
-def test_a_rank_with_nothing_to_send_or_receive_takes_part(half, exchanged):
-    """Rank 2 holds a whole document, rank 3 holds no token."""
-    mask = Mask.documents([0, 8, 12])
-    layout = Layout([[range(0, 4)], [range(4, 8)], [range(8, 12)], []], 12)
-    process_groups.threads(
-        lambda: _gradients(attending(half, mask, layout), layout, whole(mask)), 4
-    )
-    calls = {rank: sum(who == rank for who, *_ in exchanged) for rank in range(4)}
-    assert calls == dict.fromkeys(range(4), 3)
-    assert all(not any(sizes) for who, *_, sizes in exchanged if who > 1)
 
 
 def test_gradients_are_added_in_rank_order(half):

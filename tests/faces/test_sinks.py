@@ -62,49 +62,34 @@ def test_the_gradient_of_a_sink_far_from_lse_keeps_its_relative_accuracy(half, s
 
 
 def test_autocast_leaves_a_float32_sink_alone(half):
-    *leaves, dout = inputs(dtype=torch.float32)
-    leaves = [x.requires_grad_() for x in leaves]
+    *leaves, sink, dout = inputs(dtype=torch.float32)
+    attend = lambda *x: half.attention(*x[:3], MASK, sink=x[3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = half.attention(*leaves[:3], MASK, sink=leaves[3])
-        grads = torch.autograd.grad(out, leaves, dout.bfloat16())
-    cast = [*(x.detach().bfloat16().requires_grad_() for x in leaves[:3]), leaves[3]]
-    expected = half.attention(*cast[:3], MASK, sink=cast[3])
+        out, *grads = gradients(attend, (*leaves, sink), dout.bfloat16())
+    cast = *(x.bfloat16() for x in leaves), sink
+    expected, *others = gradients(attend, cast, dout.bfloat16())
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, expected)
-    for mine, theirs in zip(
-        grads, torch.autograd.grad(expected, cast, dout.bfloat16()), strict=True
-    ):
+    for mine, theirs in zip(grads, others, strict=True):
         assert mine.dtype == torch.float32
         assert torch.equal(mine, theirs.float())
 
 
-@pytest.mark.parametrize("needed", ["sink", "q", "qkv"])
+@pytest.mark.parametrize("needed", [("sink",), ("q",), ("q", "k", "v")])
 def test_only_the_needed_gradients_are_computed(half, needed, monkeypatch):
-    q, k, v, sink, dout = inputs()
-    whole = dict(
-        zip(
-            ("q", "k", "v", "sink"),
-            gradients(lambda q, k, v, s: half.attention(q, k, v, sink=s), (q, k, v, sink), dout)[
-                1:
-            ],
-            strict=True,
-        )
-    )
-    leaves = dict(q=q, k=k, v=v, sink=sink)
-    names = ["sink"] if needed == "sink" else list(needed)
-    for name in names:
+    *tensors, dout = inputs()
+    _, *whole = gradients(lambda *x: half.attention(*x[:3], sink=x[3]), tensors, dout)
+    leaves = dict(zip(("q", "k", "v", "sink"), tensors, strict=True))
+    for name in needed:
         leaves[name].requires_grad_()
-    given = []
-    monkeypatch.setattr(
-        fast_sinks,
-        "_differentiate",
-        lambda *x, f=fast_sinks._differentiate: (given.append(x[4]), f(*x)),
-    )
+    given, differentiate = [], fast_sinks._differentiate
+    noting = lambda *x: (given.append(x[4]), differentiate(*x))
+    monkeypatch.setattr(fast_sinks, "_differentiate", noting)
     half.attention(**leaves).backward(dout)
-    for name, x in leaves.items():
-        assert x.grad is None if name not in names else torch.equal(x.grad, whole[name]), name
+    for (name, x), grad in zip(leaves.items(), whole, strict=True):
+        assert x.grad is None if name not in needed else torch.equal(x.grad, grad), name
     if half is fast:
-        assert [x is None for x in given] == [needed == "sink"]
+        assert [x is None for x in given] == [needed == ("sink",)]
 
 
 def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
@@ -121,16 +106,10 @@ def test_a_rank_without_tokens_has_a_zero_gradient_of_the_sink(half):
 
 
 def test_both_passes_are_replayed_with_equal_bits(replays, monkeypatch):
-    runs = []
-    for shift in (0, 0, 1):
-        *leaves, dout = (x + shift for x in inputs(dtype=torch.float32))
-        runs.append(
-            gradients(lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout)
-        )
+    attend = lambda *x: fast.attention(*x[:3], MASK, sink=x[3])
+    given = [[x + shift for x in inputs(dtype=torch.float32)] for shift in (0, 0, 1)]
+    runs = [gradients(attend, leaves, dout) for *leaves, dout in given]
     assert all_equal(*runs[:2])
     assert not any(replays())
     monkeypatch.setattr(prepared, "REPLAYED", {})
-    expected = gradients(
-        lambda q, k, v, sink: fast.attention(q, k, v, MASK, sink=sink), leaves, dout
-    )
-    assert all_equal(runs[2], expected)
+    assert all_equal(runs[2], gradients(attend, given[2][:-1], given[2][-1]))

@@ -54,12 +54,6 @@ def test_hopper_uses_gluon_where_it_supports_the_inputs(machine, d, dv, dtype, m
     assert device.kernels_for(heads(d, dtype), heads(dv, dtype), method) is expected
 
 
-@pytest.mark.parametrize("capability", [(7, 5), (8, 7), (9, 1), (10, 0), (12, 0)])
-def test_other_gpus_use_triton(machine, capability):
-    machine["capability"] = capability
-    assert device.kernels_for(heads(128, BF16), heads(128, BF16)) is portable
-
-
 def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
     mi250 = SimpleNamespace(
         major=9, minor=0, multi_processor_count=104, shared_memory_per_block_optin=1 << 16
@@ -73,9 +67,9 @@ def test_gpus_of_amd_take_no_kernels_and_no_tables_of_hopper(monkeypatch):
         assert config.is_hopper(torch.device("cuda")) == (expected is hopper)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9)])
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 9), (9, 1), (10, 0), (12, 0)])
 @pytest.mark.parametrize("method", ["split", "head_parallel", "fused"])
-def test_cuda_is_never_chosen_without_being_asked_for(machine, capability, method):
+def test_other_gpus_use_triton_and_cuda_where_it_is_asked_for(machine, capability, method):
     machine["capability"] = capability
     chosen = {
         device.kernels_for(heads(d, dtype), heads(d, dtype), method)
@@ -106,15 +100,9 @@ def test_tensors_that_no_other_backend_serves_use_torch(machine, where, monkeypa
             device.check_inputs(x)
 
 
-def test_torch_can_be_chosen_everywhere(machine):
-    with backend("torch"):
-        for where in ("cpu", "cuda"):
-            assert device.kernels_for(heads(128, BF16, where), heads(128, BF16, where)) is plain
-
-
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [("gluon", hopper), ("triton", portable), ("cuda", cuda), (None, hopper)],
+    [("gluon", hopper), ("triton", portable), ("cuda", cuda), ("torch", plain), (None, hopper)],
 )
 def test_a_chosen_backend_is_never_replaced(machine, chosen, expected):
     with backend(chosen) if chosen else nullcontext():

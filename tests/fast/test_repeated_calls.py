@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from sharded import CALLS, attending, layout_of, whole
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.fast.kernels.triton import launch
 from canon.masks import plan_cache
 from canon.masks.cast_plan import CastPlan
@@ -197,16 +197,3 @@ def on_gpus():
 def test_on_gpus_a_repeated_call_does_not_wait_and_keeps_its_memory():
     for found in process_groups.gpus(on_gpus, 2):
         assert found == dict.fromkeys(OPERATIONS, (0, [], 0))
-
-
-def test_a_refilled_tensor_is_another_call(half):
-    ends = torch.tensor([0, 4, 12])
-    q, k, v = (torch.randn(1, 12, 2, 8, dtype=torch.float64) for _ in range(3))
-    first = half.attention(q, k, v, Mask.documents(ends))
-    ends[1] = 7
-    second = half.attention(q, k, v, Mask.documents(ends))
-    assert not torch.equal(first, second)
-    assert torch.equal(second, half.attention(q, k, v, Mask.documents([0, 7, 12])))
-    assert reference.dispatch(Mask.documents(ends), 2) is reference.dispatch(
-        Mask.documents([0, 7, 12]), 2
-    )

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from hopper import inputs
 from interpreted_replay import recorded
 from meshes import mesh
 from sharded import all_equal, whole
@@ -142,23 +143,15 @@ def test_steps_of_the_hopper_kernels_replay_too(function, mask, kind):
 def test_decoding_in_order_replays_too(several, ends):
     """A mask for all sequences, or one for each. The keys that no query sees are NaN."""
     masks = [Mask.causal(3, LONG), Mask.window(LONG, 200, 0).crop(queries=range(500, 503))]
-    seen = torch.stack([mask.dense().any(0) for mask in masks])[:, :, None, None]
+    seen = Mask.union(*masks) if several else masks[1]
 
     def program():
-        held = slice(*[0, *ends][dist.get_rank() :][:2])
-        own = [mask.crop(keys=range(held.start, held.stop)) for mask in masks]
+        held = range(*[0, *ends][dist.get_rank() :][:2])
+        own = [mask.crop(keys=held) for mask in masks]
         results = []
         for seed in (1, 1, 2, 2):
-            q, k, v = (
-                torch.randn(
-                    2, n, h, 64, generator=torch.Generator().manual_seed(seed + i)
-                ).bfloat16()
-                for i, (n, h) in enumerate([(3, 4), (LONG, 2), (LONG, 2)])
-            )
-            k, v = (
-                x.masked_fill(~(seen if several else seen.any(0)), torch.nan)[:, held]
-                for x in (k, v)
-            )
+            q, k, v, *_ = inputs(seen, b=2, h=4, g=2, seed=seed)
+            k, v = (x[:, held.start : held.stop] for x in (k, v))
             if len(results) == 3:
                 dist.barrier()
                 prepared.REPLAYED = {}
@@ -177,36 +170,11 @@ def attention(q, k, v, mask, _, scale):
     return fast.attention(q, k, v, mask, scale=scale)
 
 
-NEGATIVE = (
-    Mask.causal(70),
-    whole(Mask.causal(70), h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1),
-)
-
-
 @pytest.mark.usefixtures("replays")
-@pytest.mark.parametrize("function", ["attention", "ring", "strided", "magi"])
-def test_no_scale_excludes_replay(function):
-    (mask, tensors), ranks = NEGATIVE, 1 if function == "attention" else 2
-    attend = {"attention": attention, **GLUON_FUNCTIONS}[function]
-
-    def program():
-        for scale in (-0.2, 0.0):
-            train(
-                functools.partial(attend, scale=scale),
-                mask,
-                Layout.contiguous(70, ranks),
-                "qkv",
-                tensors,
-            )
-        return {x.reason for x in recorded()}
-
-    with backend("gluon"), simulated_kernels.simulated():
-        assert set().union(*process_groups.threads(program, ranks)) - {prepared.UNSEEN} == {""}
-
-
-@pytest.mark.usefixtures("replays")
-def test_a_negative_scale_replays_with_the_same_bits():
-    mask, tensors = NEGATIVE
-    call = functools.partial(attention, scale=-0.2), mask, Layout.contiguous(70, 1), "qkv"
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_any_scale_replays_with_the_same_bits(scale):
+    mask = Mask.causal(70)
+    tensors = whole(mask, h=1, g=1, d=64, dv=64, dtype=torch.bfloat16, seed=1)
+    call = functools.partial(attention, scale=scale), mask, Layout.contiguous(70, 1), "qkv"
     with backend("gluon"), simulated_kernels.simulated():
         assert_a_replay_has_the_bits_of_steps_as_written(1, [tensors, tensors], *call)

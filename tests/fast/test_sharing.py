@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from programs import printed
 from sharded import DEVICE
 
 from canon import Band, Mask
@@ -96,22 +95,6 @@ def test_tables_are_kept_for_all_streams_but_that_of_their_uploads(handles, know
     made = object.__new__(recordings.PreparedPass)
     made._hold([], [SimpleNamespace(handle=x) for x in handles])
     assert made._streams == known
-
-
-RECORDED = """
-import sys, torch
-from canon.fast.replay.recorder import Recorder
-
-with Recorder((torch.zeros(4),)) as recorder:
-    torch.zeros(3)
-assert len(recorder.temporaries) == 1
-assert not [name for name in sys.modules if name.startswith("torch._dynamo")]
-"""
-
-
-def test_a_recording_does_not_load_dynamo():
-    """It would take seconds of the first call."""
-    printed(RECORDED)
 
 
 # ------------------------------------------------------------------ launches

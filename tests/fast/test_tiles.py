@@ -1,7 +1,5 @@
 """The work table covers exactly the visible cells, for every mask and tile size."""
 
-import time
-
 import numpy as np
 import pytest
 from band_strategies import masks
@@ -101,18 +99,6 @@ def test_tiles_start_where_documents_do():
     table = host_table(Cells(Mask.documents(ends)), 128, 128, 128)
     assert set(ends[:-1]) <= set(table.tiles[:, 0].tolist())
     assert table.visits == sum(n * (n + 1) // 2 for n in (8, 9, 8))  # no tile reads two documents
-
-
-def test_a_million_tokens_in_a_thousand_documents_are_planned_in_closed_form():
-    ends = np.cumsum([0, *np.random.default_rng(0).integers(1, 2048, 1000)]).tolist()
-    mask = Mask.documents(ends)
-    begin = time.perf_counter()
-    table = host_table(Cells(mask), 128, 64, 64)
-    print(
-        f"{ends[-1]} tokens: {len(table.tiles)} tiles, {table.visits} visits in "
-        f"{time.perf_counter() - begin:.3f} s"
-    )
-    assert table.visits < 1.3 * mask.area / (128 * 64)
 
 
 def test_more_tokens_than_32_bits_count_raise():

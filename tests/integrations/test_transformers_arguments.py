@@ -71,10 +71,6 @@ def test_masks_and_those_of_packs_have_the_cells_of_transformers(function):
             assert torch.equal(mask.dense(), dense)
 
 
-def test_one_token_after_a_cache_sees_the_last_row_of_a_causal_mask():
-    assert build_mask(2, 3, 16, 13).masks == Mask.causal(3, 16)
-
-
 def test_a_model_may_keep_some_queries_of_a_mask():
     padding = torch.ones(2, 16, dtype=torch.bool)
     padding[1, :5] = False
@@ -158,15 +154,6 @@ def test_a_4d_mask_raises():
         tiny("Llama", "canon")(
             input_ids=ids, attention_mask=torch.ones(1, 1, 8, 8, dtype=torch.bool)
         )
-
-
-def test_several_tokens_after_a_cache_compute_as_in_one_pass():
-    model, ids = tiny("Gemma3", "canon").eval(), tokens(20)
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-        first = model(input_ids=ids[:, :15], use_cache=True)
-        found = model(input_ids=ids[:, 15:], past_key_values=first.past_key_values).logits
-    torch.testing.assert_close(found, expected[:, 15:])
 
 
 def test_cross_attention_computes_as_eager_attention_and_raises_inside_sharded():

@@ -22,7 +22,6 @@ from canon.fast.kernels.gluon import launch as hopper_launch
 from canon.fast.kernels.gluon.tile_scheduler import untouched
 from canon.fast.kernels.triton import row_operations
 from canon.fast.kernels.triton.config import Config, forced
-from canon.fast.tables import cells as cells_module
 from canon.fast.tables import work_tables as tiles
 from canon.fast.tables.cells import Cells, Places, in_place
 from canon.fast.transport.tile_exchanges import TileCast, TileGather
@@ -270,18 +269,3 @@ def test_delta_is_added_from_aligned_tensors(planted, monkeypatch):
     aligned = [x.data_ptr() % 16 == 0 and x.is_contiguous() for tensors in seen for x in tensors]
     assert len(aligned) == 4
     assert all(aligned) == (not planted)
-
-
-def test_odd_strides_are_copied_and_even_ones_are_not():
-    x = torch.zeros(2, 128, 4, 16)
-    assert cells_module.aligned(x) is x
-    assert cells_module.aligned(x[:, :, 1:]).data_ptr() == x[:, :, 1:].data_ptr()
-    for odd in (
-        torch.zeros(2, 128, 4, 17)[..., :16],
-        torch.zeros(2 * 128 * 64 + 1)[1:].view(2, 128, 4, 16),
-        x.mT.contiguous().mT,
-    ):
-        copy = cells_module.aligned(odd)
-        assert (copy.data_ptr() % 16, copy.is_contiguous()) == (0, True)
-        assert torch.equal(copy, odd)
-    assert cells_module.canonical(x.expand(2, 128, 4, 16)[:1]).stride() == (8192, 64, 16, 1)

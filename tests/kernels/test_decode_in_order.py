@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from hopper import HOPPER_ONLY, hopper, inputs
-from invariant_worlds import same_bits
+from hopper import FEW, HOPPER_ONLY, hopper, inputs
+from invariant_worlds import decoded, same_bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
@@ -24,16 +24,6 @@ ENDS = {
     "a short shard first": (128, 640, N),
     "ranks without keys": (0, 256, 256, N, N),
 }
-MASKS = {
-    "one query": Mask.full(1, N),
-    "causal": Mask.causal(17, N),
-    "window": Mask.window(N, 300, 3).crop(queries=range(N - 40, N)),
-    "documents": Mask.documents([0, 1, 65, 66, 300, 470, N]).crop(queries=range(280, 330)),
-    "a gap that no query sees": Mask(
-        [Band(0, 3, 130, 140), Band(0, 2, 150, 500), Band(2, 3, 600, N)], 5, N
-    ),
-    "no bands": Mask([], 4, N),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -44,19 +34,6 @@ def _several_sms(monkeypatch):
 def attend(q, k, v, mask, **options):
     with hopper(), torch.no_grad():
         return fast.attention(q, k, v, mask, rank_invariant=True, return_lse=True, **options)
-
-
-def decoded(ends, q, k, v, mask, **options):
-    """Return out and lse of each rank, whose keys end at ``ends``."""
-
-    def program():
-        held = range(*[0, *ends][dist.get_rank() :][:2])
-        own = [x.narrow(-3, held.start, len(held)) for x in (k, v)]
-        some = [x.crop(keys=held) for x in mask] if isinstance(mask, list) else mask.crop(keys=held)
-        return fast.decode_attention(q, *own, some, rank_invariant=True, return_lse=True, **options)
-
-    with hopper():
-        return process_groups.threads(program, len(ends))
 
 
 @contextmanager
@@ -77,8 +54,8 @@ def noted(monkeypatch):
 def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
     """Fail unless all ranks return the bits of `attention`. Return whether sums travelled."""
     expected = attend(q, k, v, mask, **options)
-    with noted(monkeypatch) as found:
-        results = decoded(ends, q, k, v, mask, **options)
+    with noted(monkeypatch) as found, hopper():
+        results = decoded(fast, ends, q, k, v, mask, rank_invariant=True, **options)
     assert len(found) == len(ends)
     assert len(set(found)) == 1
     assert all(same_bits(result, expected) for result in results)
@@ -87,11 +64,11 @@ def assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS)
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", FEW)
 def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
     """Keys that no query sees are NaN."""
-    q, k, v, *_ = inputs(MASKS[name], 2, 4, 2, 64, 64)
-    assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, MASKS[name])
+    q, k, v, *_ = inputs(FEW[name], 2, 4, 2, 64, 64)
+    assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, FEW[name])
 
 
 @pytest.mark.parametrize(
@@ -105,17 +82,17 @@ def test_sums_that_travel_give_the_bits_of_one_rank(monkeypatch, name, ends):
     ],
 )
 def test_widths_and_dtypes(monkeypatch, h, g, d, dv, dtype):
-    mask = MASKS["causal"]
+    mask = FEW["causal"]
     q, k, v, *_ = inputs(mask, 1, h, g, d, dv, dtype)
     assert assert_bits_of_one_rank(monkeypatch, ENDS["a short shard first"], q, k, v, mask)
 
 
 def test_sinks_softcaps_scales_packs_and_a_mask_for_each_sequence(monkeypatch):
-    mask, ends = MASKS["causal"], ENDS["two ranks"]
+    mask, ends = FEW["causal"], ENDS["two ranks"]
     q, k, v, *_ = inputs(mask, 2, 4, 2, 64, 64)
     options = dict(softcap=5.0, sink=torch.randn(4, device=DEVICE), scale=-0.2)
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, mask, **options)
-    masks = [mask, MASKS["window"].crop(queries=range(17))]
+    masks = [mask, FEW["window"].crop(queries=range(17))]
     assert assert_bits_of_one_rank(monkeypatch, ends, q, k, v, masks, **options)
     assert assert_bits_of_one_rank(monkeypatch, ends, q[0], k[0], v[0], mask)
 

@@ -336,11 +336,8 @@ def outcome(monkeypatch):
         ((torch.int8,), {}, "dtype must be one of"),
         ((torch.bfloat16, 100), {}, "d must be a positive multiple of 16, got 100"),
         ((torch.bfloat16, 64, 0), {}, "dv must be a positive multiple of 16, got 0"),
-        ((torch.bfloat16, 64.0), {}, "d must be a positive multiple of 16, got 64.0"),
         ((), {"heads": (8, 3)}, "the first a multiple of the second"),
-        ((), {"heads": 8}, "heads must be"),
         ((), {"functions": ("attention", "softmax")}, "functions must be some of attention"),
-        ((), {"functions": ()}, "functions must be some of attention"),
         (
             (),
             {"functions": "latent_attention"},

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from sharded import whole
+from hopper import assert_methods, both_passes, inputs
 
 from canon import Mask, fast
 from canon.fast.kernels.triton.config import SMALLEST, fitting, shared_bytes
 from canon.fast.tables.cells import Cells
 from canon.testing.compile import SHARED_LIMIT
-from canon.testing.judge import Attended, agreement, oracle, orders
 
 MASK = Mask.window(150, 90, 3)
 
@@ -17,15 +16,7 @@ MASK = Mask.window(150, 90, 3)
     ("d", "dv", "method"), [(512, 512, "split"), (512, 512, "fused"), (300, 512, "head_parallel")]
 )
 def test_both_passes_agree(d, dv, method):
-    q, k, v, dout, dlse = whole(MASK, h=2, g=1, d=d, dv=dv, dtype=torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = fast.attention(*leaves, MASK, backward=method, return_lse=True)
-    got = Attended(
-        out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    )
-    given = q, k, v, dout, MASK, None, dlse
-    verdict = agreement(got, oracle(*given), orders(*given))
-    assert verdict.agrees, str(verdict)
+    assert_methods(both_passes, inputs(MASK, d=d, dv=dv), MASK, methods=[method])
 
 
 @pytest.mark.parametrize("arch", [80, 90])

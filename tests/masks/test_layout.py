@@ -27,16 +27,6 @@ def dense_between(mask, layout, q_rank, k_ranks):
 # --- tokens of the ranks ---
 
 
-@given(layouts())
-def test_every_token_is_on_one_rank(layout):
-    held = [layout.positions(rank) for rank in range(layout.ranks)]
-    assert all(positions.dtype == torch.int64 for positions in held)
-    assert [len(positions) for positions in held] == [
-        layout.size(rank) for rank in range(layout.ranks)
-    ]
-    assert torch.cat(held).sort().values.equal(torch.arange(layout.tokens))
-
-
 @given(st.lists(st.integers(0, 20), max_size=5), st.integers(1, 5))
 def test_zigzag_documents_divides_each_document_as_zigzag_does(lengths, ranks):
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]

@@ -178,26 +178,12 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
     [
         ({"input_ids": IDS[0]}, {}, ValueError, "'input_ids' must be (b, 8, ...), with all tokens"),
         (
-            {"attention_mask": torch.zeros(2, 1, 8, 8)},
-            {},
-            ValueError,
-            "got (2, 1, 8, 8): leave it out",
-        ),
-        ({"input_ids": IDS[:, :4]}, {}, ValueError, "got (2, 4)"),
-        (
             {"text": ["a", "b"]},
             {},
             TypeError,
             "entry 'text' must be a plain tensor, got ['a', 'b'] (list): leave it out",
         ),
-        ({"labels": None}, {}, TypeError, "entry 'labels' must be a plain tensor, got None"),
         ({"labels": IDS.float()}, {}, ValueError, "labels must be whole numbers (b, n)"),
-        (
-            {"labels": IDS, "position_ids": torch.zeros(2, 8, 3)},
-            {},
-            ValueError,
-            "to find documents, got (2, 8, 3)",
-        ),
         (
             {"labels": IDS, "position_ids": torch.zeros(3, 2, 8)},
             {},
@@ -228,12 +214,6 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
             {"dims": {"input_ids": 2}},
             ValueError,
             "entry 'input_ids': x of shape (2, 8) has no dim 2",
-        ),
-        (
-            {"input_ids": IDS},
-            {"dims": {"input_ids": 1.0}},
-            TypeError,
-            "entry 'input_ids': dim must be a whole number",
         ),
         (
             {"input_ids": IDS},

@@ -154,15 +154,10 @@ VALUES = [  # parts of the error
         "lengths[1] must be in 0..8, the tokens of a sequence, got 9",
     ),
     (lambda: Mask.from_position_ids([1, 2]), "position_ids[0] is 1: a position is 0, at the start"),
-    (lambda: Mask.from_position_ids([[0, 1], [0, 2]]), "position_ids[1][1] is 2: a position is 0"),
     (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), "{'q_blocks': 2, 'q_valid': 1}"),
     (
         lambda: Mask.tree([-1, 0, 0, 1], [1] * 4),
         "parents[3] must be 2, an ancestor of node 2, or -1",
-    ),
-    (
-        lambda: Mask.tree([0], [1]),
-        "parents[0] must be -1, because nodes come in depth-first order; got 0",
     ),
     (lambda: Mask.tree([-1, 0], [1, -1]), "lengths[1] must be >= 0, got -1"),
     (
@@ -193,8 +188,6 @@ VALUES = [  # parts of the error
     (lambda: Mask.prefix(4, 5), "4", "5"),
     (lambda: Mask.block_causal([0, 1, 2], q_valid=[True]), "3", "1"),
     (lambda: Mask.ranges([(3, 1)], [(0, 2)], [0]), "(3, 1)"),
-    (lambda: Mask.ranges([(0, 1)], [(-2, 2)], [0]), "(-2, 2)"),
-    (lambda: Mask.ranges([(0, 1)], [(0, 2)], ["casual"]), "casual"),
     (lambda: Mask.ranges([(0, 1)], [(0, 2)], []), "1 q_ranges", "0 types"),
     (lambda: Mask.ranges([(0, 4), (2, 6)], [(0, 4), (3, 5)], [0, 0]), "q 0:4", "q 2:6"),
     (lambda: Mask.ranges([(0, 4)], [(0, 4)], [0], queries=3), "0:4", "3 queries"),
@@ -204,15 +197,11 @@ VALUES = [  # parts of the error
     (lambda: Layout.zigzag(8, 0), "ranks", "0"),
     (lambda: Layout.contiguous(8, 2, 0), "multiple_of", "0"),
     (lambda: Layout([], 0), "ranges_per_rank", "[]"),
-    (lambda: Layout([[range(4)], [range(5, 8)]], 8), "range(5, 8)", "rank 1", "token 4"),
     (lambda: Layout([[range(4)], [range(3, 8)]], 8), "range(3, 8)", "rank 1", "token 4"),
     (lambda: Layout([[range(4)]], 8), "token 4"),
-    (lambda: Layout([[range(9)]], 8), "range(0, 9)", "8"),
     (lambda: Layout([[range(7, -1, -1)]], 8), "-1"),
     (lambda: Layout([[range(0, 8, 2)], [range(1, 8, 1)]], 8), "[1, 2]"),
-    (lambda: Layout.concat([]), "no layout"),
     (lambda: Layout.concat([Layout.zigzag(8, 2), Layout.zigzag(8, 3)]), "2, 3"),
-    (lambda: Layout.concat([Layout.zigzag(8, 2), Layout.striped(8, 2)]), "[1, 2]"),
     (lambda: Layout.striped(9, 3).positions(3), "3"),
     (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), "8", "9"),
     (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), "4", "9"),
@@ -228,7 +217,6 @@ TYPES = [  # parts of the error
         "window must be a pair (left, right) or None, got 0",
     ),
     (lambda: Mask.ranges([(0, 3, 9)], [(0, 3)], [0]), "q_ranges[0] must be a pair"),
-    (lambda: Mask.ranges([(0, 3)], [range(0, 3, 2)], [0]), "k_ranges[0] must be a pair"),
     (lambda: Mask.ranges([(0, 3)], [(0, 3)], "full"), "types must be a sequence"),
     (lambda: Mask.concat(MASK), "masks must be a sequence of Masks"),
     (lambda: Mask.concat([MASK, 3]), "masks[1] must be a Mask, got 3"),
@@ -263,22 +251,3 @@ def test_other_wrong_arguments_are_named_with_their_numbers(error, make, parts):
     with pytest.raises(error) as raised:
         make()
     assert all(part in str(raised.value) for part in parts), str(raised.value)
-
-
-def test_masks_and_layouts_are_on_the_cpu_for_any_default_device():
-    def made():
-        blocks = Mask.block_causal([0, 2, 1, 1])
-        positions = LAYOUT.document_positions(1, [0, 3, 8])
-        return (
-            blocks,
-            blocks.dense(),
-            LAYOUT.positions(0),
-            positions,
-            Layout([[], [range(2)]], 2).positions(0),
-        )
-
-    expected = made()
-    with torch.device("meta"):
-        found = made()
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours == theirs if isinstance(ours, Mask) else ours.equal(theirs)

@@ -43,17 +43,6 @@ def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
         assert Mask.from_position_ids(rows) == masks
 
 
-def test_padding_with_position_0_or_1_is_refused_or_documents_of_one_token():
-    """Collators pad with 0 on the right, which is a document of its own, or with 1 on the left."""
-    assert Mask.from_position_ids([0, 1, 2, 0, 0]) == Mask.documents([0, 3, 4, 5])
-    with pytest.raises(
-        ValueError,
-        match=r"position_ids\[0\] is 1: .* for padding use "
-        r"Mask.padding",
-    ):
-        Mask.from_position_ids([1, 1, 0, 1, 2])
-
-
 def test_positions_in_three_axes_are_refused():
     """Those of an image repeat and jump, so they do not count the tokens of a document."""
     with pytest.raises(

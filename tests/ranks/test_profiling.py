@@ -56,28 +56,6 @@ def test_flops_are_those_of_the_visible_cells_and_the_needed_gradients(half, nee
     assert causal["attention"] == 2 * B * H * 24 * 25 // 2 * both
 
 
-@both_halves
-def test_flops_of_the_ranks_add_up(half):
-    def program():
-        found = Counter()
-        for function, options in (
-            ("ring_attention", {}),
-            ("strided_attention", {"head_stride": 1}),
-            ("magi_attention", {"keep_kv": True}),
-        ):
-            leaves = inputs(LAYOUT.size(dist.get_rank()))
-            attend = getattr(HALVES[half], function)
-            found += flops(lambda: attend(*leaves, MASK, LAYOUT, **options).sum().backward())
-        return found
-
-    first, second = process_groups.threads(program, 2)
-    for function in ("ring_attention", "strided_attention", "magi_attention"):
-        assert first[function] == 2 * (D + DV) * B * H * int(MASK.dense()[:7].sum())
-        assert first[function] + second[function] == 2 * (D + DV) * CELLS
-        backward = f"{function}_backward"
-        assert first[backward] + second[backward] == 2 * (3 * D + 2 * DV) * CELLS
-
-
 def names(program):
     """Return the names that begin with "canon" in a trace of ``program``, with their numbers."""
     with profile() as measured:

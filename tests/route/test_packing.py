@@ -4,7 +4,6 @@ halves.
 
 import pytest
 import torch
-import torch.distributed as dist
 from invariant_worlds import attended, different
 from sharded import CALLS, all_equal, assert_agrees, attending, layout_of, on_this_rank
 
@@ -111,19 +110,6 @@ def test_equal_masks_on_ranks_have_the_bits_of_one_mask(half, call, masks):
         for mask in ((masks or [None])[0], masks)
     )
     assert not different(one, several)
-
-
-def test_a_batch_on_ranks_is_one_long_sequence(half):
-    layout, masks = Layout.zigzag(N, 2), [MASKS[0], MASKS[3]]
-    q, k, v, *_ = batch(masks)
-
-    def program():
-        shards = [layout.shard(x, dist.get_rank()) for x in (q, k, v)]
-        long = [x.flatten(0, 1) for x in shards]
-        one = half.magi_attention(*long, Mask.concat(masks), Layout.concat([layout] * 2))
-        return torch.equal(half.magi_attention(*shards, masks, layout), one.unflatten(0, (2, -1)))
-
-    assert process_groups.threads(program, 2) == [True, True]
 
 
 @pytest.mark.parametrize(("function", "ranks"), [("strided_attention", 3), ("magi_attention", 2)])

@@ -22,7 +22,15 @@ def tensors(*shape, seed):
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "ring_attention", "zigzag_attention", "striped_attention"]
+    "name",
+    [
+        "attention",
+        "ring_attention",
+        "zigzag_attention",
+        "striped_attention",
+        "strided_attention",
+        "magi_attention",
+    ],
 )
 @pytest.mark.parametrize("shape", [(2, 3, 29, 8), (3, 29, 8)])
 def test_heads_before_tokens_are_warned_of_in_the_first_call(half, name, shape):
@@ -34,12 +42,6 @@ def test_heads_before_tokens_are_warned_of_in_the_first_call(half, name, shape):
     if name != "attention":
         with pytest.warns(UserWarning, match=HEADS_FIRST):
             process_groups.threads(lambda: function(*x), 2)
-
-
-@pytest.mark.parametrize("name", ["strided_attention", "magi_attention"])
-def test_the_other_schedules_warn_too(half, name):
-    with pytest.warns(UserWarning, match=HEADS_FIRST):
-        getattr(half, name)(*tensors(1, 3, 29, 8, seed=1))
 
 
 def test_a_warning_that_is_an_error_on_one_rank_raises_on_both(half):

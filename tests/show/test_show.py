@@ -13,7 +13,6 @@ import pytest
 import spans
 import timeline_figures
 import torch
-from programs import printed
 
 from canon import Layout, Mask, __main__, fast, show_command
 from canon.show import layout_figures
@@ -186,14 +185,3 @@ def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch, tmp_p
             draw()
     assert __main__.main(["show", "mask", "--causal", "4", "--out", str(tmp_path / "x.svg")]) == 2
     assert capsys.readouterr().err == f"canon show: {sentence}\n"
-
-
-def test_masks_and_commands_load_matplotlib_only_to_draw():
-    loaded = (
-        "[name for name in sys.modules if name.split('.')[0] == 'matplotlib' or name == "
-        "'canon.show.style']"
-    )
-    assert (
-        printed(f"import sys, canon, canon.show_command, canon.masks.layout; print({loaded})")
-        == "[]\n"
-    )

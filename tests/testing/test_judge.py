@@ -17,7 +17,7 @@ from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
 from canon.reference import Band, Mask
 from canon.route.checks import CappedScale
-from canon.testing import Attended, agreement, dense, oracle, orders, process_groups
+from canon.testing import agreement, dense, oracle, orders, process_groups
 from canon.testing.roundings import roundings
 
 SHORT, LONG = (
@@ -111,43 +111,16 @@ def tensors(dtype=torch.float64, tokens=40, batch=()):
     )
 
 
-def by_autograd(q, k, v, dout, dlse, visible, scale, softcap):
-    """Return the same from torch's softmax and autograd in float64. Tensors are packed."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    scores = scale * torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(2, 1))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~visible, -1e300)
-    out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(2, 1))
-    lse = scores.logsumexp(-1)
-    return Attended(
-        out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout.double(), dlse.double()))
-    )
-
-
-def test_the_oracle_equals_autograd():
-    q, k, v, dout, dlse = tensors()
-    for mask, softcap in (
-        (Mask.causal(40), None),
-        (Mask.window(40, 5, 3), 0.5),
-        (Mask.documents([0, 1, 17, 40]), 2.0),
-    ):
-        scale = 0.3 if softcap is None else CappedScale(0.3, softcap)
-        exact = oracle(q, k, v, dout, mask, scale, dlse)
-        expected = by_autograd(q, k, v, dout, dlse, mask.dense(), 0.3, softcap)
-        for mine, theirs in zip(exact, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-        assert agreement(exact, exact, dense(q, k, v, dout, mask, scale, dlse)).agrees
-
-
-def under_sink(q, k, v, sink, dout, dlse, mask, scale):
-    """Return the same by torch's softmax over the keys and one more column, the sink, and autograd
-    in float64.
+def by_autograd(q, k, v, sink, dout, dlse, masks, scale, softcap=None):
+    """Return the results of torch's softmax over the keys and one more column, the sink, and
+    autograd in float64.
     """
     q, k, v, sink = (x.double().requires_grad_() for x in (q, k, v, sink))
     scores = scale * torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = torch.stack(
-        [x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, mask, strict=True)]
+        [x.masked_fill(~one.dense(), -1e300) for x, one in zip(scores, masks, strict=True)]
     )
     weights = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], -1).softmax(-1)
     out = torch.einsum("bhij,bjhd->bihd", weights[..., :-1], v.repeat_interleave(2, 2))
@@ -159,22 +132,24 @@ def under_sink(q, k, v, sink, dout, dlse, mask, scale):
     )
 
 
-def test_the_oracle_has_a_sink_and_a_mask_for_each_sequence():
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_the_oracle_equals_autograd(softcap):
+    """With a sink and a mask for each sequence, also in honest orders."""
     q, k, v, dout, dlse = tensors(batch=(2,))
     sink = torch.tensor([0.5, -2, 30, -40]).double()
     masks = (Mask.causal(40), Mask.documents([0, 1, 17, 40]))
-    exact = oracle(q, k, v, dout, masks, 0.3, dlse, sink)
-    for mine, theirs in zip(exact, under_sink(q, k, v, sink, dout, dlse, masks, 0.3), strict=True):
+    scale = 0.3 if softcap is None else CappedScale(0.3, softcap)
+    exact = oracle(q, k, v, dout, masks, scale, dlse, sink)
+    expected = by_autograd(q, k, v, sink, dout, dlse, masks, 0.3, softcap)
+    for mine, theirs in zip(exact, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    packed = oracle(q[0], k[0], v[0], dout[0], masks[0], scale, dlse[0], sink)
+    torch.testing.assert_close(packed.out, exact.out[0], rtol=0, atol=1e-13)
     narrow = [x.bfloat16() for x in (q, k, v, dout)]
-    exact, honest = (f(*narrow, masks, 0.3, dlse, sink) for f in (oracle, orders))
-    reach = roundings(*narrow, masks, 0.3, dlse, sink)
+    exact, honest = (f(*narrow, masks, scale, dlse, sink) for f in (oracle, orders))
+    reach = roundings(*narrow, masks, scale, dlse, sink)
     assert all(agreement(one, exact, honest, reach).agrees for one in honest)
     assert (reach[-1] < 0.05 * exact[-1].abs()).all(), "a small part of dsink"
-    packed = oracle(q[0], k[0], v[0], dout[0], masks[0], 0.3, dlse[0], sink)
-    torch.testing.assert_close(
-        packed.out, oracle(q, k, v, dout, masks, 0.3, dlse, sink).out[0], rtol=0, atol=1e-13
-    )
 
 
 @pytest.mark.parametrize("answer", [oracle, dense, partial(dense, order=2)])
