@@ -39,7 +39,7 @@ SAMPLED = {"cpu": 6, "cuda": 32}  # calls of a row at most
 RANKS = 8
 ON_RANKS = {
     "strided_attention": ("contiguous", "zigzag", "striped"),
-    "magi_attention": ("zigzag", "dispatch"),
+    "magi_attention": ("zigzag", "planned"),
     "ring_attention": ("contiguous", "zigzag"),
 }
 Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h, dv), lse (h, t))

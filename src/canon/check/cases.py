@@ -97,6 +97,10 @@ magi_attention     | planned                     | documents | variant="sink", s
 magi_attention     | planned                     | tree | variant="branches", casts=2
 magi_attention     | planned | window | variant="softcap", softcap=1.0, sink=True, casts=2
 magi_attention     | planned                     | sequences | variant="of_each", casts=2
+attention          |        | documents, causal | variant="rank_invariant", rank_invariant=True
+strided_attention  | contiguous, zigzag | documents, causal | variant="rank_invariant", \
+    rank_invariant=True
+magi_attention     | planned | documents, causal | variant="rank_invariant", rank_invariant=True
 ring_attention     | zigzag | documents | variant="columns", columns=2, sink=True
 zigzag_attention   |                             | window | variant="columns", columns=2
 strided_attention  | contiguous                  | tree | variant="columns", columns=2
@@ -167,7 +171,7 @@ TILED_LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # "striped" has no w
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks, TILE),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, TILE),
     "striped": LAYOUTS["striped"],
-    "dispatch": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
+    "planned": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
 }
 METHODS = ("split", "fused", "head_parallel")
 DTYPES = {
@@ -273,9 +277,14 @@ class Case:
     def softcap(self) -> float | None:
         return dict(self.options).get("softcap")
 
+    @property
+    def rank_invariant(self) -> bool:
+        return dict(self.options).get("rank_invariant", False)
+
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         one = mask[0] if isinstance(mask, tuple) and self.layout != "planned" else mask
-        return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
+        layouts = TILED_LAYOUTS if self.rank_invariant else LAYOUTS
+        return layouts[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
 def declined_by(backend: str | None, case: Case) -> str:

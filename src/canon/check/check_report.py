@@ -60,6 +60,8 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
         seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
         exempt = sum(result.get("exempt", {}).values())  # values that a planted NaN may reach
         verdict = result["verdict"] + f", {exempt} exempt" * bool(exempt)
+        if "digest" in result:
+            verdict += f", bits {result['digest']}"
         shown.add_row(result["case"], *numbers, seconds, Text(verdict, MARKS[result["verdict"]]))
     return shown
 
