@@ -9,9 +9,7 @@ from canon.bench.measuring import Contender
 from canon.bench.shapes import shape_of
 
 
-def test_the_bench_times_the_training_loop(monkeypatch):
-    """A CPU has no cuDNN: another contender has its name here."""
-    monkeypatch.setattr(host_time, "CUDNN", "SDPA flash")
+def test_the_bench_times_the_training_loop():
     settings = on_cpu("canon auto|SDPA flash", 3)
     rows = host_time.measure(shape_of("1,16,2,1,16,causal"), settings)
     assert host_time.tables(rows)[0].row_count == len(rows)
@@ -20,8 +18,6 @@ def test_the_bench_times_the_training_loop(monkeypatch):
     timed = {row["contender"]: row for row in rows if "failed" not in row}
     assert {"canon auto", "SDPA flash"} <= set(timed)
     assert all(len(row["loop_wall_ms"]) == 3 for row in timed.values())
-    assert timed["SDPA flash"]["loop_to_cudnn"] == 1.0
-    assert timed["canon auto"]["loop_to_cudnn"] > 0
 
 
 def test_an_iteration_of_the_loop_replaces_the_gradients():

@@ -32,7 +32,7 @@ def names(text, only=""):
 @pytest.fixture
 def flash4(monkeypatch):
     """Pretend that flash-attn-4 is installed."""
-    monkeypatch.setattr(peers, "flash4_module", lambda: (SimpleNamespace(), "4.0.0b36"))
+    monkeypatch.setattr(peers, "peer_module", lambda *_: (SimpleNamespace(), "4.0.0b36"))
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_who_can_do_a_mask_is_asked():
 
 
 def test_a_peer_that_is_not_installed_is_recorded_and_does_not_fail(monkeypatch):
-    peers.flash4_module.cache_clear()
+    peers.peer_module.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", None)
     assert peers.installed()["flash-attn-4"].startswith("not installed")
     assert not any("flash-attn" in name for name in names("1,64,4,2,16,causal"))
-    peers.flash4_module.cache_clear()
+    peers.peer_module.cache_clear()
 
 
 def test_a_peer_that_fails_says_why_and_stops_nobody(monkeypatch):

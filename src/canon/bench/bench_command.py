@@ -28,62 +28,76 @@ from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 
-# A module has SHAPES, measure(shape, settings) and tables(rows). It may have check(shape), fields
-# of the record, and on_ranks(program, ranks), if ranks take part.
-MODULES = {
-    "kernels": "kernels",
-    "host": "host_time",
-    "masks": "mask_time",
-    "schedules": "schedules",
-    "decode": "decoding",
+# The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
+# tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
+# ranks take part.
+SUBJECTS = {
+    "kernels": ("kernels", "shape mask only dtype rounds backend cold sweep"),
+    "host": ("host_time", "shape mask only dtype rounds"),
+    "masks": ("mask_time", "shape mask dtype rounds"),
+    "schedules": ("schedules", "shape mask only dtype rounds ranks"),
+    "decode": ("decoding", "shape mask only dtype rounds ranks"),
+    "plans": ("plans", "ranks packs"),
+    "links": ("links", "ranks rounds"),
 }
-SHAPED = tuple(MODULES)
-TIMED = tuple(name for name in SHAPED if name != "masks")
-# The commands of each option. An option of another command is an error.
-OWNERS = {
-    "shape": SHAPED,
-    "mask": SHAPED,
-    "only": TIMED,
-    "dtype": SHAPED,
-    "rounds": (*SHAPED, "links"),
-    "backend": ("kernels",),
-    "cold": ("kernels",),
-    "sweep": ("kernels",),
-    "ranks": ("plans", "schedules", "decode", "links"),
-    "packs": ("plans",),
+WIDTHS = "64,128,256"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shape": {
+        "action": "append",
+        "default": [],
+        "help": "b,n,h,g,d or b,n,h,g,d,mask (repeatable)",
+    },
+    "mask": {"action": "append", "default": [], "help": shapes.MASKS},
+    "only": {
+        "default": "",
+        "metavar": "TEXT",
+        "help": "contenders whose names hold this text, or one of several: A|B",
+    },
+    "dtype": {"default": "bfloat16", "choices": ["bfloat16", "float16", "float32"]},
+    "rounds": {
+        "type": int,
+        "default": 10,
+        "metavar": "N",
+        "help": "how often all are timed (default 10)",
+    },
+    "backend": {
+        "choices": ["triton", "gluon", "cuda"],
+        "help": "the only backend that is forced (default all)",
+    },
+    "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
+    "sweep": {
+        "nargs": "?",
+        "const": WIDTHS,
+        "metavar": "D,D",
+        "help": f"512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
+        f"(default {WIDTHS})",
+    },
+    "ranks": {
+        "type": int,
+        "action": "append",
+        "metavar": "N",
+        "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
+    },
+    "packs": {
+        "type": int,
+        "default": 20,
+        "metavar": "N",
+        "help": "packs for each number of ranks (20)",
+    },
 }
-DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
 Batches = Iterator[list[dict]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    add, several = parser.add_argument, {"action": "append", "default": []}
-    add("what", choices=[*MODULES, "plans", "links"], help="the subject, from the list above")
-    text = "b,n,h,g,d or b,n,h,g,d,mask (repeatable)"
-    add("--shape", **several, metavar="SHAPE", help=text)
-    add("--mask", **several, metavar="MASK", help=shapes.MASKS)
-    add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
-    text = "contenders whose names hold this text, or one of several: A|B"
-    add("--only", default="", metavar="TEXT", help=text)
-    text = "how often all are timed (default 10)"
-    add("--rounds", type=int, default=DEFAULTS["rounds"], metavar="N", help=text)
-    text = "kernels: the only backend that is forced (default all)"
-    add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    text = "kernels: L2 holds none of the inputs before a timed run"
-    add("--cold", action="store_true", help=text)
-    widths = "64,128,256"
-    text = (
-        f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
-        f"(default {widths})"
-    )
-    add("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2"
-    add("--ranks", type=int, action="append", metavar="N", help=text)
-    text = "plans: packs for each number of ranks (20)"
-    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help=text)
-    add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
+    subjects = parser.add_subparsers(dest="what", required=True, metavar="SUBJECT")
+    for what, (_, names) in SUBJECTS.items():
+        subject = subjects.add_parser(what)
+        for name in names.split():
+            subject.add_argument(f"--{name}", **OPTIONS[name])
+        text = f"where to write JSON (default canon-bench/{what}.json)"
+        subject.add_argument("--record", type=Path, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -93,9 +107,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    module = import_module(f"canon.bench.{MODULES.get(options.what, options.what)}")
+    module = import_module(f"canon.bench.{SUBJECTS[options.what][0]}")
     try:
-        _check_owners(options)
         batches, settings = _prepared(options, module)
     except ValueError as error:
         console.print(f"canon bench: {error}", markup=False)
@@ -122,15 +135,6 @@ def _wrong(row: dict) -> bool:
     )
 
 
-def _check_owners(options: argparse.Namespace) -> None:
-    for name, owners in OWNERS.items():
-        if (
-            getattr(options, name) not in (None, "", False, [], DEFAULTS.get(name))
-            and options.what not in owners
-        ):
-            raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
-
-
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
     if options.what == "plans":
         return iter([plans.measure(options.ranks, options.packs)]), Settings()
@@ -147,8 +151,9 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         )
     several = hasattr(module, "on_ranks")
     device = _device(several) if on_gpu else torch.device("cpu")
-    given = options.only, options.backend, options.cold
-    settings = Settings(getattr(torch, options.dtype), device, options.rounds, *given)
+    names = ("rounds", "only", "backend", "cold")
+    given = {name: getattr(options, name) for name in names if name in options}
+    settings = Settings(getattr(torch, options.dtype), device, **given)
     found = _shapes(options, module)
     if not several:
         return _by_shape(module, found, settings), settings
@@ -163,7 +168,7 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
 
 
 def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
-    if options.sweep:
+    if "sweep" in options and options.sweep:
         if options.shape or options.mask:
             raise ValueError("--sweep has shapes of its own: leave --shape and --mask out")
         widths = options.sweep.split(",")
@@ -193,11 +198,11 @@ def _record_path(options: argparse.Namespace) -> Path:
 
 
 def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
-    record.write(_record_path(options), _command(options), rows, dtype=options.dtype, **more)
+    more |= {"dtype": options.dtype} if "dtype" in options else {}
+    record.write(_record_path(options), _command(options), rows, **more)
 
 
 def _command(options: argparse.Namespace) -> str:
-    given = {
-        name: getattr(options, name) for name, owners in OWNERS.items() if options.what in owners
-    }
+    names = SUBJECTS[options.what][1].split()
+    given = {name: getattr(options, name) for name in names}
     return record.command("canon", "bench", options.what, **given)

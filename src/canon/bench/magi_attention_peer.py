@@ -5,10 +5,7 @@ It plans its own layout, before anything is timed.
 Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,31 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.bench.peers import peer_module
 from canon.bench.shapes import Shape
 from canon.masks.layout import Layout
 
 NAME = "MagiAttention"
-PACKAGE = "magi_attention"
 
 
-@functools.cache
 def api() -> tuple[Any, str]:
     """Return its module of public functions, or None, and its version, or why it is absent."""
-    try:
-        module = importlib.import_module(f"{PACKAGE}.api")
-    except ModuleNotFoundError as error:
-        return None, f"not installed ({error})"
-    except Exception as error:  # for example an OSError of a compiled library
-        return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
-    try:
-        return module, version(PACKAGE)
-    except PackageNotFoundError:
-        return module, "unknown version"
-
-
-def installed() -> str:
-    """Return its version, or why it is absent."""
-    return api()[1]
+    return peer_module("magi_attention.api", "magi_attention")
 
 
 def takes(shape: Shape) -> bool:

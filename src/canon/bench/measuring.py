@@ -3,6 +3,7 @@
 A contender that disagrees, or raises, gets no figure: its row has the reason.
 """
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -172,6 +173,15 @@ def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> list[
     """Return out and the gradients of the leaves."""
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def add_tflops(row: dict[str, Any], operations: float, **factors: float) -> None:
+    """Add NAME_tflops of each timed pass. ``operations``: of the forward pass. ``factors``: those
+    of a pass, relative to it.
+    """
+    for name, factor in factors.items():
+        if times := row.get(f"{name}_ms"):
+            row[f"{name}_tflops"] = factor * operations / statistics.median(times) / 1e9
 
 
 def verdict_of(row: dict[str, Any]) -> str:

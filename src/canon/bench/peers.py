@@ -47,7 +47,7 @@ def contenders(shape: Shape, settings: Settings) -> list[Contender]:
 
 def installed() -> dict[str, str]:
     """Return the version of each peer outside torch, or why it is absent."""
-    return {FLASH4: flash4_module()[1]}
+    return {FLASH4: peer_module("flash_attn.cute", FLASH4)[1]}
 
 
 def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
@@ -233,22 +233,22 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def flash4_module() -> tuple[Any, str]:
-    """Return the module, or None, and its version, or why it is absent."""
+def peer_module(name: str, package: str) -> tuple[Any, str]:
+    """Return the module ``name``, or None, and the version of its package, or why it is absent."""
     try:
-        module = importlib.import_module("flash_attn.cute")
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, f"not installed ({error})"
-    except Exception as error:  # for example an ImportError of a compiled dependency
+    except Exception as error:  # for example an OSError of a compiled library
         return None, f"cannot be imported ({reason(error)})"
     try:
-        return module, version(FLASH4)
+        return module, version(package)
     except PackageNotFoundError:
         return module, "unknown version"
 
 
 def _flash4(shape: Shape, device: torch.device) -> Iterator[Contender]:
-    module, _ = flash4_module()
+    module, _ = peer_module("flash_attn.cute", FLASH4)
     # it has no other masks
     if module is not None and (shape.lengths or shape.kind in ("causal", "full", "window")):
         for suffix, deterministic in ("", False), (" deterministic", True):

@@ -25,7 +25,14 @@ from torch import Tensor
 
 from canon.bench import magi_attention_peer, ring_flash_attn_peer
 from canon.bench.cuda_graph import captured
-from canon.bench.measuring import Judge, Settings, both_passes, reason, verdict_of
+from canon.bench.measuring import (
+    Judge,
+    Settings,
+    add_tflops,
+    both_passes,
+    reason,
+    verdict_of,
+)
 from canon.bench.on_ranks import OnRanks
 from canon.bench.peers import installed
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
@@ -84,10 +91,7 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
             _replay(row, each, _shards(each, shape, settings), settings, group)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
-        for name, factor in (("forward", 1.0), ("both", 3.5)):
-            if times := row.get(f"{name}_ms"):
-                operations = factor * shape.operations / share
-                row[f"{name}_tflops"] = operations / statistics.median(times) / 1e9
+        add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
         _refuse_impossible(row)
     return rows
 
@@ -254,7 +258,7 @@ def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
 def fields(settings: Settings) -> dict[str, Any]:
     """Return further fields of the record."""
     peers = installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}
-    return {"peers": peers | {magi_attention_peer.NAME: magi_attention_peer.installed()}}
+    return {"peers": peers | {magi_attention_peer.NAME: magi_attention_peer.api()[1]}}
 
 
 def tables(rows: list[dict]) -> list:

@@ -15,7 +15,8 @@ wait) or at "random" times. The simulator raises `Fault` with the kernel's lines
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, changes by the compiler, clusters, races in global memory, and time.
+Not simulated: layouts, types of fields and other rules of the compiler, which compiles every kernel
+in `canon.testing.compile`; what the compiler changes; clusters, races in global memory, and time.
 """
 
 import ast
@@ -27,18 +28,16 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import ConstexprFunction, JITFunction
+from triton.runtime.jit import JITFunction
 
 from canon.simulator import engines, language, memory, values
 from canon.simulator.aggregates import is_aggregate, python_class
@@ -72,10 +71,8 @@ _OTHER_NAMES = {
     **_HINTS,
     "constexpr": lambda x: x,
     "to_tensor": values.tensor,
-    "tuple": tuple,
+    "static_range": range,
     "async_load": engines.async_copy_global_to_shared,  # since Triton 3.8
-    "async_store": engines.async_copy_shared_to_global,
-    "async_atomic_add": reduce_add,
 }
 
 
@@ -146,28 +143,12 @@ class _Module:
 class _Function:
     def __init__(self, function: GluonJITFunction):
         self.function, self.name = function, function.fn.__name__
-        self.constant = [i for i, parameter in enumerate(function.params) if parameter.is_constexpr]
         self.python: Callable | None = None
 
     def __call__(self, *arguments, **named):
         if self.python is None:
             self.python = _rebuilt(self.function)
-        for i in self.constant:
-            if i < len(arguments) and isinstance(arguments[i], Tensor):
-                raise TypeError(
-                    f"{self.name} wants a constant for "
-                    f"{self.function.params[i].name}, got {arguments[i]}"
-                )
         return self.python(*arguments, **named)
-
-
-def _of_constants(function: ConstexprFunction) -> Callable:
-    def called(*arguments, **named):
-        if values := [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]:
-            raise TypeError(f"{function.__name__} is a function of constants, got {values}")
-        return function(*arguments, **named)
-
-    return called
 
 
 def _unknown(name: str) -> Callable:
@@ -188,8 +169,6 @@ def _seen(value: Any, name: str) -> Any:
         return value.value
     if isinstance(value, GluonJITFunction):
         return _Function(value)
-    if isinstance(value, ConstexprFunction):
-        return _of_constants(value)
     if is_aggregate(value):
         return python_class(value, _Function)
     if type(value) is tuple:
@@ -349,10 +328,6 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
         *arguments, **{name: named[name] for name in named if name not in options}
     )
     bound.apply_defaults()
-    if unknown := set(options) - {field.name for field in fields(CUDAOptions)}:
-        raise KeyError(
-            f"{kernel.fn.__name__} has no parameter, and Triton no option {sorted(unknown)}"
-        )
     given = {}
     for parameter in kernel.params:
         value = bound.arguments[parameter.name]

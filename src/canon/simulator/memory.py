@@ -207,11 +207,6 @@ class Shared:
         self.region: Region = (data.storage_offset(), tuple(axes))
         self._views: dict[tuple, Shared] = {}
 
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"shared_memory_descriptor.{name} is not simulated")
-
     @property
     def dtype(self):
         return self.allocation.kind
@@ -240,13 +235,6 @@ class Shared:
         return self._view(("index", i), lambda data: data[i])
 
     def slice(self, start, length, dim=0):
-        if not all(isinstance(x, int) for x in (start, length, dim)):
-            raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
-        if start < 0 or start + length > self.shape[dim]:
-            raise Fault(
-                f"slice {start}:{start + length} of {self.shape[dim]} in "
-                f"{self.allocation.name}, at {Place()}"
-            )
         return self._view(
             ("slice", start, length, dim), lambda data: data.narrow(dim, start, length)
         )
@@ -262,8 +250,6 @@ class Shared:
         return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
 
     def store(self, value):
-        if value.shape != self.shape or value.dtype.name != self.dtype.name:
-            raise TypeError(f"a store of {value.dtype}{value.shape} to {self.dtype}{self.shape}")
         if value.taint:
             raise Fault(value.taint)
         access = self.allocation.write(self.region, "store")
@@ -276,15 +262,10 @@ def garbage(like: torch.Tensor) -> torch.Tensor:
     return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
 
 
-def allocate_shared_memory(element_ty, shape, layout, value=None):
-    """Return new shared memory, filled with NaN or a value."""
-    if not all(type(n) is int for n in shape):
-        raise TypeError(f"a shape is made of constants, got {shape}")
+def allocate_shared_memory(element_ty, shape, layout):
+    """Return new shared memory, filled with NaN."""
     allocation = Allocation(element_ty, list(shape), layout)
-    shared = Shared(allocation, allocation.data, layout)
-    if value is not None:
-        shared.store(value)
-    return shared
+    return Shared(allocation, allocation.data, layout)
 
 
 class Descriptor:
@@ -310,11 +291,6 @@ class Descriptor:
                 f"a descriptor of shape {shape}, strides {strides} reaches behind its tensor"
             )
         self._data = base.detach().as_strided(shape, strides)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the part of the block inside the tensor, as views of both."""

@@ -9,14 +9,10 @@ Sources: Colin Fidge, Timestamps in message-passing systems that preserve the pa
 (1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
 (2009)."""
 
-import ast
-import linecache
 import random
-import re
 import sys
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -64,25 +60,6 @@ class Place:
             f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines
         )
 
-    def source(self) -> list[str]:
-        return [statement(code.co_filename, n) for code, n in self.lines]
-
-
-def statement(file: str, line: int) -> str:
-    """Return the statement at a line, on one line."""
-    ends = [end for start, end in _statements(file) if start <= line <= end]
-    found = " ".join(
-        linecache.getline(file, n).strip() for n in range(line, min(ends, default=line) + 1)
-    )
-    return re.sub(r"(?<=[(\[]) |,? (?=[)\]])", "", found)
-
-
-@lru_cache
-def _statements(file: str) -> list[tuple[int, int]]:
-    nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
-    simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
-    return [(x.lineno, x.end_lineno or x.lineno) for x in simple]
-
 
 class Event(NamedTuple):
     """What a partition does: it starts or ends an operation, computes, arrives or has waited."""
@@ -90,7 +67,7 @@ class Event(NamedTuple):
     kernel: str
     program: tuple[int, ...]
     partition: str
-    # "load", "store", "add" or "wgmma" for a start, "done" for its end (of a wgmma, the wait)
+    # "load", "add" or "wgmma" for a start, "done" for its end (of a wgmma, the wait)
     kind: str
     place: Place
     size: int = 0  # bytes of boxes, FLOPs of a wgmma, elements of functions
@@ -106,14 +83,14 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function. ``products`` and ``stores`` have started, without a wait."""
+    """Warps that run one function. ``products`` and ``adds`` have started, without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
         self.id = program.new_actor()
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
-        self.stores: list[Any] = []
+        self.adds: list[Any] = []
         self.acquired = False  # by an acquire, until a proxy fence
         # writes without a later fence for the async proxy
         self.unfenced: list[Any] = []
@@ -302,9 +279,9 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Complete all stores. Raise Fault if anything else is in flight or unbalanced."""
-        for store in main.stores:
-            store.complete()
+        """Complete all adds. Raise Fault if anything else is in flight or unbalanced."""
+        for add in main.adds:
+            add.complete()
         for _, write in self.late:
             write()
         if self.loads:
@@ -371,8 +348,8 @@ class Program:
                 with torch.inference_mode(self.inference):
                     function()
                     me.end()
-                    for store in me.stores:
-                        store.complete()
+                    for add in me.adds:
+                        add.complete()
                 me.finished = True
                 self.next().baton.release()
         except Stopped:
