@@ -3,11 +3,10 @@
 canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask documents:8192
 canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
 
-Every figure is one of a model of H200s (`canon.costs`), for bfloat16 and both passes. Schedules
-have the names of `canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in
-which the busiest GPU runs no attention kernel. "NIC" is what a GPU sends to other hosts or receives
-from them. "peak" are the tensors of one call and its gradients. rank_invariant=True is not
-predicted.
+Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
+`canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in which the busiest GPU
+runs no attention kernel. "NIC" is what a GPU exchanges with other hosts. "peak" are the tensors of
+a call and its gradients.
 """
 
 import argparse

@@ -1,11 +1,9 @@
 """`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the
-disk cache.
+disk cache. Call it once on each host, or `canon.fast.warm_up` at the start of a program.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
     canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions magi_attention --ranks 8
-
-Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program.
-It needs a GPU."""
+"""
 
 import argparse
 import sys

@@ -8,8 +8,8 @@
     canon bench plans        no GPU: dispatch plans
     canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count
-visible cells: forward 4 h d area, backward 2.5 times that.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal. TFLOP/s count visible cells: forward 4 h d
+area, backward 2.5 times that.
 """
 
 import argparse

@@ -5,7 +5,8 @@
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
     loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
-"no kernels" allocates results and gradients."""
+"no kernels" allocates results and gradients alone.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,10 +1,4 @@
-"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU.
-
-canon bench kernels                        9 shapes on which peers were measured
-canon bench kernels --sweep 64,128         512 to 131072 causal tokens
-canon bench kernels --cold --shape 1,1,32,8,128,full:8192
-                                           L2 holds none of the inputs before a timed run
-"""
+"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,7 @@
 """`canon bench links`: time messages between all pairs of ranks, inside a host and between hosts.
 
-Two ranks exchange messages, both ways at once, as in a hop of a ring. The latency is the time of 8
-bytes; the bandwidth is that of `LARGE` bytes without it. `canon plan --links` reads the record.
+Two ranks exchange messages, both ways at once. The latency is the time of 8 bytes; the bandwidth is
+that of `LARGE` bytes without it.
 
     canon bench links --ranks 4                                        # GPUs, or gloo on CPUs
     torchrun --nnodes 2 --nproc-per-node 8 ... -m canon bench links    # a cluster

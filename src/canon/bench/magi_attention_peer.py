@@ -1,6 +1,4 @@
-"""Run MagiAttention on packed documents, with its default options.
-
-It plans its own layout, before anything is timed.
+"""Run MagiAttention on packed documents, with its default options and its own layout.
 
 Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py.
 """

@@ -7,8 +7,8 @@
     pickle, load      move the plans between processes
     pin               on a GPU: what a `DataLoader(pin_memory=True)` does in a thread, before load
 
-With several GPUs, all of them also run `magi_attention` on new masks. Times are those of the
-slowest rank. Without a GPU only planning is timed, with the tables of an H200.
+Several GPUs also run `magi_attention` on new masks. Without a GPU only planning is timed, with the
+tables of an H200.
 """
 
 import pickle

@@ -1,10 +1,8 @@
 """Sample packs of documents with a published distribution of lengths.
 
-Long documents are cut into quarter packs and a rest; the shuffled pieces fill the packs in order,
-across their ends.
+Long documents are cut into quarter packs and a rest. The shuffled pieces fill the packs in order.
 
-Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI,
-2025).
+Source: histogram and recipe of MagiAttention's benchmark (Tao and Huang, SandAI, 2025).
 """
 
 from functools import lru_cache

@@ -1,14 +1,13 @@
 """List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and
 the peers.
 
-canon BACKEND METHOD             forced; "in order": under
-                                 `torch.use_deterministic_algorithms(True)`
-canon auto                       a call without options; under that switch; and with
-                                 ``rank_invariant=True``
+canon BACKEND METHOD             forced; "in order": with deterministic algorithms
+canon auto                       a call without options; the same with deterministic algorithms;
+                                 and with ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
 SDPA mask, eager, eager float32  dense masks, small shapes
 torch varlen                     packed documents
-FlexAttention                    compiled, with the BlockMask of the same mask
+FlexAttention                    compiled, with a BlockMask
 flash-attn-4 (deterministic)     where it is installed
 """
 

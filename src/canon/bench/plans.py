@@ -1,8 +1,4 @@
-"""`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
-
-Balance and volume are those of `PlanReport`, and the time that of the processor, with an empty
-cache.
-"""
+"""`canon bench plans`: measure balance, volume (`PlanReport`) and processor time of plans."""
 
 import statistics
 import time

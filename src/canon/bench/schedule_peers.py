@@ -3,8 +3,8 @@
 torch's context parallel, ring-flash-attn    one causal sequence
 MagiAttention                                packed documents
 
-torch's context parallel replaces SDPA while a context is open, in the backward pass too. Source:
-PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11), which replaces SDPA
+while a context is open, in the backward pass too.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,4 @@
-"""`canon bench schedules`: time every schedule of `canon.fast`, and the installed peers, on several
-GPUs.
+"""`canon bench schedules`: time every schedule of `canon.fast`, and the peers, on several GPUs.
 
 Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
@@ -8,7 +7,7 @@ Each schedule must agree with float64 on a short sequence. All times are those o
     GPU           between events; the GPUs first wait until launches are queued, and for one another
     exposed       the part of both passes in which no kernel computes, by the profiler
 
-Peers run in processes of their own. A schedule that raises on one rank is left out on all.
+A schedule that raises on one rank is left out on all.
 """
 
 import statistics

@@ -2,8 +2,7 @@
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
-again.
+The base is the sequence alone, causal. Each row computes its queries again.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon.check.check_report import command_of
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
@@ -44,14 +45,8 @@ def report(
     reasons = {x["row"]: x["why"].splitlines()[0] for x in reversed(results) if "why" in x}
     for row, why in reversed(reasons.items()):
         console.print(f"{row}: {why}", markup=False, highlight=False)
-    given = {
-        name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "only")
-    }
-    command = record.command(
-        "canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given
-    )
     kept = {"module": arguments.module, **sizes}
-    path = record.write(arguments.record or RECORD, command, results, **kept)
+    path = record.write(arguments.record or RECORD, command_of(arguments), results, **kept)
     console.print(f"Record: {path}.", highlight=False)
     cells = [
         _cell(results, name, *column)

@@ -3,12 +3,11 @@
     each rank   inputs -> shards -> module, twice or more (`repetition`); reference -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
-An exception of the module ends all ranks, because others may wait inside the module.
+An exception of the module ends all ranks: others may wait inside the module.
 """
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -101,7 +100,7 @@ class CaseRunner:
         if dist.get_rank() and not case.distributed:
             return None
         program, exchange, layout, x = self._program(case)
-        (first, second, unequal_runs), seconds = self._repeated(program, module, case)
+        first, second, unequal_runs = self._repeated(program, module, case)
         of_reference = program(reference)
         if exchange:
             exact = exchange.answers()
@@ -121,38 +120,16 @@ class CaseRunner:
         found["faults"] += not_judged
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
         head = {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict}
-        return head | found | {"seconds": seconds}
+        return head | found
 
-    def _repeated(
-        self, program: Callable[[Any], Any], module: Any, case: Case
-    ) -> tuple[Repeated, list[float]]:
-        """Return the results of all runs, and the seconds of the first and last run."""
-        seconds = []
-
-        def run() -> Any:
-            result, taken = self._timed(program, module, case)
-            seconds.append(taken)
-            return result
-
+    def _repeated(self, program: Callable[[Any], Any], module: Any, case: Case) -> Repeated:
         on_some_rank = lambda x: any(_gather_objects(x)) if case.distributed else x
         switched = case.method != "fused"  # it adds dq in any order, or warns
-        found = repeated(run, _different, on_some_rank, self.runs or RUNS[self.device], switched)
+        runs = self.runs or RUNS[self.device]
+        found = repeated(lambda: program(module), _different, on_some_rank, runs, switched)
         if case.distributed:
             dist.barrier()  # ranks that are threads share the switch: all have left it now
-        return found, [seconds[0], seconds[-1]]
-
-    def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
-        """Return the results, and the seconds until the last rank has them."""
-
-        def now() -> float:
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            if case.distributed:
-                dist.barrier()
-            return time.perf_counter()
-
-        start = now()
-        return program(half), now() - start
+        return found
 
     def _judged(
         self,

@@ -1,6 +1,5 @@
-"""Find the mistake that a wrong result looks as if a module had made.
-
-It must give out and lse of the worst query of out. A factor must hold for a whole tensor.
+"""Find the mistake that a wrong result looks as if a module had made: a factor of a tensor, or a
+way to compute out and lse of the worst query.
 """
 
 import math

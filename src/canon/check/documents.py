@@ -1,7 +1,6 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-Rotary embeddings have the positions of the layout. Weights are small integers: inputs have the same
-bits on every machine.
+Weights are small integers: inputs have the same bits on every machine.
 """
 
 import re

@@ -2,7 +2,7 @@
 
 dispatch, plan_report    equal to the reference
 cast_plan                the same; each rank receives once every token that its mask needs
-group_cast               rows equal to the plan's tokens, by source and by row there
+group_cast               rows equal to the plan's tokens
 group_reduce             as close to the float64 sum as float32 sums in any order
 Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 """

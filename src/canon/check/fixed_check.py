@@ -18,7 +18,6 @@ from canon.testing import record
 
 BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
 RECORD = Path("canon-check/record.json")
-KEPT = "world", "dtype", "backend", "tokens", "features", "only"  # arguments in the record
 
 
 class FixedCheck:
@@ -108,13 +107,11 @@ class FixedCheck:
         return DISAGREES if wrong or "agrees" not in verdicts else AGREES
 
     def write_record(self, results: list[dict[str, Any]]) -> Path:
-        given, ranks = {key: getattr(self.arguments, key) for key in KEPT}, self.placement.ranks
-        given |= {"documents": tuple(path.name for path in self.arguments.documents)}
-        given |= {"runs": self.arguments.runs}
+        ranks = self.placement.ranks
         names = (Path(x).name if Path(x).is_absolute() else x for x in self.documents.names)
         return record.write(
             self.path,
-            record.command("canon", "check", self.arguments.module, ranks=ranks, **given),
+            check_report.command_of(self.arguments, ranks=ranks),
             results,
             module=self.arguments.module,
             world=self.where,

@@ -1,7 +1,8 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
 The element is the middle one of the middle visible token, in the last sequence and head. Beyond the
-results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
+results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach of the
+last sequence and key head:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -9,7 +10,7 @@ results of the oracle, a kernel of canon, which multiplies hidden elements by 0,
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-All are of the last sequence and key head. A module outside canon may reach `REACH`.
+A module outside canon may reach `REACH`.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,7 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", ..., "cases": [[index, function, verdict, ratio], ...],
-                         "failures": [...]}]}
-
-A failure names the command that repeats its case.
+{"module", "runs": [{"command", ..., "cases": [[index, function, verdict, ratio], ...],
+                     "failures": [...]}]}
 """
 
 import argparse
@@ -16,11 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import canon
 from canon.check import contract, warming
 from canon.check.case_runner import CaseRunner
 from canon.check.cases import accepts, covered, matches
-from canon.check.check_report import NEITHER, fault, summary
+from canon.check.check_report import NEITHER, command_of, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
 from canon.check.run_cases import Interrupted, run_cases
@@ -85,27 +82,8 @@ def _limits(module: Any, words: frozenset[str]) -> Limits:
 
 def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
-    return {
-        "command": _command(arguments, arguments.random, arguments.first),
-        "canon": canon.__version__,
-        "commit": record.commit(),
-        "date": record.now(),
-        "machine": record.machine(),
-        "table": table,
-        "world": kind,
-        "ranks": ranks,
-        **given,
-    }
-
-
-def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
-    module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": None, "features": None}
-    given = {name: getattr(arguments, name) for name in defaults}
-    given = {name: value for name, value in given.items() if value != defaults[name]}
-    given |= {"only": arguments.only} if count > 1 else {}
-    numbers = {"random": count, "seed": arguments.seed, "first": first or None}
-    return record.command("canon", "check", *module, **numbers, **given)
+    head = record.head(command_of(arguments, first=arguments.first or None))
+    return head | {"table": table, "world": kind, "ranks": ranks, **given}
 
 
 @dataclass
@@ -137,7 +115,7 @@ class _RandomCheck:
             row = [case.index, case.function, verdict, float(f"{worst:.3g}")]
             self.run["cases"].append(row)
             if verdict not in ("agrees", *NEITHER):
-                repeat = _command(self.arguments, 1, case.index)
+                repeat = command_of(self.arguments, random=1, first=case.index or None, only=None)
                 head = {"index": case.index, "repeat": repeat, "draws": case.draws}
                 self.run["failures"].append(head | result)
                 fault(result, self.console, in_full=not self.wrong)

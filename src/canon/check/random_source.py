@@ -1,6 +1,5 @@
-"""Make the inputs of a random case, and the expected results.
-
-One rounding of each intermediate result widens the bounds, because cases may have few elements.
+"""Make the inputs of a random case, and the expected results. One rounding of each intermediate
+result widens the bounds: cases may have few elements.
 """
 
 from collections.abc import Callable, Sequence

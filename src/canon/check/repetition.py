@@ -1,11 +1,11 @@
 """Run a case several times, and compare the bits of its runs.
 
     run 1              as a caller runs it
-    run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`
+    run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`, with equal
+                       bits
 
-PyTorch's switch promises equal bits, so runs 2, 3, ... must have them. If runs 1 and 2 have equal
-bits, two runs are enough, or three on a GPU: steps of schedules are recorded in their second call.
-Otherwise there is one more, and the results of both ways are judged.
+If runs 1 and 2 have equal bits, two runs are enough, or three on a GPU: steps are recorded in the
+second call. Otherwise there is one more, and the results of both ways are judged.
 """
 
 import os

@@ -210,5 +210,10 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
 
 
 def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
-    none = {"measures": [], "same_bits": None, "seconds": []}
-    return {"case": name, "verdict": verdict, "faults": [*reasons], **none}
+    return {
+        "case": name,
+        "verdict": verdict,
+        "faults": [*reasons],
+        "measures": [],
+        "same_bits": None,
+    }

@@ -1,12 +1,12 @@
 """The time of both passes of a schedule: its steps on a clock, as `canon.fast.schedule` runs them.
 
-Two kinds of messages are in flight during a step: the keys of the next step, and in the backward
-pass dk and dv of the step before. The step takes as long as its kernels, or as these messages.
-Steps, masks and messages are those of the schedule's own plans. Of many ranks, eight are followed,
-at equal distances.
+A step takes as long as its kernels, or as the messages in flight: the keys of the next step, and
+in the backward pass dk and dv of the step before. Steps, masks and messages are those of the
+schedule's own plans. Of many ranks, eight are followed, at equal distances.
 
-On a mesh nothing hides the messages of the first step, which only brings heads from the other ranks
-of a host, and of the last one, which returns them. All columns are alike: the first is followed."""
+On a mesh nothing hides the first and the last message of a pass, which exchange heads inside a
+host. All columns are alike: the first is followed.
+"""
 
 from typing import Any, NamedTuple
 

@@ -6,17 +6,16 @@ its synchronisation.
     simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
 One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-when it ends, and at its atomic operations and volatile loads. TMA loads land, wgmma read their
-operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a
-wait) or at "random" times. The simulator raises `Fault` with the kernel's lines for
+at its end, its atomic operations and its volatile loads. TMA loads land, wgmma read and adds write
+"early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
+`Fault` names the kernel's lines for
 
-    reads of data that is not there yet, buffers overwritten too early: by vector clocks, in every
-    interleaving, even if this run would give correct numbers
+    reads of data that is not there yet, buffers overwritten too early: in every interleaving
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, types of fields and other rules of the compiler, which compiles every kernel
-in `canon.testing.compile`; what the compiler changes; clusters, races in global memory, and time.
+Not simulated: layouts, types and other rules of the compiler, which compiles every kernel in
+`canon.testing.compile`; clusters, races in global memory, and time.
 """
 
 import ast

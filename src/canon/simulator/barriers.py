@@ -1,8 +1,8 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-A wait joins the clocks of the arrivals of its phase into that of the waiting partition, not those
-of a later phase that happen before it resumes. Source: NVIDIA, Parallel Thread Execution ISA 8.5
-(2024), the sections on mbarrier and on barrier."""
+A wait joins the clocks of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread
+Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
+"""
 
 from canon.simulator.program import Fault, Partition, Place, Program, here, join
 

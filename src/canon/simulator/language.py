@@ -1,5 +1,5 @@
-"""Functions of Gluon's language on the CPU, under their own names: those that Canon's kernels call.
-Layouts are ignored: compilation checks them.
+"""The functions of Gluon's language that Canon's kernels call, under their own names. Layouts are
+ignored.
 """
 
 import builtins

@@ -1,16 +1,16 @@
 """Simulate shared memory with race detection, and TMA descriptors of tensors.
 
 Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or
-the phase of a barrier for TMA loads. This finds three errors in every interleaving:
+the phase of a barrier for TMA loads. Three errors are found in every interleaving:
 
     a read that no barrier orders after the write        the value is tainted
     a write that no barrier orders after a read          a fault at once, with both places
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value (NaN) and drop it. To store it, to branch on it or to use
-it as an address raises the fault. Not simulated: alignment, banks, reuse of freed memory, and
-fences after reads and mbarrier.init."""
+A kernel may drop a tainted value (NaN). To store it, branch on it or use it as an address raises
+the fault. Not simulated: banks, and fences after reads and mbarrier.init.
+"""
 
 import math
 from functools import lru_cache

@@ -1,13 +1,12 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something, to one that a seeded generator draws. Each partition
-and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into
-partitions: `canon.simulator.memory` compares the clocks of accesses.
+sometimes after it starts or signals something. Each partition and each barrier has a vector clock:
+arrivals join clocks into barriers, and waits join them into partitions.
 
-Sources: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering
-(1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
-(2009)."""
+Sources: Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988);
+Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009).
+"""
 
 import random
 import sys

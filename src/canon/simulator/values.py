@@ -1,7 +1,7 @@
 """Values of simulated kernels: blocks are torch tensors, scalars Python numbers, with Triton types.
 
-Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. Triton's own
-rules promote types. `//` and `%` of values truncate, as in C.
+Integers are stored in 64 bits. A signed overflow is a fault, except in 64-bit blocks. `//` and `%`
+truncate, as in C.
 """
 
 import ctypes

@@ -3,8 +3,8 @@ memory.
 
     python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
 
-The launchers of `canon.fast` get CPU tensors and a driver that only returns a target, so types and
-specialisation are those of a real launch."""
+The launchers of `canon.fast` get CPU tensors and a driver that only returns a target.
+"""
 
 import argparse
 import json

@@ -1,8 +1,8 @@
 """The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project
 the gradients back.
 
-Honest results round K, V and their gradients to the dtype of q. ``latent``, ``k_rope`` and their
-gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold NaN.
+Honest results round K, V and their gradients to the dtype of q. ``latent`` and ``k_rope`` have the
+axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold NaN.
 """
 
 from collections.abc import Callable

@@ -1,13 +1,12 @@
 """Run one program on every rank of a process group.
 
     process_groups.threads(program, ranks=4)      threads of this process: fast
-    process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds,
-                                                  and sends may block
+    process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds
     process_groups.gpus(program)                  processes with a GPU each, over NCCL
 
 Results and output are in rank order. RuntimeError names the first rank that fails, with its
 exception as the cause. Threads that all wait for each other raise at once. Processes end at a
-timeout, whose error has their stacks.
+timeout, with their stacks.
 """
 
 import contextvars

@@ -1,6 +1,4 @@
-"""Run a program on processes as ranks, with a timeout. A child joins the group through a file,
-without ports, and writes its results into another.
-"""
+"""Run a program on processes as ranks, with a timeout. Ranks meet, and return results, in files."""
 
 import contextlib
 import faulthandler

@@ -18,18 +18,21 @@ import canon
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
     """Write a record with further fields ``more``."""
-    entry = {
-        "command": command,
-        "canon": canon.__version__,
-        "commit": commit(),
-        "date": now(),
-        "machine": machine(),
-        **more,
-        "results": list(results),
-    }
+    entry = {**head(command), **more, "results": list(results)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
     return path
+
+
+def head(command: str) -> dict[str, Any]:
+    """Return the provenance of a run, with the date and time in UTC."""
+    return {
+        "command": command,
+        "canon": canon.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+    }
 
 
 def command(*words: str, **options: Any) -> str:
@@ -47,11 +50,6 @@ def command(*words: str, **options: Any) -> str:
                     ),
                 ]
     return shlex.join(line)
-
-
-def now() -> str:
-    """Return the date and time, UTC."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def machine() -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Implement a torch.distributed backend with threads of one process as ranks.
+"""Implement a torch.distributed backend with threads of one process as ranks: the collectives of
+canon, DDP and FSDP2.
 
-Each rank posts its tensors. The last one copies the data of all ranks and wakes the others. torch's
-own group of threads has no send and receive, and waits forever for a returned rank.
-
-Limits: the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a
-receive returns. A receive must name its source. Reductions are in rank order."""
+The last rank that posts its tensors moves the data of all. torch's own group of threads has no send
+and receive, and waits forever for a returned rank. Sends are buffered. A receive must name its
+source. Reductions are in rank order.
+"""
 
 from collections import Counter
 from collections.abc import Callable
