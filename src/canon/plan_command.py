@@ -63,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
 def _rows(given, links):
     if given.hosts < 1 or given.gpus % given.hosts:
         raise ValueError(f"--hosts {given.hosts}: expected a divisor of the {given.gpus} GPUs")
-    sizes = f"1,{given.tokens},{given.heads},{given.width}"
-    shape = shape_of(sizes.replace("/", ","), given.mask)
+    heads = given.heads.replace("/", ",")
+    shape = shape_of(f"1,{given.tokens},{heads},{given.width},{given.mask}")
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
         place = (shape.h, shape.g), shape.d, given.hosts, columns
         for one in schedules_of(shape, given.gpus, columns):

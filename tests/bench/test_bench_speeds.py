@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from benching import CPU, no_clock, options_of  # noqa: F401 (a fixture)
+from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
 from canon.bench import bench_command
@@ -43,6 +43,7 @@ def test_the_command_measures_shows_and_keeps(tmp_path, monkeypatch, capsys):
     given = options_of(*kept["command"].split()[2:])
     assert given == options_of("kernels", *words)  # the record's command asks for the same again
     assert "packs" not in kept["command"]
+    assert kept["ceilings"] == CEILINGS
     assert [row["contender"] for row in kept["results"]][-3:] == [
         "canon auto",
         "canon auto, rank invariant",

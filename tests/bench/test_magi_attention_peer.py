@@ -17,7 +17,7 @@ from canon.bench import peers, schedule_peers, schedules, shapes
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
-SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
 
 
 class Planned:

@@ -32,11 +32,11 @@ from canon.testing import process_groups, record
 # tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
 # ranks take part.
 SUBJECTS = {
-    "kernels": ("kernels", "shape mask only dtype rounds backend cold sweep"),
-    "host": ("host_time", "shape mask only dtype rounds"),
-    "masks": ("mask_time", "shape mask dtype rounds"),
-    "schedules": ("schedules", "shape mask only dtype rounds ranks"),
-    "decode": ("decoding", "shape mask only dtype rounds ranks"),
+    "kernels": ("kernels", "shape only dtype rounds cold sweep"),
+    "host": ("host_time", "shape only dtype rounds"),
+    "masks": ("mask_time", "shape dtype rounds"),
+    "schedules": ("schedules", "shape only dtype rounds ranks"),
+    "decode": ("decoding", "shape only dtype rounds ranks"),
     "plans": ("plans", "ranks packs"),
     "links": ("links", "ranks rounds"),
 }
@@ -45,9 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shape": {
         "action": "append",
         "default": [],
-        "help": "b,n,h,g,d or b,n,h,g,d,mask (repeatable)",
+        "help": f"b,n,h,g,d,mask (repeatable); mask: {shapes.MASKS}",
     },
-    "mask": {"action": "append", "default": [], "help": shapes.MASKS},
     "only": {
         "default": "",
         "metavar": "TEXT",
@@ -59,10 +58,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": 10,
         "metavar": "N",
         "help": "how often all are timed (default 10)",
-    },
-    "backend": {
-        "choices": ["triton", "gluon", "cuda"],
-        "help": "the only backend that is forced (default all)",
     },
     "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
     "sweep": {
@@ -151,7 +146,7 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         )
     several = hasattr(module, "on_ranks")
     device = _device(several) if on_gpu else torch.device("cpu")
-    names = ("rounds", "only", "backend", "cold")
+    names = ("rounds", "only", "cold")
     given = {name: getattr(options, name) for name in names if name in options}
     settings = Settings(getattr(torch, options.dtype), device, **given)
     found = _shapes(options, module)
@@ -169,13 +164,13 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
 
 def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
     if "sweep" in options and options.sweep:
-        if options.shape or options.mask:
-            raise ValueError("--sweep has shapes of its own: leave --shape and --mask out")
+        if options.shape:
+            raise ValueError("--sweep has shapes of its own: leave --shape out")
         widths = options.sweep.split(",")
         if not all(width.strip().isdigit() and int(width) for width in widths):
             raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
         return shapes.sweep([int(width) for width in widths])
-    found = shapes.shapes_of(options.shape, options.mask, module.SHAPES)
+    found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
     for shape in found if hasattr(module, "check") else ():
         module.check(shape)
     return found

@@ -30,7 +30,6 @@ class Settings:
     device: torch.device = torch.device("cuda")  # noqa: RUF009 (immutable)
     rounds: int = 10
     only: str = ""
-    backend: str | None = None
     cold: bool = False
 
     def wants(self, name: str) -> bool:

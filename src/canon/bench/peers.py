@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from canon.bench.measuring import Attend, Contender, Settings, listed, reason
-from canon.bench.shapes import Shape, block_of_tokens
+from canon.bench.shapes import Shape
 from canon.testing.deterministic import deterministic
 
 FLASH4 = "flash-attn-4"
@@ -53,7 +53,7 @@ def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
     from canon.fast import device
 
     found = [name for name, backend in device.BACKENDS.items() if backend.compiles]
-    for backend in [settings.backend] if settings.backend else found:
+    for backend in found:
         methods = ["split", "fused", "head_parallel"]
         if shape.h == shape.g:
             methods.remove("head_parallel")  # is split where every head has keys of its own
@@ -217,9 +217,6 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     if shape.kind == "prefix":
         (end,) = shape.numbers
         return lambda b, h, i, j: (i >= j) | (j < end)
-    if shape.kind == "blocks":
-        block = torch.tensor(block_of_tokens(shape.numbers), device=device)
-        return lambda b, h, i, j: block[i] >= block[j]
     if shape.kind == "tree":
         trunk, branches, tokens = shape.numbers
         lengths, ends = [tokens] * branches, [shape.n] * trunk

@@ -58,7 +58,8 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
     # it works even if a GPU's communicator does not
     group = dist.new_group(backend="gloo", timeout=AGREEING) if device.type == "cuda" else None
     sizes = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
-    short, listed = shape_of(sizes, shape.mask_name), peer_schedules if peers else schedules
+    short = shape_of(f"{sizes},{shape.mask_name}")
+    listed = peer_schedules if peers else schedules
     judge = Judge(short, *short.inputs(settings.dtype, device))
     verdicts = {
         each.name: _tried(each, partial(_agrees, each, short, judge, settings), group)

@@ -25,7 +25,7 @@ from canon.testing.latent_judge import (
     latent_orders,
     latent_roundings,
 )
-from canon.testing.roundings import roundings, sink_roundings
+from canon.testing.roundings import roundings
 
 LAST = 5  # queries of `decode_attention`
 FEW = 17  # queries
@@ -208,8 +208,8 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
     exact = exact_of(*arguments)
     if case.has_sink:
         keys = with_projected_keys(x) if case.has_latents else x
-        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, x.sink
-        distances = type(exact)(dsink=sink_roundings(*given))
+        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, None, x.sink
+        distances = type(exact)(dsink=roundings(*given)[-1])
     return Expected(exact, several(*arguments), distances)
 
 

@@ -155,7 +155,7 @@ def _attend(
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     group = q.shape[2] // k.shape[2]
-    q_seen, k_seen = _seen(mask, q.device)
+    q_seen, k_seen = seen_tokens(mask, q.device)
     q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
     k, v = (_heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
     dlse = q.new_zeros(q.shape[:3]) if dlse is None else dlse.to(wide).masked_fill(~q_seen, 0)
@@ -266,19 +266,8 @@ def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
     yield from visible_blocks(mask, q.device, step)
 
 
-def _visible(mask: Mask, rows: slice, device) -> Tensor:
-    visible = torch.zeros(rows.stop - rows.start, mask.keys, dtype=torch.bool, device=device)
-    for band in mask.bands:
-        start, stop = max(band.q_start, rows.start), min(band.q_stop, rows.stop)
-        if start < stop:
-            i = torch.arange(start, stop, device=device)[:, None]
-            j = torch.arange(band.k_start, band.k_stop, device=device)
-            block = visible[start - rows.start : stop - rows.start, band.k_start : band.k_stop]
-            block |= (band.lo <= j - i) & (j - i <= band.hi)
-    return visible
-
-
-def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
+def seen_tokens(mask: Mask, device) -> tuple[Tensor, Tensor]:
+    """Return which queries see a key, and which keys a query sees, as booleans."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
     keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
     for rows, visible in visible_blocks(mask, device):
@@ -292,8 +281,8 @@ def visible_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (queries, bool [queries, keys]), ``step`` rows of the mask at a time."""
     for start in range(0, mask.queries, step):
-        rows = slice(start, min(start + step, mask.queries))
-        yield rows, _visible(mask, rows, device)
+        rows = range(start, min(start + step, mask.queries))
+        yield slice(rows.start, rows.stop), mask.crop(queries=rows).dense().to(device)
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
