@@ -190,12 +190,10 @@ def local_forward(call, q, k, v):
 
     With ``rank_invariant`` the sums have the tiles of the reference.
     """
-    if (
-        forward_kernel is None
-        or call.mask != Mask.causal(q.shape[1])
-        or call.options["rank_invariant"]
-    ):
-        return tiled_forward(q, k, v, call.mask, scale=call.scale, out_dtype=q.dtype)
+    whole = call.options["rank_invariant"]
+    if forward_kernel is None or call.mask != Mask.causal(q.shape[1]) or whole:
+        options = {"scale": call.scale, "out_dtype": q.dtype, "whole_tiles": whole}
+        return tiled_forward(q, k, v, call.mask, **options)
     return launch(q, k, v, call.scale)
 
 
@@ -236,10 +234,21 @@ merge = public_parts.merge(_later("merged"))
 ring_attention = public_ring.ring_attention(_algorithm(public_ring.RING, "ring"))
 zigzag_attention = public_ring.zigzag_attention(_algorithm(_ZIGZAG, "ring"))
 strided_attention = public_strided.strided_attention(
-    _algorithm(public_strided.STRIDED, "strided", plan=strided.strided_plan)
+    _algorithm(
+        public_strided.STRIDED,
+        "strided",
+        plan=strided.strided_plan,
+        invariant=(strided.invariant_forward, strided.invariant_backward),
+    )
 )
 magi_attention = public_magi.magi_attention(
-    _algorithm(public_magi.MAGI, "magi", plan=magi.magi_plan, kept_rows=magi.kept_rows)
+    _algorithm(
+        public_magi.MAGI,
+        "magi",
+        plan=magi.magi_plan,
+        kept_rows=magi.kept_rows,
+        invariant=(magi.invariant_forward, magi.invariant_backward),
+    )
 )
 group_cast = public_group_collectives.group_cast(_later("_group_cast"))
 __all__ = [

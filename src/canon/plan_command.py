@@ -45,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
+    source = f"measured, {options.links}" if options.links else "assumed"
     try:
         links = read_links(options.links) if options.links else ASSUMED
-        source = f"measured, {options.links}" if options.links else "assumed"
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
@@ -71,21 +71,20 @@ def _rows(given, links):
             # nothing travels between the ranks of a column of one
             if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):
                 continue
-            function, options = one.attend.func.__name__, dict(one.attend.keywords)
+            function, options = one.attend.func.__name__, one.attend.keywords
             plan = plan_of(function, *place, **options)
-            forward, both, exposed = plan.seconds(links)
-            tensors = plan.tensors()
-            largest, peak = max(tensors, key=lambda x: tensors[x]), sum(tensors.values()) / 1e9
-            refused = f"{tensors[largest] / 1e9:.1f} GB of {largest}"
+            forward, both, exposed = (1e3 * x for x in plan.seconds(links))
+            gb = {name: 1e-9 * nbytes for name, nbytes in plan.tensors().items()}
+            peak, largest = sum(gb.values()), max(gb, key=gb.__getitem__)
             named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
             yield {
                 "schedule": one.name,
                 "mesh": f"{given.gpus // columns} x {columns}",
                 "call": f"{function}({', '.join(named)})",
-                "both ms": 1e3 * both,
-                "forward ms": 1e3 * forward,
-                "exposed ms": 1e3 * exposed,
+                "both ms": both,
+                "forward ms": forward,
+                "exposed ms": exposed,
                 "peak GB": peak,
-                "NIC MB": plan.nic_bytes / 1e6,
-                "refused": refused if peak > given.memory else "",
+                "NIC MB": 1e-6 * plan.nic_bytes,
+                "refused": f"{gb[largest]:.1f} GB of {largest}" if peak > given.memory else "",
             }

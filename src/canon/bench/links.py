@@ -51,9 +51,7 @@ def measure(times: int) -> list[dict]:
         other, received, ms = sum(pair) - rank, torch.full_like(sent, 255), []
         for nbytes in (SMALL, LARGE):
             run = partial(_exchange, other, sent[:nbytes], received[:nbytes])
-            run = run if rank in pair else int
-            run()  # connects the two
-            ms.append(_milliseconds(run, times, device))
+            ms.append(_milliseconds(run if rank in pair else int, times, device))
         if rank in pair and (received != other % 251).any():
             raise RuntimeError(f"wrong bytes arrived from rank {other}")
         speed = {"us": round(1e3 * ms[0], 1), "gb_s": round(1e-6 * LARGE / (ms[1] - ms[0]), 2)}
@@ -65,13 +63,10 @@ def _milliseconds(run: Run, times: int, device: torch.device) -> float:
     """Return the time of a message of a queue: on a GPU, the host's time for a launch is longer
     than a short message.
     """
+    run()  # connects the two
     if device.type != "cuda":
         return eager(run, times, device)[0]
-
-    def queue() -> None:
-        for _ in range(times):
-            run()
-
+    queue = lambda: [run() for _ in range(times)]
     (taken,) = milliseconds(queue, 1, warm=0, before=partial(meet, device))
     return slowest(taken / times, device)
 

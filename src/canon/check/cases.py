@@ -13,7 +13,7 @@ Dtypes alternate over masks, layouts and methods.
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import product
@@ -370,6 +370,14 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 def has_option(module: Any, function: str) -> bool:
     """Return whether a function has the option rank_invariant."""
     return "rank_invariant" in parameters_of(module, function)
+
+
+def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
+    """Return the error for a module without any of the functions ``names``."""
+    return ValueError(
+        f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
+        "imports from canon do not count"
+    )
 
 
 @dataclass(frozen=True)

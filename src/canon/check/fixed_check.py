@@ -8,7 +8,7 @@ from rich.console import Console
 
 from canon.check import check_report, contract, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import Case, accepts, all_cases, covered, matches
+from canon.check.cases import Case, accepts, all_cases, covered, matches, nothing_to_check
 from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
@@ -64,11 +64,8 @@ class FixedCheck:
             if case.function in self.functions.tested and accepts(self.module, case)
         ]
         if not cases:
-            names = ", ".join(sorted({*self.functions.absent, *self.functions.imported}))
-            raise ValueError(
-                f"{self.module.__name__} has none of the functions {names}; those that it imports "
-                "from canon do not count"
-            )
+            names = {*self.functions.absent, *self.functions.imported}
+            raise nothing_to_check(self.module, names)
         if text := self.arguments.features:
             even = self.documents.tokens % self.placement.ranks == 0
             cases = contract.limited(cases, contract.features(text), even, self.module)

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from canon.check import contract, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import accepts, covered, matches
+from canon.check.cases import accepts, covered, matches, nothing_to_check
 from canon.check.check_report import NEITHER, command_of, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
@@ -67,11 +67,7 @@ def run(
 def _limits(module: Any, words: frozenset[str]) -> Limits:
     functions = covered(module).tested
     if not WEIGHTS.keys() & set(functions):
-        names = ", ".join(sorted(WEIGHTS))
-        raise ValueError(
-            f"{module.__name__} has none of the functions {names}; those that it imports from "
-            "canon do not count"
-        )
+        raise nothing_to_check(module, WEIGHTS)
 
     def fit(case: Drawn) -> Drawn | None:
         case = contract.adapted(case, words)
@@ -126,13 +122,8 @@ class _RandomCheck:
 
 
 def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
-    shown = Table(show_header=False, box=None, padding=(0, 1))
-    shown.add_column(style="bold")
-    shown.add_column(overflow="fold")
-    for name, value in case.draws.items():
-        shown.add_row(f" {name}", value)
-    console.print(shown)
-    console.print(f"  repeat: {repeat}", markup=False, highlight=False, soft_wrap=True)
+    for name, value in {**case.draws, "repeat": repeat}.items():
+        console.print(f"  {name}: {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(path: Path, module: str, run: dict[str, Any]) -> None:
