@@ -70,9 +70,8 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print a summary and return the exit status.
-
-    That is 0, 1 if a kernel does not compile or there is no GPU, 2 for invalid arguments.
+    """Compile, print a summary and return the exit status: 1 if a kernel does not compile or there
+    is no GPU, 2 for invalid arguments.
     """
     a, start = arguments, time.monotonic()
     names = (

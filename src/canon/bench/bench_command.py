@@ -96,9 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Return 1 if Canon disagreed anywhere, 2 if it cannot be
-    measured.
-    """
+    """Measure, print, write the record. Return the exit status."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
@@ -124,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wrong(row: dict) -> bool:
-    """Return whether Canon failed: a schedule that is no peer, or a contender."""
+    """Return whether Canon failed."""
     return "failed" in row and (
         row.get("peer") is False or row.get("contender", "").startswith("canon")
     )
@@ -184,7 +182,6 @@ def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings)
 
 
 def _device(several: bool) -> torch.device:
-    """Return the current GPU, without a number where each rank has its own."""
     return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -40,9 +40,7 @@ def batches(ranks: int, times: int) -> Iterator[list[dict]]:
 
 
 def measure(times: int) -> list[dict]:
-    """Return a row for each pair of ranks, the same on all ranks. Raise RuntimeError if wrong bytes
-    arrive.
-    """
+    """Return a row for each pair, the same on all ranks. Raises RuntimeError for wrong bytes."""
     rank, hosts = dist.get_rank(), [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     device, rows = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"), []
@@ -60,9 +58,7 @@ def measure(times: int) -> list[dict]:
 
 
 def _milliseconds(run: Run, times: int, device: torch.device) -> float:
-    """Return the time of a message of a queue: on a GPU, the host's time for a launch is longer
-    than a short message.
-    """
+    """On a GPU, the host's time for a launch is longer than a short message: time a queue."""
     run()  # connects the two
     if device.type != "cuda":
         return eager(run, times, device)[0]

@@ -42,7 +42,7 @@ H200 = (9, 0), 132, 232448  # capability, multiprocessors, bytes of shared memor
 
 
 def check(shape: Shape) -> None:
-    """Raise ValueError unless the mask can be replaced by a new one of its kind."""
+    """Raise ValueError unless the mask can be replaced by a new one."""
     if shape.kind != "documents":
         raise ValueError("masks needs packed documents: documents:MEAN")
 
@@ -90,7 +90,7 @@ def _row(shape: Shape, case: str, counts: list[int], times: list[dict[str, float
 def magi_on_ranks(
     shape: Shape, dtype: torch.dtype, lists: Sequence, device: str = "cuda"
 ) -> list[dict[str, float]]:
-    """Return the times of `magi_attention` on all ranks, for masks of these documents."""
+    """Return the times of `magi_attention` for masks of these documents."""
     from canon import fast
 
     rank, ranks, times = dist.get_rank(), dist.get_world_size(), []
@@ -112,7 +112,6 @@ def magi_on_ranks(
 
 
 def _first_and_repeated(call: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Return the times of a first call and of later ones, and their difference, the new mask."""
     first, _ = eager(call, 1, device)
     for _ in range(2):  # recorded; then replayed
         call()

@@ -33,7 +33,7 @@ class Settings:
     cold: bool = False
 
     def wants(self, name: str) -> bool:
-        """Return whether a name has one of the texts of ``--only``, separated by "|"."""
+        """Return whether a name has one of the texts of ``--only``."""
         return any(part in name for part in self.only.split("|"))
 
 
@@ -66,7 +66,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Made:
-    """Runs of a contender by name, and its results for the judge: out, dq, dk, dv."""
+    """Runs of a contender by name, and out, dq, dk and dv for the judge."""
 
     results: Sequence[Tensor]
     peak: Run  # its memory is measured
@@ -175,9 +175,7 @@ def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> list[
 
 
 def add_tflops(row: dict[str, Any], operations: float, **factors: float) -> None:
-    """Add NAME_tflops of each timed pass. ``operations``: of the forward pass. ``factors``: those
-    of a pass, relative to it.
-    """
+    """Add NAME_tflops of each timed pass. ``factors``: its operations, in forward passes."""
     for name, factor in factors.items():
         if times := row.get(f"{name}_ms"):
             row[f"{name}_tflops"] = factor * operations / statistics.median(times) / 1e9

@@ -133,7 +133,7 @@ def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def _eager(shape: Shape, device: torch.device, scores_dtype: torch.dtype | None) -> Attend:
-    """Return attention as models write it, with scores in ``scores_dtype`` (None: that of q)."""
+    """Return attention as models write it."""
     hidden = ~shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

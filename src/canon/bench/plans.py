@@ -47,7 +47,7 @@ def measure(counts: list[int] | None, packs: int) -> list[dict]:
 
 
 def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of the path."""
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of a path."""
     draw, parents, path = Random(depth), [], [-1]
     for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]

@@ -178,7 +178,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median milliseconds in which no kernel computes on the slowest rank."""
     run()
     return statistics.median(
         slowest(uncovered(_profiled(run, device)) / 1e3, device) for _ in range(PROFILED)
@@ -209,7 +208,7 @@ def meet(device: torch.device) -> None:
 
 
 def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Return what ran after the message of `meet`, from (start, end, name) of each activity."""
+    """Return the activities after the message of `meet`."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=None)
     if waited is None:
         return ran
@@ -221,7 +220,7 @@ def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, floa
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long no kernel but NCCL's ran after `meet`, from the same."""
+    """Return how long no kernel but NCCL's ran after `meet`."""
     spans = sorted(after_meeting(ran))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:

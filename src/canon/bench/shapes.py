@@ -59,12 +59,11 @@ class Shape:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers in the name of the mask."""
         return _numbers(self.mask_name)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The lengths of packed documents; none for another mask."""
+        """The lengths of packed documents."""
         if self.kind not in ("documents", "pack"):
             return []
         return [stop - start for start, stop in pairwise(_packed(self.n, self.mask_name))]

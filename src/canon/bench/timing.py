@@ -31,7 +31,7 @@ MOST_CALLS = 100  # in one measurement, so that the queue of launches never fill
 def milliseconds(
     run: Run, times: int = 10, *, warm: int = 2, before: Run | None = None
 ) -> list[float]:
-    """Return the GPU time of each run after ``warm`` others; ``before`` runs before it, untimed."""
+    """Return the GPU time of each run after ``warm`` others. ``before`` is not timed."""
     launching = 0.0
     for _ in range(warm):
         start = time.perf_counter()
@@ -132,12 +132,12 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 
 
 def median_of(row: dict, name: str, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return the column with the median of a list of a row; "-" if the row has none."""
+    """Return the column with the median of a list of a row, "-" without one."""
     return format(scale * statistics.median(row[name]), form) if row.get(name) else "-"
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the median wall time of a pass, and its host time in brackets."""
+    """Return the column with the median wall time of a pass, and its host time."""
     wall, host = (median_of(row, f"{name}_{clock}_ms", ".3f") for clock in ("wall", "host"))
     return wall if wall == "-" else f"{wall} ({host})"
 

@@ -46,7 +46,7 @@ Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype, a head width, and a kernel backend, if the module has some."""
+    """A dtype, a head width, and a kernel backend, if any."""
 
     dtype: str
     width: int
@@ -93,7 +93,7 @@ class Trial:
         return slice(0, self.tokens), (out, lse)
 
     def chunks(self, size: int, sampled: int) -> Iterator[slice]:
-        """Yield chunks of ``size`` tokens, evenly spread, the first and the last among them."""
+        """Yield evenly spread chunks, the first and the last among them."""
         count = -(-self.tokens // size)
         picked = torch.linspace(0, count - 1, min(count, sampled)).round().long().unique()
         for i in picked.tolist():
@@ -153,7 +153,7 @@ def branch(x: Trial) -> Iterator[Part]:
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or beside other heads (dim 2)."""
+    """Compute the sequence as the last of a batch (dim 0), or beside other heads (dim 2)."""
     tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
     yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])
@@ -205,7 +205,7 @@ def _base(x: Trial) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A program for every rank. It returns a verdict for each row and column."""
+    """A program for every rank, which returns a verdict for each row and column."""
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()

@@ -90,7 +90,7 @@ def _table(results: Sequence[dict[str, Any]], names: Sequence[str], title: str) 
 
 
 def _text(cell: dict[str, Any], several: bool) -> str:
-    """Return a cell as text. Distances are in units of the last place (ulp)."""
+    """Distances are in units of the last place (ulp)."""
     if cell["verdict"] != "differs":
         return cell["digest"] if "digest" in cell else cell["verdict"]
     ranks = f"{cell['ranks']} rank{'s' * (cell['ranks'] > 1)}, " if several else ""

@@ -210,7 +210,6 @@ def _as_rows(measures: Iterable[Measure]) -> list[dict[str, Any]]:
 def _judged_exchange(
     first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
 ) -> dict[str, Any]:
-    """Return the findings of all ranks. Each judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
@@ -238,7 +237,7 @@ def _rows(results: Any) -> dict[str, Tensor | None]:
 
 
 def _different(a: Any, b: Any) -> str:
-    """Return the rows that have other bits, "" if there are none."""
+    """Return which rows have other bits."""
     texts, others = [], _rows(b)
     for name, x in _rows(a).items():
         y = others[name]
@@ -260,7 +259,7 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before."""
+    """Find wrong dtypes, and results that were rounded to 16 bits before."""
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
     for name, x, true in zip(got._fields, got, exact, strict=True):
@@ -285,7 +284,7 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks without `Layout.unshard`. Add parts of dsink and dup_weight."""
+    """Join the shards of all ranks without `Layout.unshard`."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:

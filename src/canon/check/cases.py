@@ -250,7 +250,6 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """The kind of the mask; "sequences" if each sequence has its own."""
         return "causal" if self.mask == "cancelling" else self.mask
 
     @property
@@ -345,7 +344,7 @@ def matches(name: str, only: str | None) -> bool:
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the module has the functions and the parameters that a case needs."""
+    """Return whether the module has the functions and parameters of a case."""
     if case.function == "prepare" and not hasattr(module, case.variant):
         return False
     options = dict(case.options)

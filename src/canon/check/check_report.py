@@ -77,7 +77,7 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the most specific case, and one fault of each other case."""
+    """Print all faults of the most specific case, and one of each other case."""
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result, same in _grouped(results):
@@ -93,7 +93,6 @@ def _function(result: dict[str, Any]) -> str:
 
 
 def _reason(result: dict[str, Any]) -> str:
-    """Return the first line of a reason, without the rank that raised first."""
     first = "".join(result["faults"][:1])
     return re.sub(r"^rank \d+: ", "", first).partition("\n")[0]
 
@@ -101,7 +100,7 @@ def _reason(result: dict[str, Any]) -> str:
 def _grouped(
     results: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return pairs (result, results like it): cases that are declined for the same reason."""
+    """Return (result, results like it) for cases that are declined for the same reason."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
         declined = result["verdict"] == "declined"

@@ -158,7 +158,7 @@ def features(text: str) -> frozenset[str]:
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
-    """Return the cases, changed to fit the limits ``words``. ``even``: shards have equal length."""
+    """Return the cases, changed to fit the limits. ``even``: shards have equal length."""
     changed = [adapted(case, words) for case in cases]
     if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
         changed = [

@@ -135,7 +135,6 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """The fields that differ from their defaults, and the options, as text."""
         shape, hidden = vars(self.shape), {"function", "shape", "options", "seed", "index"}
         fields = {x: y for x, y in vars(self).items() if y and x not in hidden}
         of_tensors = {"scale": None, "strides": None} | shape if self.dtype else {}
@@ -275,7 +274,6 @@ def _drawn(
 
 
 def _planted(draw: Random, used: str, without_dout: bool) -> str:
-    """Return a value and a tensor for one case in eight, else ""."""
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 

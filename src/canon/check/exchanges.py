@@ -37,9 +37,7 @@ class Answer:
 
 
 class Exchange:
-    """A case on one rank. The answers are the tables of the reference, unless FUNCTION_answers
-    returns them.
-    """
+    """A case on one rank. Answers without a method of their own are tables of the reference."""
 
     def __init__(self, case: Case, mask: Masks, layout: Layout, x: Inputs | None, rank: int):
         self.case, self.mask, self.layout, self.rank = case, mask, layout, rank
@@ -228,7 +226,7 @@ def _token(answer: Answer, row: int) -> str:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return the elements that are not equal, as booleans. A NaN equals a NaN."""
+    """Return where elements are not equal. A NaN equals a NaN."""
     return (a != b) & ~((a != a) & (b != b))
 
 

@@ -21,7 +21,7 @@ RECORD = Path("canon-check/record.json")
 
 
 class FixedCheck:
-    """A check of the cases of the table: what to run, and its record."""
+    """A check of the cases of the table."""
 
     def __init__(
         self, arguments: argparse.Namespace, console: Console, placement: Placement, module: Any

@@ -87,7 +87,7 @@ def with_latents(x: Inputs) -> Inputs:
 
 
 def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return a projection from a latent to K and V, all of variance 1."""
+    """Return a projection from a latent to K and V."""
     return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
@@ -133,9 +133,7 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys, the first and one after ``part`` of the keys, about a quarter of each query's
-    weight, and opposite values.
-    """
+    """Give two keys a quarter of each query's weight each, and opposite values."""
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
     # a score of large * large / sqrt(d) = log(tokens)
@@ -146,7 +144,6 @@ def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
 
 
 def _sequence(mask: str, documents: Documents) -> Documents:
-    """Return the documents of a mask's sequence, several times for few queries."""
     times = max(1, -(-MANY_KEYS.get(mask, 0) // documents.tokens))
     return Documents(documents.names * times, documents.texts * times)
 
@@ -160,7 +157,7 @@ def block_causal(lengths: Sequence[int]) -> Mask:
 
 
 def tree(lengths: Sequence[int]) -> Mask:
-    """Return a tree with a node for each document, and a gap at its end."""
+    """Return a tree with a node for each document, with a gap at its end."""
     depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
     parents = [
         max((i for i in range(place) if depths[i] < depths[place]), default=-1)

@@ -103,7 +103,6 @@ class _RandomCheck:
             done += len(group)
 
     def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
-        """Add results to the run, and print the failures: the first one in full."""
         by_name = {case.name: case for case in cases}
         for result in results:
             case, verdict = by_name[result["case"]], result["verdict"]
@@ -127,7 +126,7 @@ def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
 
 
 def _write(path: Path, module: str, run: dict[str, Any]) -> None:
-    """Write the record, one line per case. An interrupted write leaves the old file."""
+    """An interrupted write leaves the old file."""
     head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
     lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
     failures = json.dumps(record.finite(run["failures"]), indent=1)

@@ -54,7 +54,6 @@ class RandomSource:
 
 
 def _with_gradients(arguments: tuple, factor: float) -> tuple:
-    """Return the arguments of `judging` with this factor at dout and dlse."""
     *tensors, dout, mask, scale, dlse, sink = arguments
     return *tensors, dout * factor, mask, scale, None if dlse is None else dlse * factor, sink
 
@@ -101,9 +100,7 @@ def _inputs(case: Drawn, device: str) -> Inputs:
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range, for a
-    uniform P.
-    """
+    """Return a dout with which dS reaches ``case.ds`` of float16's range, for a uniform P."""
     most = torch.finfo(torch.float16).max
     scale = 1.0 if case.shape.scale is None else abs(case.shape.scale)
     q, k, v, share = q / 128, k / 128, v * size, q.shape[2] // k.shape[2]

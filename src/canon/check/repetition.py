@@ -20,8 +20,8 @@ SWITCH = "torch.use_deterministic_algorithms"
 
 
 class Repeated(NamedTuple):
-    """The results of run 1; those of run 2 if some rank has other bits there, else None; and a text
-    for each later run with other bits than run 2.
+    """The results of run 1, those of run 2 if some rank has other bits there, and a text for each
+    later run with other bits than run 2.
     """
 
     first: Any
@@ -36,10 +36,7 @@ def repeated(
     runs: int,
     switched: bool,
 ) -> Repeated:
-    """Run a case ``runs`` times, or once more. ``different`` describes the rows with other bits.
-
-    Without ``switched`` all runs are as run 1.
-    """
+    """Run a case ``runs`` times, or once more. Without ``switched`` all runs are as run 1."""
     # else products of matrices warn on a GPU under the switch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     first, unequal_runs = run(), []

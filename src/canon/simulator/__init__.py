@@ -112,9 +112,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
 
 
 def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
-    """Register stand-ins for the functions of ``ptx``; ``lane_sum`` sums the rows of a tile by
-    lane.
-    """
+    """Register stand-ins for ``ptx``. ``lane_sum`` sums the rows of a tile by lane."""
 
     def add_rounding_excess(excess, p, sums, limit, warpgroup):
         rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))

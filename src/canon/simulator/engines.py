@@ -38,7 +38,6 @@ init = lambda mbarrier, count: mbarrier.barrier.init(count)
 
 
 def expect(mbarrier, bytes, pred=True):
-    """Count one arrival, and bytes to wait for."""
     if number(pred):
         mbarrier.barrier.arrive(1, number(bytes))
 
@@ -133,7 +132,7 @@ class Add:
         target.add_(mine)
 
     def complete(self) -> None:
-        """End the read of shared memory. A delayed write follows at the program's end."""
+        """A delayed write follows at the program's end."""
         self.view.allocation.settle(self.access)
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:

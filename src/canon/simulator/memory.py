@@ -139,7 +139,7 @@ class Allocation:
     def read(
         self, region: Region, what: str, asynchronous: bool = False
     ) -> tuple[Access | None, str | None]:
-        """Record a read. Return (access, None), or (None, reason) if the value is garbage."""
+        """Return (access, None), or (None, reason) if the value is garbage."""
         me, written = here(), False
         access = Access(region, what, me, False, asynchronous)
         for other in self.accesses:
@@ -177,7 +177,7 @@ class Allocation:
             self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
-        """Record and return a write. Raise Fault if an overlapping access may be in flight."""
+        """Raise Fault if an overlapping access may be in flight."""
         me = here()
         access = Access(region, what, me, True, asynchronous)
         for other in self.accesses:
@@ -258,7 +258,7 @@ class Shared:
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
-    """Return the result of a read that is too early: NaN, or 77 for integers."""
+    """Return the result of a read that is too early."""
     return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
 
 

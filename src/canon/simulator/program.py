@@ -116,7 +116,7 @@ class Partition:
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Record a volatile load. Raise Deadlock after `IN_VAIN` equal ones."""
+        """Raise Deadlock after `IN_VAIN` equal volatile loads."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         # a polling partition counts as blocked, so late TMA loads land
@@ -207,7 +207,7 @@ class Program:
                 raise Stopped
 
     def next(self) -> Partition:
-        """Return a partition that can continue, after TMA loads if need be, or raise Deadlock."""
+        """Return a partition that can continue, after TMA loads if need be. Raises Deadlock."""
         while not (ready := [p for p in self.partitions if p.ready()]):
             if not self.loads:
                 raise Deadlock(self.deadlock())
@@ -232,7 +232,7 @@ class Program:
                     other.baton.release()
 
     def go_on(self, *arguments: Any) -> None:
-        """Run until the program ends or offers a switch (`let_others`)."""
+        """Run until the program ends or offers a switch."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
             self.thread.start()
@@ -278,7 +278,7 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Complete all adds. Raise Fault if anything else is in flight or unbalanced."""
+        """Raise Fault if anything but adds is in flight or unbalanced."""
         for add in main.adds:
             add.complete()
         for _, write in self.late:

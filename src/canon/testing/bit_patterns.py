@@ -24,7 +24,7 @@ def digest(x: Tensor) -> str:
 
 
 def patterns(x: Tensor) -> Tensor:
-    """Return the bits of a tensor as whole numbers. NaN equals NaN, and 0 differs from -0."""
+    """Return bits as whole numbers. NaN equals NaN, and 0 differs from -0."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

@@ -57,7 +57,7 @@ class Attended(NamedTuple):
 
 
 class AttendedWithSink(NamedTuple):
-    """The same with dsink (h,). On several ranks it is the sum of their gradients."""
+    """The same with dsink (h,), on several ranks the sum of their gradients."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -71,7 +71,7 @@ Results = Attended | AttendedWithSink
 
 
 def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
-    """Return out, lse, dq, dk and dv, with dsink unless it is None."""
+    """Return the results, with dsink unless it is None."""
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 

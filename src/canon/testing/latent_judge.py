@@ -68,7 +68,7 @@ def latent_dense(
     *,
     order: int = 0,
 ) -> AttendedLatent:
-    """Return the same in the dtype of q, with an order of summation of `judge.dense`."""
+    """Return the same in the dtype of q, as `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tensors = (x.detach() for x in (q, latent, k_rope, up_weight, dout))
     return _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse, sink)
@@ -108,8 +108,8 @@ def _attend(
 
 
 def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
-    """Return the distances of `roundings`, with those of K, V and the projected gradients: the
-    largest change when K and V move by one rounding up or down, drawn four times.
+    """Return the distances of `roundings`, with the largest change when K and V move by one
+    rounding up or down, drawn four times.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT

@@ -30,8 +30,8 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads, on the CPU or one shared GPU, with copies of the caller's
-    context variables. Raises RuntimeError.
+    """Run ``program()`` on threads, on the CPU or one shared GPU, with the caller's context
+    variables. Raises RuntimeError.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -126,7 +126,7 @@ def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
 
 @contextmanager
 def _one_launch_at_a_time() -> Iterator[None]:
-    """Let one thread compile a kernel, which all would compile at their first launch."""
+    """All threads would compile a kernel at their first launch."""
     from triton.runtime.jit import JITFunction
 
     lock, launch = threading.Lock(), JITFunction.run

@@ -92,7 +92,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
 
 
 def _starter(backend: str):
-    """Return the start method. On the CPU, a server that has imported torch forks the ranks."""
+    """On the CPU, a server that has imported torch forks the ranks."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -101,7 +101,6 @@ def _starter(backend: str):
 
 
 def _until_started(children: list, where: Path) -> None:
-    """Wait until all ranks have imported torch, before the timeout begins."""
     limit = time.monotonic() + STARTING
     while time.monotonic() < limit and all(child.is_alive() for child in children):
         if all((where / f"stack{rank}").exists() for rank in range(len(children))):

@@ -86,7 +86,7 @@ def _processor() -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit, with "+changes" if tracked files differ from it; None outside of git."""
+    """Return the commit, with "+changes" if tracked files differ from it, or None."""
     here = ["git", "-C", str(Path(__file__).resolve().parent)]
     found = _told([*here, "rev-parse", "HEAD"])
     if found is None:

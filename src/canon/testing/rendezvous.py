@@ -25,7 +25,7 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. Raises Ended if a rank has failed, or none can continue."""
+        """Raises Ended if a rank has failed, or none can continue."""
         with self.changed:
             if self.interrupted:
                 raise Ended(self.ended)

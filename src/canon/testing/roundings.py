@@ -175,7 +175,6 @@ class _Cap(NamedTuple):
 
 
 def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
-    """Return the soft-cap of scores, and the capped ones: -inf stays."""
     if softcap is None:
         return _Cap(1.0, 0.0, 1.0), scores
     ratio = torch.tanh(scores / softcap)
@@ -188,7 +187,7 @@ def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. The judge reads no distance that depends on a NaN."""
+    """Return q k^T, -inf in hidden cells. No distance that depends on a NaN is read."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 

@@ -137,7 +137,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name, as `dist.DeviceMesh` reads it. torch also reads that of an ended group."""
+        """torch also reads the name of an ended group."""
         self.known_name = dist.distributed_c10d._world.pg_names.get(self, self.known_name)
         return self.known_name
 
