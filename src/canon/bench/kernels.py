@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from canon.bench import shapes
-from canon.bench.cuda_graph import captured
 from canon.bench.measuring import (
     Contender,
     Made,
@@ -46,7 +45,7 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
     both = contender.inside(partial(both_passes, forward, leaves, dout))
     gpu = {"backward": backward, "forward": partial(forward, *leaves)}
     eager = {"both": both, "forward": partial(forward, *(x.detach() for x in leaves))}
-    return Made(results, both, gpu, eager, lambda: captured(forward, *leaves, dout))
+    return Made(results, both, gpu, eager)
 
 
 def fields(settings: Settings) -> dict[str, Any]:
@@ -56,12 +55,12 @@ def fields(settings: Settings) -> dict[str, Any]:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of the rows of a shape."""
-    columns = "contender", "agrees", "forward ms", "both ms", "graph ms", "forward", "backward"
-    text = "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time"
+    columns = "contender", "agrees", "forward ms", "both ms", "forward", "backward"
+    text = "wall (host) ms of eager calls; TFLOP/s of GPU time"
     title = f"{rows[0]['shape']}: {text}; memory of both passes"
     lines = []
     for row in rows:
-        times = [clocks(row, name) for name in ("forward", "both", "graph")]
+        times = [clocks(row, name) for name in ("forward", "both")]
         speeds = [row.get(f"{name}_tflops") for name in ("forward", "backward")]
         speeds = ["-" if speed is None else f"{speed:.0f}" for speed in speeds]
         lines.append((row["contender"], verdict_of(row), *times, *speeds, shown_mb(row)))

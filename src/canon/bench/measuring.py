@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench.cuda_graph import CapturedPasses
 from canon.bench.shapes import Shape
 from canon.bench.timing import Eager, Run, eager_rounds, flush_of, peak_mb, take_turns
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -72,7 +71,6 @@ class Made:
     peak: Run  # its memory is measured
     gpu: dict[str, Run] = field(default_factory=dict)
     eager: dict[str, Run] = field(default_factory=dict)
-    capture: Callable[[], CapturedPasses] | None = None
 
 
 class Judge:
@@ -121,7 +119,7 @@ def measured(
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """Return a row with ``fields`` for each contender."""
-    rows, gpu, eager, captures, forwards = [], [], [], [], set()
+    rows, gpu, eager, forwards = [], [], [], set()
     device, rounds = settings.device, settings.rounds
     for contender in contenders:
         row = {"contender": contender.name, "forward_of": contender.forward_of, **fields}
@@ -135,11 +133,8 @@ def measured(
             row[f"{name}_ms"] = []
             gpu.append((made.gpu[name], row[f"{name}_ms"]))
         eager += [Eager.listed(row, x, run) for x, run in made.eager.items() if x not in done]
-        captures += [(row, contender.inside(made.capture))] if made.capture else []
     take_turns(gpu, rounds, flush_of(device) if settings.cold else None)
     eager_rounds(eager, rounds, device)
-    for row, capture in captures:
-        _replay(row, capture, rounds, device)
     return rows
 
 
@@ -153,19 +148,6 @@ def _agreeing(contender: Contender, row: dict, make: Callable, judge: Judge) -> 
     if contender.bound is not None:
         row |= judge.verdict(*made.results, bound=contender.bound)
     return None if "failed" in row else made
-
-
-def _replay(
-    row: dict, capture: Callable[[], CapturedPasses], rounds: int, device: torch.device
-) -> None:
-    """Time a replayed graph, then free it: all pools together may exceed the GPU."""
-    try:
-        made = capture()
-        made.check()
-    except Exception as error:  # many peers cannot be captured; the row has the reason
-        row["graph_failed"] = reason(error)
-        return
-    eager_rounds([Eager.listed(row, "graph", made.graph.replay)], rounds, device)
 
 
 def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:

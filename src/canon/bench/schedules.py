@@ -3,7 +3,6 @@
 Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
     wall, host    eager calls back to back
-    graph         a replayed CUDA graph of both passes
     GPU           between events; the GPUs first wait until launches are queued, and for one another
     exposed       the part of both passes in which no kernel computes, by the profiler
 
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench import magi_attention_peer, ring_flash_attn_peer
-from canon.bench.cuda_graph import captured
 from canon.bench.measuring import (
     Judge,
     Settings,
@@ -86,9 +84,6 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
                 some += [x] if turn else []
     eager = [Eager.listed(row, name, run, around=each.around) for each, run, _, row, name in runs]
     eager_rounds(eager, rounds, device, EAGER_SPAN)
-    for each, _, _, row, name in runs:
-        if name == "both" and not each.peer:
-            _replay(row, each, _shards(each, shape, settings), settings, group)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
@@ -102,18 +97,6 @@ def _refuse_impossible(row: dict) -> None:
             f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
             "host"
         )
-
-
-def _replay(row: dict, each: Schedule, inputs: list[Tensor], settings: Settings, group) -> None:
-    """Time a replayed graph, then free it: all pools together may exceed a GPU."""
-    made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
-    if "failed" not in made:  # on any rank: a replay sends messages
-        made |= _tried(each, made["passes"].check, group)
-    if "failed" in made:
-        row["graph_failed"] = made["failed"]
-        return
-    eager = Eager.listed(row, "graph", made["passes"].graph.replay)
-    eager_rounds([eager], settings.rounds, settings.device, EAGER_SPAN)
 
 
 def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
@@ -262,13 +245,10 @@ def fields(settings: Settings) -> dict[str, Any]:
 
 def tables(rows: list[dict]) -> list:
     """Return a table of medians."""
-    times = ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")
-    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "graph ms", "both ms")
+    times = ("both_wall_ms", "both_host_ms", "both_ms", "exposed_ms")
+    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "both ms")
     columns += ("exposed ms", "forward", "both", "peak MB")
-    title = (
-        "both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU "
-        "time; memory"
-    )
+    title = "both passes, medians: eager calls, GPU time; TFLOP/s per GPU of GPU time; memory"
     lines = []
     for row in rows:
         row = row | {"exposed_ms": [row["exposed_ms"]]} if "exposed_ms" in row else row

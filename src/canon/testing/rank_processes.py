@@ -1,11 +1,9 @@
 """Run a program on processes as ranks, with a timeout. Ranks meet, and return results, in files."""
 
-import contextlib
 import faulthandler
 import io
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -59,9 +57,7 @@ def run_processes(
             unfinished = [
                 r for r, child in enumerate(children) if reports[r] is None and child.is_alive()
             ]
-            stuck = {
-                rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished
-            }
+            stuck = {rank: _stack(where / f"stack{rank}") for rank in unfinished}
         finally:
             for child in children:
                 child.kill()
@@ -126,8 +122,7 @@ def _child(
     os.environ.clear()
     os.environ.update(environment)
     stack = open(where / f"stack{rank}", "w")  # noqa: SIM115  faulthandler writes into it
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.dump_traceback_later(timeout, file=stack)
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host's name
     store = dist.FileStore(str(where / "store"), ranks)
@@ -171,14 +166,9 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def _stack(path: Path, pid: int) -> str:
-    if path.exists() and hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)
+def _stack(path: Path) -> str:
+    """Return the innermost calls of a rank at the timeout, which begins before the parent's."""
     lines = path.read_text().splitlines() if path.exists() else []
-    start = next(
-        (i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines)
-    )
-    end = next((i for i, line in enumerate(lines) if line.endswith("in _child")), len(lines))
-    return "\n".join(lines[start + 1 : end][:8]) or "  an unknown place"
+    calls = [line for line in lines if line.startswith("  File")]
+    end = next((i for i, line in enumerate(calls) if line.endswith("in _child")), len(calls))
+    return "\n".join(calls[:end][:8]) or "  an unknown place"
