@@ -74,17 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     is no GPU, 2 for invalid arguments.
     """
     a, start = arguments, time.monotonic()
-    names = (
-        "heads",
-        "functions",
-        "backend",
-        "backward",
-        "softcap",
-        "ranks",
-        "rank_invariant",
-        "processes",
-    )
-    options = {name: getattr(a, name) for name in names}
+    options = {
+        name: value for name, value in vars(a).items() if name not in ("command", "dtype", "widths")
+    }
     try:
         compiled = warm_up(getattr(torch, a.dtype), *a.widths, **options)
     except (ValueError, RuntimeError) as error:

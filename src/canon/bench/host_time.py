@@ -3,7 +3,6 @@
     forward        calls without gradients
     both           both passes, by `torch.autograd.grad`
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
-    loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
 "no kernels" allocates results and gradients alone.
 """
@@ -30,7 +29,7 @@ SHAPES = [
 ]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
-MEASURES = ("forward", "both", "chain", "loop")
+MEASURES = ("forward", "both", "chain")
 
 
 class NoKernels(torch.autograd.Function):
@@ -72,14 +71,8 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
             x = attend(x, k, v)
         torch.autograd.grad(x, leaves, dout)
 
-    def loop() -> None:
-        out = attend(q, k, v)
-        for x in leaves:
-            x.grad = None
-        out.backward(dout)
-
     forward = partial(attend, *(x.detach() for x in leaves))
-    runs = forward, partial(both_passes, attend, leaves, dout), chain, loop
+    runs = forward, partial(both_passes, attend, leaves, dout), chain
     eager = {name: contender.inside(run) for name, run in zip(MEASURES, runs, strict=True)}
     results = contender.inside(both_passes)(attend, leaves, dout)
     return Made(results, eager["chain"], eager=eager)
@@ -87,10 +80,7 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    title = (
-        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; "
-        "memory of the chain"
-    )
+    title = f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; memory of the chain"
     lines = []
     for row in rows:
         cells = [clocks(row, name) for name in MEASURES]

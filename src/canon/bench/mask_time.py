@@ -143,9 +143,7 @@ def _one_gpu(
     some, plans = _planned("attention", Mask.documents(lists[1]), None, None, given)
     times |= some
     if call and device:
-        found = _first_and_repeated(partial(call, plans.mask), device)
-        times["ahead_ms"] = found["first_ms"]
-        times["ahead_mask_ms"] = times["load_ms"] + found["new_mask_ms"]
+        times["ahead_ms"] = _first_and_repeated(partial(call, plans.mask), device)["first_ms"]
     return times
 
 
@@ -156,9 +154,7 @@ def _magi(lists: Sequence, given: dict, place: int) -> dict[str, float]:
     mask, times = Mask.documents(lists[0]), {}
     times["dispatch_ms"], layout = _timed(partial(fast.dispatch, mask, RANKS))
     some, _ = _planned("magi_attention", mask, layout, place % RANKS, given)
-    times |= some
-    times["all_ms"] = times["dispatch_ms"] + times["plan_ms"]
-    return times
+    return times | some
 
 
 def _planned(
@@ -178,7 +174,7 @@ def _planned(
     for key in set(PLANS.plans) - known:  # those of the copy are loaded instead
         PLANS.drop(key)
     times["load_ms"], _ = _timed(copy.load)
-    return times | {"pickle_kb": len(pickle.dumps(plans, pickle.HIGHEST_PROTOCOL)) / 1000}, copy
+    return times, copy
 
 
 def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -189,8 +185,7 @@ def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    names = ["made", "first", "repeated", "new_mask", "ahead", "ahead_mask", "dispatch", "plan"]
-    names += ["all", "pickle", "load"]
+    names = ["made", "first", "repeated", "new_mask", "ahead", "dispatch", "plan", "pickle", "load"]
     lines = []
     for row in rows:
         medians = [median_of(row, f"{name}_ms") for name in names]

@@ -123,13 +123,21 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
     last = slice(tokens - masks[0].queries, tokens)
     q, dout, dlse = q[:, last], dout[:, last], dlse[..., last]
     q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
-    hide(masks, q, k, v, dout)
-    if case.planted:
-        plant(case.planted, masks, (q, k, v, dout))
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
-    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    x = Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+    x = with_hidden(case, mask, (q, k, v, dout, dlse), sink, device)
     return with_latents(x) if case.has_latents else x
+
+
+def with_hidden(
+    case: Case, mask: Masks, tensors: Sequence[Tensor], sink: Tensor, device: str
+) -> Inputs:
+    """Return inputs from q, k, v, dout and dlse of a batch, with NaN and planted values."""
+    masks = mask if isinstance(mask, tuple) else (mask,) * len(tensors[0])
+    hide(masks, *tensors[:4])
+    if case.planted:
+        plant(case.planted, masks, tensors[:4])
+    packed = [x.to(device) if case.shape.batch else x[0].to(device) for x in tensors]
+    return Inputs(*packed, mask, case.shape.scale, sink.to(device))
 
 
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:

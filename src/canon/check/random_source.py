@@ -13,8 +13,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, judging, weight_of
-from canon.check.planted_values import hide, plant
+from canon.check.inputs import Expected, Inputs, judging, weight_of, with_hidden
 from canon.reference import Layout, Mask
 
 # Dense float16 attention has dP = dout v^T in float16, which overflows long before dS does, and
@@ -83,18 +82,14 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     sink = (2 + 3 * torch.randn(h, generator=generator)).to(wide)
     dout = torch.zeros_like(dout) if case.used == "lse" else dout
     dlse = torch.zeros_like(dlse) if case.used in {"out", "no lse", "sum"} else dlse
-    hide(masks, q, k, v, dout)
-    if case.planted:
-        plant(case.planted, masks, (q, k, v, dout))
-    dout = torch.ones_like(dout) if case.used == "sum" else dout
-    weight = None
+    x = with_hidden(case, mask, (q, k, v, dout, dlse), sink, device)
+    if case.used == "sum":
+        x = replace(x, dout=torch.ones_like(x.dout))
     if shape.latent:
         rank, rope = shape.latent
         weight = weight_of((h * (d - rope + dv), rank), generator).to(device, dtype)
-    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(
-        *(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight
-    )
+        x = replace(x, up_weight=weight)
+    return x
 
 
 def _near_the_range(

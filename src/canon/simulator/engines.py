@@ -8,6 +8,7 @@ TMA add          enters its partition's queue   store_wait (read), or the progra
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ init = lambda mbarrier, count: mbarrier.barrier.init(count)
 
 
 def expect(mbarrier, bytes, pred=True):
+    """`mbarrier.expect`: count one arrival, and bytes to wait for."""
     if number(pred):
         mbarrier.barrier.arrive(1, number(bytes))
 
@@ -86,20 +88,18 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 # TMA.
 
 
+@dataclass(eq=False)
 class Load:
     """A TMA load in flight."""
 
-    def __init__(
-        self,
-        descriptor: Descriptor,
-        coordinates: list[int],
-        barrier: Barrier,
-        view: Shared,
-        access: Access,
-    ):
-        self.descriptor, self.coordinates, self.barrier = descriptor, coordinates, barrier
-        self.view, self.access = view, access
-        self.started = here().program.note("load", descriptor.block_type.nbytes)
+    descriptor: Descriptor
+    coordinates: list[int]
+    barrier: Barrier
+    view: Shared
+    access: Access
+
+    def __post_init__(self):
+        self.started = here().program.note("load", self.descriptor.block_type.nbytes)
 
     def __str__(self) -> str:
         return f"{self.access} of {self.coordinates}, for {self.barrier}"
@@ -114,18 +114,20 @@ class Load:
         self.access.epoch = self.barrier.receive(self.descriptor.block_type.nbytes)
 
 
+@dataclass(eq=False)
 class Add:
     """A TMA add in flight."""
 
-    def __init__(
-        self, descriptor: Descriptor, coordinates: list[int], view: Shared, access: Access
-    ):
-        self.descriptor, self.coordinates = descriptor, coordinates
-        self.view, self.access = view, access
-        self.started = here().program.note("add", descriptor.block_type.nbytes)
+    descriptor: Descriptor
+    coordinates: list[int]
+    view: Shared
+    access: Access
+
+    def __post_init__(self):
+        self.started = here().program.note("add", self.descriptor.block_type.nbytes)
         self.written = here().program.draws()
         if self.written:
-            self.write(view.data)
+            self.write(self.view.data)
 
     def write(self, data: torch.Tensor) -> None:
         target, mine = self.descriptor.box(self.coordinates, data)

@@ -29,40 +29,26 @@ MAX_SHARED = 232448
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
 
 
-@lru_cache(maxsize=256)
-def elements(region: Region) -> torch.Tensor:
+@lru_cache(maxsize=4096)
+def elements(region: Region) -> frozenset[int]:
     """Return the indices of a region's elements."""
     offset, axes = region
     places = torch.tensor([offset])
     for stride, size in axes:
         places = (places[:, None] + stride * torch.arange(size)).flatten()
-    return places
-
-
-@lru_cache(maxsize=4096)
-def last_of(region: Region) -> int:
-    """Return the index of a region's last element."""
-    return region[0] + sum(stride * (size - 1) for stride, size in region[1])
+    return frozenset(places.tolist())
 
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
     """Return whether two regions of an allocation share elements."""
-    if a == b:
-        return True
-    if a[0] > last_of(b) or b[0] > last_of(a):
-        return False
-    return bool(torch.isin(elements(a), elements(b)).any())
+    return a == b or not elements(a).isdisjoint(elements(b))
 
 
 @lru_cache(maxsize=65536)
 def covers(a: Region, b: Region) -> bool:
     """Return whether region a contains region b."""
-    if a == b:
-        return True
-    if b[0] < a[0] or last_of(b) > last_of(a):
-        return False
-    return bool(torch.isin(elements(b), elements(a)).all())
+    return a == b or elements(a) >= elements(b)
 
 
 class Access:
@@ -205,7 +191,6 @@ class Shared:
             (a for a in zip(data.stride(), data.shape, strict=True) if a[1] > 1), reverse=True
         )
         self.region: Region = (data.storage_offset(), tuple(axes))
-        self._views: dict[tuple, Shared] = {}
 
     @property
     def dtype(self):
@@ -223,27 +208,23 @@ class Shared:
             )
         return self.allocation.barriers[self.data.storage_offset()]
 
-    def _view(self, key: tuple, make: Any) -> "Shared":
-        if key not in self._views:
-            self._views[key] = Shared(self.allocation, make(self.data), self.layout)
-        return self._views[key]
+    def _view(self, data: torch.Tensor) -> "Shared":
+        return Shared(self.allocation, data, self.layout)
 
     def index(self, index):
         i = number(index)
         if not 0 <= i < self.shape[0]:
             raise Fault(f"index {i} of {self.shape[0]} in {self.allocation.name}, at {Place()}")
-        return self._view(("index", i), lambda data: data[i])
+        return self._view(self.data[i])
 
     def slice(self, start, length, dim=0):
-        return self._view(
-            ("slice", start, length, dim), lambda data: data.narrow(dim, start, length)
-        )
+        return self._view(self.data.narrow(dim, start, length))
 
     def permute(self, order):
-        return self._view(("permute", *order), lambda data: data.permute(*order))
+        return self._view(self.data.permute(*order))
 
     def reshape(self, shape):
-        return self._view(("reshape", *shape), lambda data: data.view(*shape))
+        return self._view(self.data.view(*shape))
 
     def load(self, layout=None):
         _, taint = self.allocation.read(self.region, "load")

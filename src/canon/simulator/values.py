@@ -100,10 +100,10 @@ class Tensor:
         return Tensor(self.data.unsqueeze(axis), self.dtype, self.taint, self.memory)
 
     def reshape(self, *shape):
-        return Tensor(self.data.reshape(several(shape)), self.dtype, self.taint, self.memory)
+        return Tensor(self.data.reshape(*shape), self.dtype, self.taint, self.memory)
 
     def permute(self, *order):
-        return Tensor(self.data.permute(several(order)), self.dtype, self.taint, self.memory)
+        return Tensor(self.data.permute(*order), self.dtype, self.taint, self.memory)
 
 
 def _operator(function: Callable) -> tuple[Callable, Callable]:
@@ -118,15 +118,6 @@ for _function in (operator.mul, *DIVISIONS, *BITWISE):
 for _function in COMPARISONS:
     setattr(Tensor, f"__{_function.__name__}__", _operator(_function)[0])
 Tensor.__rsub__ = _operator(operator.sub)[1]
-
-
-def several(values: tuple) -> list[int]:
-    """Return arguments as a list."""
-    return (
-        list(values[0])
-        if len(values) == 1 and isinstance(values[0], list | tuple)
-        else list(values)
-    )
 
 
 def number(x: Any) -> Any:

@@ -28,7 +28,7 @@ their places, and the errors everywhere else.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,11 +105,9 @@ def dense(
     return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
 
-def orders(
-    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None
-) -> list[Results]:
+def orders(*given: Any, **named: Any) -> list[Results]:
     """Return the results of `dense` for the orders 0 to 3."""
-    return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
+    return [dense(*given, **named, order=order) for order in range(4)]
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -156,8 +154,8 @@ def _attend(
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     group = q.shape[2] // k.shape[2]
     q_seen, k_seen = seen_tokens(mask, q.device)
-    q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
-    k, v = (_heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
+    q, dout = (heads_first(x, q_seen, wide) for x in (q, dout))
+    k, v = (heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
     dlse = q.new_zeros(q.shape[:3]) if dlse is None else dlse.to(wide).masked_fill(~q_seen, 0)
     widths, keys = _shuffled(q.shape[-1], order, q.device), _shuffled(mask.keys, order, q.device)
     q, k, v = q[..., widths], k[:, :, keys][..., widths], v[:, :, keys]
@@ -250,7 +248,8 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -torch.inf, 0)
 
 
-def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
+def heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
+    """Return x (b, t, h, d) as (b, h, t, d) in a dtype, with 0 in unseen tokens."""
     return x.detach().to(wide).masked_fill(~seen[:, None, None], 0).transpose(1, 2)
 
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from canon.route.checks import Scale
-from canon.testing.judge import EXACT, UNIT, Masks, Results, dense, oracle
+from canon.testing.judge import EXACT, UNIT, Results, dense, oracle
 from canon.testing.roundings import roundings
 
 
@@ -39,39 +38,21 @@ def keys_of(
     return torch.cat([by_head[..., :nope], k_rope], -1), by_head[..., nope:]
 
 
-def latent_oracle(
-    q,
-    latent,
-    k_rope,
-    up_weight,
-    dout,
-    mask: Masks,
-    scale: Scale | None = None,
-    dlse=None,
-    sink=None,
-) -> AttendedLatent:
-    """Return dense latent attention and its gradients in float64."""
+def latent_oracle(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
+    """Return dense latent attention and its gradients in float64. ``options``: as `oracle`'s, from
+    the mask on.
+    """
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(oracle, torch.float64, torch.float64, *tensors, mask, scale, dlse, sink)
+    return _attend(oracle, torch.float64, torch.float64, *tensors, *options)
 
 
 def latent_dense(
-    q,
-    latent,
-    k_rope,
-    up_weight,
-    dout,
-    mask: Masks,
-    scale: Scale | None = None,
-    dlse=None,
-    sink=None,
-    *,
-    order: int = 0,
+    q, latent, k_rope, up_weight, dout, *options: Any, order: int = 0
 ) -> AttendedLatent:
     """Return the same in the dtype of q, as `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tensors = (x.detach() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse, sink)
+    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, *options)
 
 
 def latent_orders(*arguments: Any) -> list[AttendedLatent]:

@@ -46,6 +46,7 @@ from canon.testing.judge import (
     Masks,
     Results,
     by_sequence,
+    heads_first,
     results_of,
     row_blocks,
     seen_tokens,
@@ -63,8 +64,9 @@ def roundings(
     wide = EXACT if q.dtype == torch.float64 else UNIT
     narrow = (1 if sink is None else 2) * kind.eps / 2 if is_narrow else 0.0
     q_seen, k_seen = seen_tokens(mask, q.device)
-    q, dout = (_heads_first(x, q_seen) for x in (q, dout))
-    k, v = (_heads_first(x, k_seen).repeat_interleave(group, 1) for x in (k, v))
+    q, dout = (heads_first(x, q_seen, torch.float64) for x in (q, dout))
+    k, v = (heads_first(x, k_seen, torch.float64) for x in (k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~q_seen, 0)
     finite_q, finite_k, v, dout = map(_finite, (q, k, v, dout))
     out, lse, dq = torch.empty_like(dout), torch.empty_like(dlse), torch.empty_like(q)
@@ -197,7 +199,3 @@ def _finite(x: Tensor) -> Tensor:
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:
     return (a.square() @ b.square()).sqrt()
-
-
-def _heads_first(x: Tensor, seen: Tensor) -> Tensor:
-    return x.detach().double().masked_fill(~seen[:, None, None], 0).transpose(1, 2)
