@@ -1,5 +1,5 @@
 """`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the
-disk cache. Call it once on each host, or `canon.fast.warm_up` at the start of a program.
+disk cache, once on each host.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
     canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions magi_attention --ranks 8

@@ -1,6 +1,5 @@
-"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU.
-
-A contender that disagrees, or raises, gets no figure: its row has the reason.
+"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU. The row of
+another contender has the reason.
 """
 
 import statistics

@@ -1,7 +1,5 @@
 """Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included)
-and ceilings.
-
-On several ranks every wall and host time is that of the slowest rank.
+and ceilings. On several ranks wall and host times are those of the slowest rank.
 """
 
 import random

@@ -1,8 +1,8 @@
-"""Run `canon check --bits`: compare calls with rank_invariant=True with the bits of one whole call.
+"""Run `canon check --bits`: compare calls with rank_invariant=True with one whole causal call.
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The base is the sequence alone, causal. Each row computes its queries again.
+Each row computes the queries of the sequence again.
 """
 
 import argparse

@@ -1,10 +1,9 @@
 """Simulate Hopper's asynchronous operations.
 
-operation        start                          end
-TMA load         fills its tile with NaN        it lands: its barrier receives the bytes
-wgmma            enters its partition's queue   the warpgroup_mma_wait that takes it off
-TMA add          enters its partition's queue   store_wait (read), or the program's end
-                 (written)
+operation   start                          end
+TMA load    fills its tile with NaN        it lands: its barrier receives the bytes
+wgmma       enters its partition's queue   the warpgroup_mma_wait that takes it off
+TMA add     enters its partition's queue   store_wait (read), or the program's end (written)
 """
 
 import re

@@ -9,21 +9,22 @@
 roundings of a kernel. For float64 the bound is 1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``,
-with L2 over heads and width. Attention over n keys has size 1 / sqrt(n), so the first two norms may
-miss a late token.
+with L2 over heads and width. The first two may miss a late token, because attention over n keys has
+size 1 / sqrt(n).
 
-**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax
-are float32, in base 2. lse is never rounded to 16 bits. The sum over d in q k^T makes its error: a
-tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs
-(Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums, the softmax
+and lse are float32, in base 2. For 16-bit inputs q k^T is summed as a tensor core does: 16 products
+at a time, truncated (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores,
+2021).
 
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
 
 **NaN and infinities** reach exactly the results of the cells that see them. The judge compares
-their places, and the errors everywhere else.
+their places, and the errors everywhere else. Hidden tokens may hold NaN.
 
-``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN."""
+``mask=None`` is causal.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -80,9 +81,8 @@ def oracle(
 ) -> Results:
     """Return dense attention and its gradients in float64, from the definition.
 
-    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h,
-    t), sink (h,). All may be without b. ``mask`` may be a tuple of b Masks. ``scale`` defaults to 1
-    / sqrt(d)."""
+    q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t),
+    sink (h,). All may be without b. ``mask`` may be a tuple of b Masks."""
     return _attend(q, k, v, dout, mask, scale, dlse, sink, torch.float64, None, 0)
 
 
@@ -365,12 +365,10 @@ def agreement(
     roundings: Results | None = None,
     spread: Results | None = None,
 ) -> Agreement:
-    """Compare the errors of ``got`` and ``honest`` against ``exact``, but for tensors that are
-    None.
+    """Compare the errors of ``got`` and ``honest`` against ``exact``, for tensors that are there.
 
     The distances of ``roundings`` widen the bounds. ``spread``: booleans, more places where ``got``
-    may be NaN or infinite, from a module that multiplies hidden elements by 0. Raises ValueError if
-    all tensors are None, or a shape is wrong."""
+    may be NaN or infinite. Raises ValueError if all tensors are None, or a shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, more, *theirs in zip(

@@ -6,14 +6,13 @@ its gradients.
         out   W |v|                           lse  2 |lse| + sum_j P_ij (1 + A_ij)
         dv    W^T |dout|                      dq   |scale| D |k|       dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
-              w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to
-              the whole; rss of them
+              w = max(1, sqrt(d / 3)): root of the sum of squares (rss) of the d growing partial
+              sums of a score
         lse rounds once in base 2, and once when it becomes natural
 
     u (16 bits)
-        P, out and dS are each rounded once. Independent errors add as root of the sum of squares
-        (rss).
-        The error of delta is common to a row, so it adds linearly.
+        P, out and dS are each rounded once. Independent errors add as rss; the error of delta,
+        common to a row, adds linearly.
 
         out   rss_j P v                       delta_i = rss_e dout (|out| + rss_j P v)
         dv    rss_i P dout                    dq   |scale| (rss_j dS k + delta |P k|)
@@ -26,10 +25,9 @@ without a,
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
 Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A becomes slope A + 4
-|s|, for the error of tanh. dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A /
-c), for the error of the slope.
+|s|, dS gets the factor slope, and D becomes slope D + W (...) (4 t^2 + 2 |t| A / c).
 
-A kernel rounds both out and dout a second time, which doubles the distances of 16 bits.
+A kernel under a sink rounds out and dout a second time, which doubles the distances of 16 bits.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
 error analysis."""
