@@ -1,5 +1,5 @@
-"""Run ring-flash-attn's zigzag ring. It calls two private functions of FlashAttention 2. Without it,
-a module with these functions calls flash-attn-4.
+"""Run ring-flash-attn's zigzag ring. It calls two private functions of FlashAttention 2. Without
+it, a module with these functions calls flash-attn-4.
 
 Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4,
 flash_attn/cute/interface.py.
