@@ -122,7 +122,7 @@ def drawn(arguments: argparse.Namespace) -> Any:
 
 
 def mask_of(arguments: argparse.Namespace) -> Mask:
-    """Return the union of the masks that are given, with the blocks."""
+    """Return the union of the masks, with the blocks."""
     masks = []
     for name, (metavar, _, make) in MASKS.items():
         if (given := getattr(arguments, name)) is None:

@@ -54,7 +54,7 @@ def fields(settings: Settings) -> dict[str, Any]:
 
 
 def tables(rows: Sequence[dict]) -> list:
-    """Return a table of the rows of a shape."""
+    """Return a table of a shape."""
     columns = "contender", "agrees", "forward ms", "both ms", "forward", "backward"
     text = "wall (host) ms of eager calls; TFLOP/s of GPU time"
     title = f"{rows[0]['shape']}: {text}; memory of both passes"

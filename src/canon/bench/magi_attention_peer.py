@@ -70,7 +70,7 @@ def layout_of(positions: list[int], tokens: int) -> Layout:
 
 
 def runs(positions: list[int]) -> list[range]:
-    """Return the positions as ranges of consecutive ones, in their order."""
+    """Return positions as ranges of consecutive ones."""
     starts = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
     edges = [0, *starts, len(positions)]
     return [range(positions[i], positions[i] + j - i) for i, j in pairwise(edges) if j > i]

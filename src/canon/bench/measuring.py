@@ -22,7 +22,7 @@ DECLINED = ValueError, NotImplementedError, ModuleNotFoundError
 
 @dataclass(frozen=True)
 class Settings:
-    """What all shapes of a command share. It can be pickled."""
+    """What all shapes share. It can be pickled."""
 
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = torch.device("cuda")  # noqa: RUF009 (immutable)
@@ -106,7 +106,7 @@ class Judge:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an error in a row."""
+    """Return the text of an error."""
     return f"{type(error).__name__}: {error}"[:300]
 
 
@@ -170,7 +170,7 @@ def verdict_of(row: dict[str, Any]) -> str:
 
 
 def leaves_of(shape: Shape, settings: Settings) -> tuple[list[Tensor], Tensor, Judge]:
-    """Return q, k and v, which require gradients, dout, and the judge."""
+    """Return the leaves q, k and v, dout, and the judge."""
     inputs = shape.inputs(settings.dtype, settings.device)
     judge = Judge(shape, *inputs)
     return [x.requires_grad_() for x in inputs[:3]], inputs[3], judge

@@ -28,7 +28,7 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """Return the cu_seqlens of ``count`` packs of ``tokens`` tokens. Raises ValueError."""
+    """Return the cu_seqlens of ``count`` packs. Raises ValueError."""
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)

@@ -38,7 +38,7 @@ LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with
 
 
 def contenders(shape: Shape, settings: Settings) -> list[Contender]:
-    """Return Canon and the peers for this mask, filtered by the settings."""
+    """Return Canon and the peers for this mask."""
     device = settings.device
     found = [*_canon(shape, settings), *_torch(shape, device)]
     return listed([*found, *_dense(shape, device), *_flash4(shape, device)], settings)
@@ -109,7 +109,7 @@ def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def sdpa(backend: str, shape: Shape) -> Attend:
-    """Return torch's attention, causal or full, by one of its kernels."""
+    """Return one of torch's kernels, causal or full."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     given = {"is_causal": shape.kind == "causal", "enable_gqa": shape.h != shape.g}
@@ -186,7 +186,7 @@ def _cu_seqlens(shape: Shape, device: torch.device) -> Tensor:
 
 
 def flex(shape: Shape, device: torch.device) -> Attend:
-    """Return compiled FlexAttention with the BlockMask of the shape's mask."""
+    """Return compiled FlexAttention with the shape's mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
@@ -206,7 +206,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Return the mask as FlexAttention's function of batch, head, query and key."""
+    """Return the mask as FlexAttention's function."""
     if shape.kind == "causal":
         return lambda b, h, i, j: i >= j
     if shape.kind == "full":
@@ -272,5 +272,5 @@ def _flash4_attend(
 
 
 def first(result) -> Tensor:
-    """Return out: some versions of flash-attn-4 return (out, lse)."""
+    """Return out. Some versions return (out, lse)."""
     return result[0] if isinstance(result, tuple) else result

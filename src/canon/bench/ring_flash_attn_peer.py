@@ -18,7 +18,7 @@ NAME = "ring-flash-attn zigzag"
 
 
 def zigzag_function() -> Callable[..., Any] | None:
-    """Return zigzag attention, or None where ring-flash-attn is not installed."""
+    """Return zigzag attention, or None where it is not installed."""
     try:
         _provide_kernels()
         sys.modules.setdefault("ring_flash_attn.adapters", _adapters())

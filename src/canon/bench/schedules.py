@@ -222,7 +222,7 @@ def check(shape: Shape) -> None:
 
 
 def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
-    """Yield the rows of Canon's schedules, then those of the peers."""
+    """Yield Canon's rows, then those of the peers."""
     yield program.on_gpus(ranks, LIMIT)
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
@@ -230,7 +230,7 @@ def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
 
 
 def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
-    """Return the rows of the peers, or one row with their failure."""
+    """Return the rows of the peers, or their failure."""
     try:
         return program.on_gpus(ranks, PEERS_LIMIT)
     except (RuntimeError, TimeoutError) as error:

@@ -136,7 +136,7 @@ def mask_of(n: int, name: str) -> Mask:
 
 
 def shape_of(text: str) -> Shape:
-    """Return the shape ``"b,n,h,g,d,mask"``; without a mask it is causal. Raises ValueError."""
+    """Return the shape ``"b,n,h,g,d,mask"``, by default causal. Raises ValueError."""
     *numbers, name = [word.strip() for word in text.split(",")]
     if name.isdigit():
         numbers, name = [*numbers, name], "causal"

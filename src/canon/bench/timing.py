@@ -49,7 +49,7 @@ def milliseconds(
 
 
 def flush_of(device: torch.device) -> Run:
-    """Return a run after which L2 holds clean lines of another buffer."""
+    """Return a run after which L2 holds lines of another buffer."""
     buffer, total = torch.ones(FLUSHED // 4, device=device), torch.empty((), device=device)
     return partial(torch.sum, buffer, 0, out=total)
 

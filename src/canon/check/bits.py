@@ -104,12 +104,12 @@ class Trial:
 
 
 def whole(x: Trial) -> Iterator[Part]:
-    """Compute all queries in one call: the base."""
+    """Compute all queries in one call."""
     yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of `size` queries, each over the keys before it."""
+    """Compute chunks of queries, each over the keys before it."""
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
@@ -160,7 +160,7 @@ def beside(x: Trial, dim: int) -> Iterator[Part]:
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return the rows, the base first, on each number of ranks."""
+    """Return the rows, the base first."""
     rows = [Row("whole call", "attention", whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
         compute = partial(prefill, size=size)

@@ -36,7 +36,7 @@ def report(
     console: Console,
     **sizes: int,
 ) -> int:
-    """Return the number of wrong cells, 1 if none was compared."""
+    """Return the number of wrong cells, 1 without any."""
     names = list(dict.fromkeys(rows))
     for dtype, backend in dict.fromkeys((x["dtype"], x["backend"]) for x in results):
         some = [x for x in results if (x["dtype"], x["backend"]) == (dtype, backend)]

@@ -25,7 +25,7 @@ _meshes: WeakKeyDictionary[Any, dict[int, dist.DeviceMesh]] = WeakKeyDictionary(
 
 
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
-    """Return the results of ``module`` for this rank's shard of ``x``."""
+    """Return the results for this rank's shard of ``x``."""
 
     def shard(name: str, dim: int = -3) -> Tensor:
         full = getattr(x, name)
@@ -150,7 +150,7 @@ def _prepare(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def merged_keys(x: Inputs) -> tuple[range, range]:
-    """Return the keys of both parts of `merge`."""
+    """Return the keys of both parts."""
     return range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)
 
 

@@ -40,7 +40,7 @@ _inputs_lock = threading.Lock()  # ranks that are threads share one cached set o
 
 
 class CaseFailed(Exception):
-    """The name of a case that raised, and its exception as text."""
+    """The name of a case that raised, and its exception."""
 
     def __str__(self) -> str:
         return self.args[1]
@@ -48,7 +48,7 @@ class CaseFailed(Exception):
 
 @dataclass(frozen=True)
 class CaseRunner:
-    """A picklable program for every rank: it runs ``cases`` on ``module``."""
+    """A picklable program for every rank: it runs ``cases``."""
 
     module: str
     cases: tuple[Case, ...]
@@ -141,7 +141,7 @@ class CaseRunner:
         of_reference: Results,
         unequal_runs: list[str],
     ) -> dict[str, Any]:
-        """Return the findings on rank 0. A collective of distributed cases."""
+        """Return the findings on rank 0. A collective."""
         unequal_ranks, held_by = [], None
         if case.function in REPLICATED:
             by_rank = _gather_objects(type(first)(*(x if x is None else x.cpu() for x in first)))
@@ -226,7 +226,7 @@ def _judged_exchange(
 
 
 def _rows(results: Any) -> dict[str, Tensor | None]:
-    """Return the tensors of a case, with rows on the last axis."""
+    """Return tensors with rows on the last axis."""
     if isinstance(results, dict):  # tables
         return {name: table.flatten(1) for name, table in results.items()}
     vectors = {"lse", "dsink"}

@@ -204,7 +204,7 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads, widths and strides of the tensors of a case."""
+    """Heads, widths and strides of the tensors."""
 
     heads: tuple[int, int]
     widths: tuple[int, int]
@@ -288,7 +288,7 @@ class Case:
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend does not support a case, or ""."""
+    """Return why a kernel backend declines a case, or ""."""
     if backend not in ("gluon", "cuda") or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
     if max(case.shape.widths) > 256:
@@ -339,7 +339,7 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Return whether a name matches the glob of `--only`."""
+    """Match a name with the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
@@ -359,7 +359,7 @@ def accepts(module: Any, case: Case) -> bool:
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, {} if there is none."""
+    """Return the parameters of a function, {} without one."""
     try:
         return inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
@@ -372,7 +372,7 @@ def has_option(module: Any, function: str) -> bool:
 
 
 def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
-    """Return the error for a module without any of the functions ``names``."""
+    """Return the error for a module without the functions."""
     return ValueError(
         f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
         "imports from canon do not count"

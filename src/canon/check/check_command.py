@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Run the check that `arguments` describe, and return the exit status."""
+    """Run the check and return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:

@@ -124,7 +124,7 @@ def _place(fault: str) -> int:
 
 
 def summary(verdicts: Sequence[str], console: Console) -> int:
-    """Print how many cases agree, and return how many are wrong."""
+    """Print how many cases agree, and return how many do not."""
     counts = Counter(verdicts)
     wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
     line = f"{counts['agrees']} of {len(verdicts)} cases agree"

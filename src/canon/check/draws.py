@@ -144,7 +144,7 @@ class Drawn(Case):
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """Evaluate the expression of a mask or a layout."""
+    """Evaluate a mask or a layout."""
     names = {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
     return eval(text, names)
 
@@ -167,7 +167,7 @@ class Limits:
 def drawn(
     seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()
 ) -> Drawn:
-    """Return case ``index`` of ``seed``. Raises ValueError if none fits the limits."""
+    """Return case ``index`` of ``seed``. Raises ValueError if none fits."""
     draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
     for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
         if number % 50 == 0 and case is None:

@@ -6,7 +6,7 @@ from random import Random
 
 
 def size(draw: Random, most: int) -> int:
-    """Return a number of tokens, of any order of magnitude."""
+    """Return a number of tokens of any order of magnitude."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
@@ -34,7 +34,7 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
-    """Draw the expression of a mask with n queries."""
+    """Return a mask with n queries."""
     kind = draw.choice(
         ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
     )

@@ -79,7 +79,7 @@ class Inputs:
 
 
 def with_latents(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention`: k holds the latent, v k_rope."""
+    """Return the same with a latent in k and k_rope in v."""
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
     weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
@@ -131,7 +131,7 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
 def with_hidden(
     case: Case, mask: Masks, tensors: Sequence[Tensor], sink: Tensor, device: str
 ) -> Inputs:
-    """Return inputs from q, k, v, dout and dlse of a batch, with NaN and planted values."""
+    """Return inputs of a batch, with hidden NaN and planted values."""
     masks = mask if isinstance(mask, tuple) else (mask,) * len(tensors[0])
     hide(masks, *tensors[:4])
     if case.planted:
@@ -176,7 +176,7 @@ def tree(lengths: Sequence[int]) -> Mask:
 
 
 def mask_of(name: str, documents: Documents) -> Masks:
-    """Return the mask of this name over the documents."""
+    """Return a mask over the documents."""
     documents = _sequence(name, documents)
     n = documents.tokens
     names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
@@ -187,7 +187,7 @@ def mask_of(name: str, documents: Documents) -> Masks:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's results, honest results, and distances that widen the bounds."""
+    """Exact and honest results, and distances that widen the bounds."""
 
     exact: Any
     honest: list[Any]
@@ -220,7 +220,7 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
 
 @dataclass(frozen=True)
 class FromDocuments:
-    """Inputs and expected results of the fixed cases."""
+    """The inputs and results of the fixed cases."""
 
     documents: Documents
 

@@ -38,7 +38,7 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. Raises ValueError."""
+    """Return a module, also of the current folder. Raises ValueError."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
         module = path.stem.strip(".") or "my_attention"

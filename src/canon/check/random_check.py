@@ -29,7 +29,7 @@ RANKS = 8  # default for the largest number of ranks
 
 
 def record_of(module: str) -> Path:
-    """Return the default path of a module's record."""
+    """Return the default path of a record."""
     return Path(f"canon-check/random.{module}.json")
 
 

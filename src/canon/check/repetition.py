@@ -36,7 +36,7 @@ def repeated(
     runs: int,
     switched: bool,
 ) -> Repeated:
-    """Run a case ``runs`` times, or once more. Without ``switched`` all runs are as run 1."""
+    """Run a case ``runs`` times, or once more."""
     # else products of matrices warn on a GPU under the switch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     first, unequal_runs = run(), []

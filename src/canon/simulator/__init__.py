@@ -61,7 +61,7 @@ _compiled: dict[int, tuple[Any, CodeType]] = {}
 
 
 def register(real: Any, stand_in: Any) -> None:
-    """Call ``stand_in`` where a simulated kernel calls ``real``."""
+    """Call ``stand_in`` where a kernel calls ``real``."""
     _stand_ins[id(real)] = (real, stand_in)
 
 
@@ -191,14 +191,14 @@ _BUILTINS = {
 
 
 def carried(value: Any) -> Any:
-    """Convert a constant that may change into a value of Triton's type."""
+    """Convert a constant that may change into a value."""
     if type(value) is tuple:
         return tuple(carried(x) for x in value)
     return values.tensor(value) if isinstance(value, int | float) else value
 
 
 def merged(condition: Any, value: Any) -> Any:
-    """Apply `carried` if the branch's condition is a value, not a constant."""
+    """Apply `carried` if the branch's condition is a value."""
     return carried(value) if isinstance(condition, Tensor) else value
 
 
@@ -354,7 +354,7 @@ def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named)
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate the Gluon launches of all threads. ``seed`` draws all free choices."""
+    """Simulate the Gluon launches of all threads. ``seed`` draws all choices."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     with _changing:

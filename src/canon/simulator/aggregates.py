@@ -18,7 +18,7 @@ class Aggregate:
 
 
 def is_aggregate(value: Any) -> bool:
-    """Return whether ``value`` is an aggregate of Triton."""
+    """Return whether a value is an aggregate of Triton."""
     return getattr(value, "__triton_aggregate__", False)
 
 
@@ -26,7 +26,7 @@ def is_aggregate(value: Any) -> bool:
 def python_class(
     real: type, as_function: Callable[[GluonJITFunction], Callable]
 ) -> type[Aggregate]:
-    """Return a class with the constructor and the methods of an aggregate."""
+    """Return a class with the constructor and methods of an aggregate."""
     declared = inspect.getclosurevars(real.__new__).nonlocals["cls"]
     constructor = declared.__init__
     if isinstance(constructor, ConstexprFunction):

@@ -76,7 +76,7 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A numbered barrier, complete after the given number of threads has arrived."""
+    """A numbered barrier, complete after a number of threads has arrived."""
 
     def __init__(self, number: int):
         self.name = f"named barrier {number}"

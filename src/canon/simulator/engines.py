@@ -158,7 +158,7 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True):
 
 
 def reduce_add(desc: Descriptor, coord: Any, smem: Shared) -> None:
-    """Add a tile to a box of a tensor, as ``cp.reduce.async.bulk.tensor``."""
+    """Add a tile to a box of a tensor."""
     if here().acquired:
         raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
     coordinates = [number(c) for c in coord]
@@ -189,7 +189,7 @@ def fence_acquired() -> None:
 
 
 def await_written() -> None:
-    """Wait until this partition's adds have written to global memory."""
+    """Wait until this partition's adds are written."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = (
@@ -291,7 +291,7 @@ def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=True):
 
 
 def warpgroup_mma_wait(num_outstanding=0, *, deps):
-    """Return the results; those of the ``num_outstanding`` newest wgmma stay pending."""
+    """Return the results. The newest wgmma stay pending."""
     products = here().products
     while len(products) > num_outstanding:
         products.pop(0).complete()

@@ -89,7 +89,7 @@ def store(pointer, value, mask=None, cache_modifier="", eviction_policy=""):
 
 
 def atomic_add(pointer, val, sem=None):
-    """Return the old value of a number. Then other programs may run."""
+    """Return the old value. Then other programs may run."""
     before = load(pointer)
     store(pointer, before + val)
     _let_go_on()

@@ -41,7 +41,7 @@ def elements(region: Region) -> frozenset[int]:
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
-    """Return whether two regions of an allocation share elements."""
+    """Return whether two regions share elements."""
     return a == b or not elements(a).isdisjoint(elements(b))
 
 
@@ -239,7 +239,7 @@ class Shared:
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
-    """Return the result of a read that is too early."""
+    """Return the result of an early read."""
     return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
 
 

@@ -35,7 +35,7 @@ class Stopped(BaseException):
 
 
 def here() -> "Partition":
-    """Return the partition that runs on this thread."""
+    """Return the partition of this thread."""
     return _current.partition
 
 
@@ -360,7 +360,7 @@ class Program:
 
 
 def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
-    """Run all programs to their ends. Raise the first failure."""
+    """Run all programs. Raise the first failure."""
     left = list(programs)
     try:
         while left:

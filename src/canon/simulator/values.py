@@ -144,7 +144,7 @@ def tensor(x: Any) -> Tensor:
 
 
 def block(data: Any, kind: Any) -> torch.Tensor:
-    """Return a block or a scalar as a torch tensor."""
+    """Return a torch tensor."""
     return data if isinstance(data, torch.Tensor) else torch.tensor(data, dtype=HELD[kind.name])
 
 
@@ -237,7 +237,7 @@ def promoted(
 
 
 def binary(function: Callable, a: Any, b: Any) -> Any:
-    """Apply an operator to two operands, with Triton's types."""
+    """Apply an operator with Triton's types."""
     if not isinstance(a, Tensor | int | float) or not isinstance(b, Tensor | int | float):
         return NotImplemented
     left, right, kind, taint = promoted(a, b, function in DIVISIONS, function not in BITWISE)
@@ -256,7 +256,7 @@ def binary(function: Callable, a: Any, b: Any) -> Any:
 
 
 def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return quotients or remainders of integers, truncated as in C."""
+    """Return integer quotients or remainders as in C."""
     if not right.all():
         raise Fault(f"{function.__name__} by zero, at {Place()}")
     return (
@@ -270,7 +270,7 @@ def truncated(function: Callable, left: torch.Tensor, right: torch.Tensor) -> to
 
 
 def pointer(memory: torch.Tensor) -> Tensor:
-    """Return a pointer to a tensor on the CPU."""
+    """Return a pointer to a tensor."""
     whole = torch.empty(0, dtype=memory.dtype).set_(memory.untyped_storage())
     return Tensor(memory.storage_offset(), gl.pointer_type(type_of(memory)), None, whole)
 

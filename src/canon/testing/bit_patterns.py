@@ -17,7 +17,7 @@ class Place(NamedTuple):
 
 
 def digest(x: Tensor) -> str:
-    """Return a digest of the bits of a tensor, in hexadecimal."""
+    """Return a hexadecimal digest of the bits."""
     return hashlib.sha256(
         x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     ).hexdigest()

@@ -80,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Statistics of one compiled kernel of a case."""
+    """Statistics of a compiled kernel."""
 
     name: str
     case: Case
@@ -338,7 +338,7 @@ def _printed(*command: Any) -> str:
 
 
 def main() -> None:
-    """Compile the main cases, and print a JSON object for each kernel."""
+    """Compile the main cases, and print JSON for each kernel."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
     parser.add_argument("--record", type=Path, help="write the results to this JSON file")

@@ -48,7 +48,7 @@ _BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class Attended(NamedTuple):
-    """Results of attention; None for those that a function does not return."""
+    """Results of attention; None for missing ones."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -72,7 +72,7 @@ Results = Attended | AttendedWithSink
 
 
 def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
-    """Return the results, with dsink unless it is None."""
+    """Return all results, with dsink if there is one."""
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 
@@ -106,7 +106,7 @@ def dense(
 
 
 def orders(*given: Any, **named: Any) -> list[Results]:
-    """Return the results of `dense` for the orders 0 to 3."""
+    """Return the results of `dense` for four orders."""
     return [dense(*given, **named, order=order) for order in range(4)]
 
 
@@ -260,7 +260,7 @@ def _shuffled(n: int, order: int, device) -> Tensor:
 
 
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the `visible_blocks` whose scores fit into memory."""
+    """Yield the `visible_blocks` that fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     yield from visible_blocks(mask, q.device, step)
 
@@ -315,7 +315,7 @@ def _no_tf32() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measure:
-    """The error of one tensor in one norm, and its bound."""
+    """The error of a tensor in a norm, and its bound."""
 
     tensor: str
     norm: str

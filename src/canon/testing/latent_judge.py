@@ -56,7 +56,7 @@ def latent_dense(
 
 
 def latent_orders(*arguments: Any) -> list[AttendedLatent]:
-    """Return the results of `latent_dense` for the orders 0 to 3."""
+    """Return the results for four orders."""
     return [latent_dense(*arguments, order=order) for order in range(4)]
 
 

@@ -53,7 +53,7 @@ def command(*words: str, **options: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return platform, GPUs and versions; no names of hosts, users or folders."""
+    """Return hardware and versions; no names of hosts, users or folders."""
     on_gpu = torch.cuda.is_available()
     return {
         "platform": f"{platform.system()} {platform.machine()}",

@@ -26,7 +26,7 @@ _READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYN
 
 
 def waits(listing: str) -> int:
-    """Return the number of waits for MMAs in a disassembled kernel."""
+    """Return the number of waits for MMAs."""
     return listing.count("WARPGROUP.DEPBAR")
 
 
