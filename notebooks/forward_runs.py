@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+from kernel_events import statement
 from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
@@ -21,7 +22,6 @@ from canon.fast.kernels.gluon import config, forward_plain
 from canon.fast.kernels.gluon.config import Config
 from canon.masks.mask import Mask
 from canon.simulator import Event, Fault
-from canon.simulator.program import statement
 from canon.testing import simulated_kernels
 from canon.testing.judge import Attended
 

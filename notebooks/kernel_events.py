@@ -8,10 +8,13 @@ Names are those of the mathematics (S, dP, dV, dK, dQ). They are read from the l
 source of each event. The number of a step is its place in the order of the run. It is not a time:
 the simulator has no clock."""
 
+import ast
+import linecache
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from canon.simulator import Event
 
@@ -67,10 +70,27 @@ def backward_events(log: Sequence[Event], kernel: str = "dkdv_kernel") -> list[E
 
 def name_of(event: Event) -> str:
     """Return the name of an MMA's result, or of the tensor that is loaded; "" for other events."""
-    for line in event.place.source():
+    for code, number in event.place.lines:
+        line = statement(code.co_filename, number)
         if match := _SOURCE.match(line):
             return NAMES.get(next(filter(None, match.groups())), "")
     return ""
+
+
+def statement(file: str, line: int) -> str:
+    """Return the statement at a line, on one line."""
+    ends = [end for start, end in _statements(file) if start <= line <= end]
+    found = " ".join(
+        linecache.getline(file, n).strip() for n in range(line, min(ends, default=line) + 1)
+    )
+    return re.sub(r"(?<=[(\[]) |,? (?=[)\]])", "", found)
+
+
+@lru_cache
+def _statements(file: str) -> list[tuple[int, int]]:
+    nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
+    return [(x.lineno, x.end_lineno or x.lineno) for x in simple]
 
 
 def mma_names(events: Sequence[Event]) -> list[str]:

@@ -3,11 +3,10 @@
 canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask documents:8192
 canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
 
-Every figure is one of a model of H200s (`canon.costs`), for bfloat16 and both passes. Schedules
-have the names of `canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in
-which the busiest GPU runs no attention kernel. "NIC" is what a GPU sends to other hosts or receives
-from them. "peak" are the tensors of one call and its gradients. rank_invariant=True is not
-predicted.
+Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
+`canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in which the busiest GPU
+runs no attention kernel. "NIC" is what a GPU exchanges with other hosts. "peak" are the tensors of
+a call and its gradients.
 """
 
 import argparse
@@ -46,9 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
+    source = f"measured, {options.links}" if options.links else "assumed"
     try:
         links = read_links(options.links) if options.links else ASSUMED
-        source = f"measured, {options.links}" if options.links else "assumed"
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
@@ -64,29 +63,28 @@ def run(options: argparse.Namespace) -> int:
 def _rows(given, links):
     if given.hosts < 1 or given.gpus % given.hosts:
         raise ValueError(f"--hosts {given.hosts}: expected a divisor of the {given.gpus} GPUs")
-    sizes = f"1,{given.tokens},{given.heads},{given.width}"
-    shape = shape_of(sizes.replace("/", ","), given.mask)
+    heads = given.heads.replace("/", ",")
+    shape = shape_of(f"1,{given.tokens},{heads},{given.width},{given.mask}")
     for columns in divisors(gcd(shape.g, given.gpus // given.hosts)):
         place = (shape.h, shape.g), shape.d, given.hosts, columns
         for one in schedules_of(shape, given.gpus, columns):
             # nothing travels between the ranks of a column of one
             if re.search(RARE, one.name) or (columns == given.gpus and one.name != "ring zigzag"):
                 continue
-            function, options = one.attend.func.__name__, dict(one.attend.keywords)
+            function, options = one.attend.func.__name__, one.attend.keywords
             plan = plan_of(function, *place, **options)
-            forward, both, exposed = plan.seconds(links)
-            tensors = plan.tensors()
-            largest, peak = max(tensors, key=lambda x: tensors[x]), sum(tensors.values()) / 1e9
-            refused = f"{tensors[largest] / 1e9:.1f} GB of {largest}"
+            forward, both, exposed = (1e3 * x for x in plan.seconds(links))
+            gb = {name: 1e-9 * nbytes for name, nbytes in plan.tensors().items()}
+            peak, largest = sum(gb.values()), max(gb, key=gb.__getitem__)
             named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
             yield {
                 "schedule": one.name,
                 "mesh": f"{given.gpus // columns} x {columns}",
                 "call": f"{function}({', '.join(named)})",
-                "both ms": 1e3 * both,
-                "forward ms": 1e3 * forward,
-                "exposed ms": 1e3 * exposed,
+                "both ms": both,
+                "forward ms": forward,
+                "exposed ms": exposed,
                 "peak GB": peak,
-                "NIC MB": plan.nic_bytes / 1e6,
-                "refused": refused if peak > given.memory else "",
+                "NIC MB": 1e-6 * plan.nic_bytes,
+                "refused": f"{gb[largest]:.1f} GB of {largest}" if peak > given.memory else "",
             }

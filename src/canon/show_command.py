@@ -1,6 +1,5 @@
 """`canon show`: draw a mask, a layout or a plan into a file. It needs matplotlib.
 
-canon show mask --window 4096,512 --out mask.svg
 canon show mask --causal 4096 --blocks 300:876,2000:2576 --out images.svg
 canon show mask --window 4096,512 --prefix 4096,64 --out union.svg
 canon show layout --causal 65536 --layout zigzag --ranks 8 --out layout.png
@@ -123,7 +122,7 @@ def drawn(arguments: argparse.Namespace) -> Any:
 
 
 def mask_of(arguments: argparse.Namespace) -> Mask:
-    """Return the union of the masks that are given, with the blocks."""
+    """Return the union of the masks, with the blocks."""
     masks = []
     for name, (metavar, _, make) in MASKS.items():
         if (given := getattr(arguments, name)) is None:

@@ -1,11 +1,9 @@
 """`canon warm`: compile every kernel variant that a model can need, whatever its masks, into the
-disk cache.
+disk cache, once on each host.
 
     canon warm --dtype bfloat16 --widths 128 --heads 32/8
     canon warm --dtype float16 --widths 192/128 --heads 16/16 --functions magi_attention --ranks 8
-
-Call it once on each host after an installation, or `canon.fast.warm_up` at the start of a program.
-It needs a GPU."""
+"""
 
 import argparse
 import sys
@@ -72,22 +70,13 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print a summary and return the exit status.
-
-    That is 0, 1 if a kernel does not compile or there is no GPU, 2 for invalid arguments.
+    """Compile, print a summary and return the exit status: 1 if a kernel does not compile or there
+    is no GPU, 2 for invalid arguments.
     """
     a, start = arguments, time.monotonic()
-    names = (
-        "heads",
-        "functions",
-        "backend",
-        "backward",
-        "softcap",
-        "ranks",
-        "rank_invariant",
-        "processes",
-    )
-    options = {name: getattr(a, name) for name in names}
+    options = {
+        name: value for name, value in vars(a).items() if name not in ("command", "dtype", "widths")
+    }
     try:
         compiled = warm_up(getattr(torch, a.dtype), *a.widths, **options)
     except (ValueError, RuntimeError) as error:

@@ -1,6 +1,4 @@
-"""`canon bench` computes speeds, ratios and verdicts, and records them, and says where it cannot
-measure.
-"""
+"""`canon bench` records what it measures, and says where it cannot measure."""
 
 import json
 
@@ -9,59 +7,10 @@ import torch
 from benching import CEILINGS, CPU, no_clock, options_of  # noqa: F401 (a fixture)
 
 from canon.__main__ import main
-from canon.bench import bench_command, roofline, shapes
+from canon.bench import bench_command
 from canon.testing import process_groups, record
 
 pytestmark = pytest.mark.interpreted
-
-
-# ---------------------------------------------------------------------- what speeds are worth
-def test_a_roofline_is_the_lower_of_products_and_traffic():
-    shape = shapes.shape_of("2,1000,4,2,16,full")
-    # q, out; k, v; lse
-    moved = 2 * (2 * 1000 * 4 * 16 * 2) + 2 * (2 * 1000 * 2 * 16 * 2) + 4 * 2 * 1000 * 4
-    assert roofline.compulsory_bytes(shape, 2, "forward") == moved
-    # lse is read once
-    assert roofline.compulsory_bytes(shape, 2, "backward") == 2 * moved - 4 * 2 * 1000 * 4
-    ceilings = {"matmul_tflops": 800.0, "copy_tbs": 1.0}
-    assert roofline.roofline(shape, 2, "forward", ceilings) == pytest.approx(
-        shape.operations / moved
-    )
-    assert roofline.roofline(shape, 2, "forward", {"matmul_tflops": 1.0, "copy_tbs": 1.0}) == 1.0
-
-
-def made_up(contender, forward=None, backward=None, shape="1,1000,4,2,16,full"):
-    shape = shapes.shape_of(shape)
-    row = {
-        "contender": contender,
-        "forward_of": contender.rpartition(" ")[0] or contender,
-        "shape": str(shape),
-    }
-    row |= {
-        "canon": contender.startswith("canon"),
-        "n": shape.n,
-        "d": shape.d,
-        "mask": shape.mask_name,
-    }
-    row |= {f"{name}_ms": [ms] for name, ms in (("forward", forward), ("backward", backward)) if ms}
-    return row
-
-
-def test_ratios_are_to_the_fastest_peer_of_each_pass():
-    rows = [
-        made_up("canon triton split", 2.0, 4.0),
-        made_up("slow", 8.0, 8.0),
-        made_up("fast", 1.0, 16.0),
-    ]
-    roofline.add_speeds(
-        [*rows, made_up("absent")], shapes.shape_of("1,1000,4,2,16,full"), 2, CEILINGS
-    )
-    assert [row["forward_to_peer"] for row in rows] == pytest.approx([0.5, 0.125, 1.0])
-    assert [row["backward_to_peer"] for row in rows] == pytest.approx([2.0, 1.0, 0.5])
-    assert rows[0]["forward_roofline"] == pytest.approx(
-        rows[0]["forward_tflops"]
-        / roofline.roofline(shapes.shape_of("1,1000,4,2,16,full"), 2, "forward", CEILINGS)
-    )
 
 
 # ---------------------------------------------------------------------- the command

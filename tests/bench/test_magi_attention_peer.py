@@ -13,11 +13,11 @@ import torch.distributed as dist
 from benching import no_clock_of_schedules, on_cpu  # noqa: F401 (a fixture)
 
 from canon import Layout, Mask, reference
-from canon.bench import magi_attention_peer, schedule_peers, schedules, shapes
+from canon.bench import peers, schedule_peers, schedules, shapes
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
-SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
 
 
 class Planned:
@@ -51,14 +51,14 @@ def magi_stub(monkeypatch, factor=1.0, positions=lambda x: x):
     module.calc_attn = calc_attn
     monkeypatch.setitem(sys.modules, "magi_attention", ModuleType("magi_attention"))
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    magi_attention_peer.api.cache_clear()
+    peers.peer_module.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def no_magi():
-    magi_attention_peer.api.cache_clear()
+    peers.peer_module.cache_clear()
     yield
-    magi_attention_peer.api.cache_clear()
+    peers.peer_module.cache_clear()
 
 
 def peer_rows():

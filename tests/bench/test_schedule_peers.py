@@ -24,7 +24,7 @@ from canon.bench import (
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
-SHAPE = shapes.shape_of("1,64,2,2,16", "documents:20")
+SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
 EXPOSED = schedules._exposed
 SHORT = shapes.shape_of("1,8,2,2,16,causal")
 

@@ -255,9 +255,9 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
     [
         ("no.such.module", "cannot import no.such.module"),
         ("canon.reference --only nothing", "no case matches 'nothing'"),
-        ("canon.reference --ranks 0", "--ranks must be at least 1"),
-        ("canon.reference --runs 0", "--runs must be at least 1"),
-        ("canon.reference --tokens 0", "--tokens must be at least 1, got 0"),
+        ("canon.reference --ranks 0", "argument --ranks: must be at least 1, got 0"),
+        ("canon.reference --runs 0", "argument --runs: must be at least 1, got 0"),
+        ("canon.reference --tokens 0", "argument --tokens: must be at least 1, got 0"),
         ("canon.reference --documents missing.txt", "no such file or folder: missing.txt"),
         ("canon.testing.record", "has none of the functions"),
         ("canon.reference --dtype int8", "invalid choice: 'int8'"),
@@ -268,7 +268,7 @@ def test_the_ranks_run_on_gpus_unless_kernels_are_interpreted(monkeypatch):
         ("canon.reference --features causal,fast", "--features fast: expected one or more of"),
         ("canon.reference --features batched,packed", "expected one of them"),
         ("canon.reference --features no-mask,full", "allows causal only"),
-        ("--random 0", "--random needs N >= 1"),
+        ("--random 0", "argument --random: must be at least 1"),
         ("--random 1 --ranks 9", "--ranks from 1 to 8"),
         (
             "--random 2 --only 'no such mask'",

@@ -106,7 +106,7 @@ def test_the_number_of_ranks_with_other_bits_is_named(check):
     assert status == 1
     assert {(x["row"], x["ranks"]) for x in others} == {
         ("magi_attention, zigzag", 3),
-        ("magi_attention, dispatch", 3),
+        ("magi_attention, planned", 3),
     }
     assert "3 ranks, token 0, head" in text
     assert "0 of 2 cells have equal bits, 2 do not." in text

@@ -36,10 +36,14 @@ def test_unseen_tokens_hold_nan():
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_planned_cases_interleave_the_chunks_of_their_ranks_and_cast_something(ranks):
     """With the default rates of `dispatch`, so few tokens would stay in contiguous shards, and
-    casts would be empty.
+    casts would be empty. Cases with rank_invariant=True have whole tiles of 128 tokens.
     """
     documents = Documents(tuple("abcd"), tuple(b"x" * n for n in (72, 100, 150, 257)))
-    planned = [case for case in cases.all_cases(["float32"], gpu=False) if case.layout == "planned"]
+    planned = [
+        case
+        for case in cases.all_cases(["float32"], gpu=False)
+        if case.layout == "planned" and not case.rank_invariant
+    ]
     assert {case.mask for case in planned} == {*cases.MASKS, "sequences"} - {"full"}
     for case in planned:
         mask = FromDocuments(documents).mask(case)

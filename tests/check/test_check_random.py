@@ -274,7 +274,7 @@ def test_only_selects_functions_and_masks_of_random_cases(run):
         != []
     )
     assert record["runs"][0]["command"] == (
-        "canon check canon.reference --random 40 --seed 5 --only tree"
+        "canon check canon.reference --only tree --random 40 --seed 5"
     )
 
 

@@ -32,7 +32,7 @@ def test_features_limit_random_cases(run, write_module):
     assert status == 0, printed.out
     assert [row[1:3] for row in record["runs"][-1]["cases"]] == [["attention", "agrees"]] * 8
     assert record["runs"][-1]["command"] == (
-        f"canon check plain --random 8 --seed 0 --features {words}"
+        f"canon check plain --features {words} --random 8 --seed 0"
     )
 
 

@@ -1,11 +1,11 @@
-"""`canon check` compares the bits of calls with rank_invariant=True, and prints digests that two
-machines can compare.
+"""`canon check` compares the bits of calls with rank_invariant=True with those on one rank, and
+prints digests that two machines can compare.
 """
 
 import re
 
 from canon import fast, reference
-from canon.check import rank_digests
+from canon.check.cases import has_option
 
 IGNORES_RANKS = """
 from canon import reference
@@ -14,55 +14,63 @@ from canon.reference import attention, magi_attention
 def strided_attention(q, k, v, mask, layout, *, rank_invariant=False, **options):
     return reference.strided_attention(q, k, v, mask, layout, rank_invariant={option}, **options)
 """
+CASES = {
+    "attention/documents/bfloat16",
+    "attention/causal/float32",
+    "strided_attention/contiguous/documents/bfloat16",
+    "strided_attention/contiguous/causal/float32",
+    "strided_attention/zigzag/documents/float32",
+    "strided_attention/zigzag/causal/bfloat16",
+    "magi_attention/planned/documents/float32",
+    "magi_attention/planned/causal/bfloat16",
+}
 
 
 def test_digests_do_not_depend_on_ranks_or_runs(run):
-    lines = []
+    digests = []
     for ranks in (1, 2, 5):
         words = "canon.reference --tokens 400 --only rank_invariant --ranks"
-        status, printed, _ = run(words, ranks)
+        status, _, record = run(words, ranks)
         assert status == 0
-        lines.append(re.findall(r"^rank_invariant/(\S+ [0-9a-f]{12}): equal", printed.out, re.M))
-    assert lines[0] == lines[1] == lines[2]
-    assert [line.split()[0] for line in lines[0]] == ["documents/bfloat16", "causal/float32"]
+        digests.append({row["case"]: row["digest"] for row in record["results"]})
+    assert digests[0] == digests[1] == digests[2]
+    assert digests[0].keys() == {f"{case}/rank_invariant" for case in CASES}
+    by_inputs = {}
+    for case, digest in digests[0].items():
+        by_inputs.setdefault(tuple(case.split("/")[-3:]), set()).add(digest)
+    assert len(by_inputs) == 4
+    assert all(len(found) == 1 for found in by_inputs.values()), "equal bits of all functions"
 
 
-def test_a_check_reports_the_digests(run):
-    status, printed, record = run("canon.reference --tokens 300 --only rank_invariant/causal")
+def test_the_table_has_the_digests(run):
+    status, printed, record = run("canon.reference --tokens 300 --only causal/*/rank_invariant")
     assert status == 0, printed.out
-    (result,) = record["rank_invariance"]
-    assert result["faults"] == []
-    assert f"{result['inputs']} {result['digest']}: equal bits in 10 of 10 calls" in printed.out
-    assert result["calls"][0] == "attention (1 rank)"
-    assert "strided_attention (zigzag, 4 ranks)" in result["calls"]
-    assert "magi_attention (dispatch, 3 ranks)" in result["calls"]
+    found = re.findall(r"agrees, bits ([0-9a-f]{12})", printed.out)
+    assert found == [row["digest"] for row in record["results"]]
+    assert len(found) == 4
 
 
 def test_a_module_that_ignores_the_option_disagrees(run, write_module):
     write_module("forgetful", IGNORES_RANKS.format(option="False"))
-    status, printed, _ = run(
-        "forgetful --tokens 900 --dtype float32 --ranks 3 --only rank_invariant"
+    status, _, record = run(
+        "forgetful --tokens 900 --dtype float32 --ranks 3 --only zigzag/documents/*/rank_invariant"
     )
     assert status == 1
-    assert (
-        "strided_attention (zigzag, 3 ranks) and attention (1 rank) have other bits in"
-    ) in printed.out
-    assert "magi_attention (" not in printed.out, "it agrees"
+    (result,) = record["results"]
+    text = "other bits than attention(..., rank_invariant=True) on one rank, in"
+    assert any(fault.startswith(text) for fault in result["faults"])
 
 
-def test_functions_without_the_option_are_left_out(run, write_module):
-    assert [
-        rank_digests.has_option(reference, name) for name in ("ring_attention", "merge", "nothing")
-    ] == [False] * 3
+def test_functions_without_the_option_have_no_such_case(run, write_module):
+    assert [has_option(reference, name) for name in ("ring_attention", "merge", "nothing")] == [
+        False
+    ] * 3
     for half in (reference, fast):
         assert all(
-            rank_digests.has_option(half, name)
-            for name in ("attention", "strided_attention", "magi_attention")
+            has_option(half, name) for name in ("attention", "strided_attention", "magi_attention")
         )
     own = "def zigzag_attention(*x, **y):\n    return reference.zigzag_attention(*x, **y)\n"
     write_module("old", f"from canon import reference\n\n{own}")
     status, printed, _ = run("old --only rank_invariant")
     assert status == 2
     assert "no case matches 'rank_invariant'" in printed.err
-    status, _, record = run("old --tokens 200 --only zigzag_attention/zigzag/causal")
-    assert (status, record["rank_invariance"]) == (0, [])

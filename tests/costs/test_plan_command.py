@@ -34,7 +34,7 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
 @pytest.mark.parametrize(("words", "text"), [
     (["--hosts", "3"], "--hosts 3: expected a divisor of the 8 GPUs"),
     (["--hosts", "0"], "--hosts 0: expected a divisor of the 8 GPUs"),
-    (["--heads", "9/2"], "expected b,n,h,g,d with h a multiple of g"),
+    (["--heads", "9/2"], "with h a multiple of g"),
     (["--links", __file__], "expected a record of canon bench links"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(words, text, capsys):

@@ -51,7 +51,7 @@ def compiled(arch, cache):
     cases = [case for case in both if case.arch == arch]
     numbers = json.dumps([every.index(case) for case in cases])
     settings = dict(NUMBERS=numbers, TRITON_CACHE_DIR=str(cache))
-    output = printed(PROGRAM, "--json", "--arch", arch, **settings)
+    output = printed(PROGRAM, "--arch", arch, **settings)
     return cases, [json.loads(line) for line in output.splitlines()]
 
 

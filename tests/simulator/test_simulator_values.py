@@ -1,4 +1,4 @@
-"""The simulator of Gluon kernels: arithmetic, types, addresses and options."""
+"""The simulator of Gluon kernels: arithmetic, types and addresses."""
 
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false
 
@@ -56,8 +56,3 @@ def test_numbers_are_values_where_a_loop_or_a_branch_changes_them():
             simulator.Fault, match="int32 overflow: add gives 2147483648, at numbers_kernel"
         ):
             numbers_kernel[(1,)](out, 4, 2**31 - 4)
-
-
-def test_unknown_options_are_refused():
-    with simulator.simulated(), pytest.raises(KeyError, match="no option.*num_wraps"):
-        numbers_kernel[(1,)](torch.zeros(4), 1, 1, num_wraps=4)

@@ -8,8 +8,8 @@
     canon bench plans        no GPU: dispatch plans
     canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
-A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal; the mask may come from --mask. TFLOP/s count
-visible cells: forward 4 h d area, backward 2.5 times that.
+A shape is b,n,h,g,d,mask: 1,16384,32,8,128,causal. TFLOP/s count visible cells: forward 4 h d
+area, backward 2.5 times that.
 """
 
 import argparse
@@ -28,74 +28,80 @@ from canon.bench.measuring import Settings
 from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 
-# A module has SHAPES, measure(shape, settings) and tables(rows). It may have check(shape), fields
-# of the record, and on_ranks(program, ranks), if ranks take part.
-MODULES = {
-    "kernels": "kernels",
-    "host": "host_time",
-    "masks": "mask_time",
-    "schedules": "schedules",
-    "decode": "decoding",
+# The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
+# tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
+# ranks take part.
+SUBJECTS = {
+    "kernels": ("kernels", "shape only dtype rounds cold sweep"),
+    "host": ("host_time", "shape only dtype rounds"),
+    "masks": ("mask_time", "shape dtype rounds"),
+    "schedules": ("schedules", "shape only dtype rounds ranks"),
+    "decode": ("decoding", "shape only dtype rounds ranks"),
+    "plans": ("plans", "ranks packs"),
+    "links": ("links", "ranks rounds"),
 }
-SHAPED = tuple(MODULES)
-TIMED = tuple(name for name in SHAPED if name != "masks")
-# The commands of each option. An option of another command is an error.
-OWNERS = {
-    "shape": SHAPED,
-    "mask": SHAPED,
-    "only": TIMED,
-    "dtype": SHAPED,
-    "rounds": (*SHAPED, "links"),
-    "backend": ("kernels",),
-    "cold": ("kernels",),
-    "sweep": ("kernels",),
-    "ranks": ("plans", "schedules", "decode", "links"),
-    "packs": ("plans",),
+WIDTHS = "64,128,256"
+OPTIONS: dict[str, dict[str, Any]] = {
+    "shape": {
+        "action": "append",
+        "default": [],
+        "help": f"b,n,h,g,d,mask (repeatable); mask: {shapes.MASKS}",
+    },
+    "only": {
+        "default": "",
+        "metavar": "TEXT",
+        "help": "contenders whose names hold this text, or one of several: A|B",
+    },
+    "dtype": {"default": "bfloat16", "choices": ["bfloat16", "float16", "float32"]},
+    "rounds": {
+        "type": int,
+        "default": 10,
+        "metavar": "N",
+        "help": "how often all are timed (default 10)",
+    },
+    "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
+    "sweep": {
+        "nargs": "?",
+        "const": WIDTHS,
+        "metavar": "D,D",
+        "help": f"512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
+        f"(default {WIDTHS})",
+    },
+    "ranks": {
+        "type": int,
+        "action": "append",
+        "metavar": "N",
+        "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
+    },
+    "packs": {
+        "type": int,
+        "default": 20,
+        "metavar": "N",
+        "help": "packs for each number of ranks (20)",
+    },
 }
-DEFAULTS = {"dtype": "bfloat16", "rounds": 10, "packs": 20}  # given to every command
 DISAGREES, MISUSED = 1, 2
 Batches = Iterator[list[dict]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon bench``."""
-    add, several = parser.add_argument, {"action": "append", "default": []}
-    add("what", choices=[*MODULES, "plans", "links"], help="the subject, from the list above")
-    text = "b,n,h,g,d or b,n,h,g,d,mask (repeatable)"
-    add("--shape", **several, metavar="SHAPE", help=text)
-    add("--mask", **several, metavar="MASK", help=shapes.MASKS)
-    add("--dtype", default=DEFAULTS["dtype"], choices=["bfloat16", "float16", "float32"])
-    text = "contenders whose names hold this text, or one of several: A|B"
-    add("--only", default="", metavar="TEXT", help=text)
-    text = "how often all are timed (default 10)"
-    add("--rounds", type=int, default=DEFAULTS["rounds"], metavar="N", help=text)
-    text = "kernels: the only backend that is forced (default all)"
-    add("--backend", choices=["triton", "gluon", "cuda"], help=text)
-    text = "kernels: L2 holds none of the inputs before a timed run"
-    add("--cold", action="store_true", help=text)
-    widths = "64,128,256"
-    text = (
-        f"kernels: 512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
-        f"(default {widths})"
-    )
-    add("--sweep", nargs="?", const=widths, metavar="D,D", help=text)
-    text = "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2"
-    add("--ranks", type=int, action="append", metavar="N", help=text)
-    text = "plans: packs for each number of ranks (20)"
-    add("--packs", type=int, default=DEFAULTS["packs"], metavar="N", help=text)
-    add("--record", type=Path, help="where to write JSON (default canon-bench/WHAT.json)")
+    subjects = parser.add_subparsers(dest="what", required=True, metavar="SUBJECT")
+    for what, (_, names) in SUBJECTS.items():
+        subject = subjects.add_parser(what)
+        for name in names.split():
+            subject.add_argument(f"--{name}", **OPTIONS[name])
+        text = f"where to write JSON (default canon-bench/{what}.json)"
+        subject.add_argument("--record", type=Path, help=text)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print, write the record. Return 1 if Canon disagreed anywhere, 2 if it cannot be
-    measured.
-    """
+    """Measure, print, write the record. Return the exit status."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else 140)
-    module = import_module(f"canon.bench.{MODULES.get(options.what, options.what)}")
+    module = import_module(f"canon.bench.{SUBJECTS[options.what][0]}")
     try:
-        _check_owners(options)
         batches, settings = _prepared(options, module)
     except ValueError as error:
         console.print(f"canon bench: {error}", markup=False)
@@ -116,19 +122,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _wrong(row: dict) -> bool:
-    """Return whether Canon failed: a schedule that is no peer, or a contender."""
+    """Return whether Canon failed."""
     return "failed" in row and (
         row.get("peer") is False or row.get("contender", "").startswith("canon")
     )
-
-
-def _check_owners(options: argparse.Namespace) -> None:
-    for name, owners in OWNERS.items():
-        if (
-            getattr(options, name) not in (None, "", False, [], DEFAULTS.get(name))
-            and options.what not in owners
-        ):
-            raise ValueError(f"{name!r} belongs to {' and '.join(owners)}, not to {options.what}")
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
@@ -147,8 +144,9 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         )
     several = hasattr(module, "on_ranks")
     device = _device(several) if on_gpu else torch.device("cpu")
-    given = options.only, options.backend, options.cold
-    settings = Settings(getattr(torch, options.dtype), device, options.rounds, *given)
+    names = ("rounds", "only", "cold")
+    given = {name: getattr(options, name) for name in names if name in options}
+    settings = Settings(getattr(torch, options.dtype), device, **given)
     found = _shapes(options, module)
     if not several:
         return _by_shape(module, found, settings), settings
@@ -163,14 +161,14 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
 
 
 def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
-    if options.sweep:
-        if options.shape or options.mask:
-            raise ValueError("--sweep has shapes of its own: leave --shape and --mask out")
+    if "sweep" in options and options.sweep:
+        if options.shape:
+            raise ValueError("--sweep has shapes of its own: leave --shape out")
         widths = options.sweep.split(",")
         if not all(width.strip().isdigit() and int(width) for width in widths):
             raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
         return shapes.sweep([int(width) for width in widths])
-    found = shapes.shapes_of(options.shape, options.mask, module.SHAPES)
+    found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
     for shape in found if hasattr(module, "check") else ():
         module.check(shape)
     return found
@@ -184,7 +182,6 @@ def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings)
 
 
 def _device(several: bool) -> torch.device:
-    """Return the current GPU, without a number where each rank has its own."""
     return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -193,11 +190,11 @@ def _record_path(options: argparse.Namespace) -> Path:
 
 
 def _keep(options: argparse.Namespace, rows: list[dict], **more: Any) -> None:
-    record.write(_record_path(options), _command(options), rows, dtype=options.dtype, **more)
+    more |= {"dtype": options.dtype} if "dtype" in options else {}
+    record.write(_record_path(options), _command(options), rows, **more)
 
 
 def _command(options: argparse.Namespace) -> str:
-    given = {
-        name: getattr(options, name) for name, owners in OWNERS.items() if options.what in owners
-    }
+    names = SUBJECTS[options.what][1].split()
+    given = {name: getattr(options, name) for name in names}
     return record.command("canon", "bench", options.what, **given)

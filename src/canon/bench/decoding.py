@@ -1,11 +1,9 @@
 """`canon bench decode`: time `decode_attention` on several GPUs that divide the keys.
 
-    parts           each rank's part, merged
-    sums travel     rank_invariant=True
-    keys travel     the same bits, with K and V of all ranks on every rank
-    one GPU         rank_invariant=True over all keys on every rank
-
-All but "parts" have the same bits. There is no GPU time: the host waits inside some calls.
+parts           each rank's part, merged
+sums travel     rank_invariant=True
+keys travel     the same bits, with K and V of all ranks on every rank
+one GPU         the same bits, over all keys on every rank
 """
 
 from collections.abc import Callable, Iterator

@@ -3,11 +3,10 @@
     forward        calls without gradients
     both           both passes, by `torch.autograd.grad`
     chain          both passes of `LAYERS` layers in a row; milliseconds a layer
-    loop           a training loop: forward, q.grad = k.grad = v.grad = None, out.backward(dout)
 
-"no kernels" allocates results and gradients. "to cuDNN" divides median wall times of the loop."""
+"no kernels" allocates results and gradients alone.
+"""
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,8 +29,7 @@ SHAPES = [
 ]
 CONTENDERS = "canon auto|SDPA cudnn|SDPA flash|flash-attn-4"
 LAYERS = 8
-MEASURES = ("forward", "both", "chain", "loop")
-CUDNN = "SDPA cudnn"
+MEASURES = ("forward", "both", "chain")
 
 
 class NoKernels(torch.autograd.Function):
@@ -61,14 +59,6 @@ def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     for row in rows:
         for name in ("chain_wall_ms", "chain_host_ms"):
             row[name] = [x / LAYERS for x in row.get(name, [])]
-    loops = {
-        row["contender"]: statistics.median(row["loop_wall_ms"])
-        for row in rows
-        if row.get("loop_wall_ms")
-    }
-    for row in rows:
-        if CUDNN in loops and row["contender"] in loops:
-            row["loop_to_cudnn"] = loops[row["contender"]] / loops[CUDNN]
     return rows
 
 
@@ -81,14 +71,8 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
             x = attend(x, k, v)
         torch.autograd.grad(x, leaves, dout)
 
-    def loop() -> None:
-        out = attend(q, k, v)
-        for x in leaves:
-            x.grad = None
-        out.backward(dout)
-
     forward = partial(attend, *(x.detach() for x in leaves))
-    runs = forward, partial(both_passes, attend, leaves, dout), chain, loop
+    runs = forward, partial(both_passes, attend, leaves, dout), chain
     eager = {name: contender.inside(run) for name, run in zip(MEASURES, runs, strict=True)}
     results = contender.inside(both_passes)(attend, leaves, dout)
     return Made(results, eager["chain"], eager=eager)
@@ -96,15 +80,11 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
 
 def tables(rows: Sequence[dict]) -> list:
     """Return a table of medians."""
-    title = (
-        f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; loop: a training loop; "
-        "memory of the chain"
-    )
+    title = f"wall (host) ms of eager calls; chain: a layer of {LAYERS}; memory of the chain"
     lines = []
     for row in rows:
         cells = [clocks(row, name) for name in MEASURES]
-        cells += [f"{row['loop_to_cudnn']:.2f}" if "loop_to_cudnn" in row else "-"]
         if "failed" in row:
-            cells = [row["failed"][:60], *[""] * len(MEASURES)]
+            cells = [row["failed"][:60], *[""] * (len(MEASURES) - 1)]
         lines.append((row["shape"], row["contender"], *cells, shown_mb(row)))
-    return [table(title, ("shape", "contender", *MEASURES, "to cuDNN", "peak MB"), lines)]
+    return [table(title, ("shape", "contender", *MEASURES, "peak MB"), lines)]

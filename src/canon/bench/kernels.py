@@ -1,10 +1,4 @@
-"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU.
-
-canon bench kernels                        9 shapes on which peers were measured
-canon bench kernels --sweep 64,128         512 to 131072 causal tokens
-canon bench kernels --cold --shape 1,1,32,8,128,full:8192
-                                           L2 holds none of the inputs before a timed run
-"""
+"""`canon bench kernels`: measure forward and backward kernels of Canon and of peers on one GPU."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench import roofline, shapes
-from canon.bench.cuda_graph import captured
+from canon.bench import shapes
 from canon.bench.measuring import (
     Contender,
     Made,
     Settings,
+    add_tflops,
     both_passes,
     leaves_of,
     measured,
@@ -38,8 +32,8 @@ def measure(shape: Shape, settings: Settings) -> list[dict[str, Any]]:
     fields |= {"shape": str(shape), "mask": shape.mask_name}
     made, found = partial(_made, leaves, dout), contenders(shape, settings)
     rows = measured(found, made, judge, settings, **fields)
-    best = ceilings(settings.dtype, settings.device)
-    roofline.add_speeds(rows, shape, settings.dtype.itemsize, best)
+    for row in rows:
+        add_tflops(row, shape.operations, forward=1.0, backward=2.5)
     return rows
 
 
@@ -51,7 +45,7 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
     both = contender.inside(partial(both_passes, forward, leaves, dout))
     gpu = {"backward": backward, "forward": partial(forward, *leaves)}
     eager = {"both": both, "forward": partial(forward, *(x.detach() for x in leaves))}
-    return Made(results, both, gpu, eager, lambda: captured(forward, *leaves, dout))
+    return Made(results, both, gpu, eager)
 
 
 def fields(settings: Settings) -> dict[str, Any]:
@@ -60,19 +54,14 @@ def fields(settings: Settings) -> dict[str, Any]:
 
 
 def tables(rows: Sequence[dict]) -> list:
-    """Return a table of the rows of a shape."""
-    times, shares = ("forward ms", "both ms", "graph ms"), ("of roof", "to peer")
-    columns = ("contender", "agrees", *times, "forward", *shares, "backward", *shares, "peak MB")
-    text = (
-        "wall (host) ms: eager calls, replayed graph; TFLOP/s of GPU time, share of the "
-        "roofline, ratio to the fastest peer"
-    )
-    return [table(f"{rows[0]['shape']}: {text}; memory of both passes", columns, map(_line, rows))]
-
-
-def _line(row: dict) -> tuple[str, ...]:
-    forms = {"tflops": ".0f", "roofline": ".0%", "to_peer": ".2f"}
-    keys = [(f"{name}_{kind}", form) for name in roofline.PASSES for kind, form in forms.items()]
-    numbers = [format(row[key], form) if key in row else "-" for key, form in keys]
-    times = [clocks(row, name) for name in ("forward", "both", "graph")]
-    return row["contender"], verdict_of(row), *times, *numbers, shown_mb(row)
+    """Return a table of a shape."""
+    columns = "contender", "agrees", "forward ms", "both ms", "forward", "backward"
+    text = "wall (host) ms of eager calls; TFLOP/s of GPU time"
+    title = f"{rows[0]['shape']}: {text}; memory of both passes"
+    lines = []
+    for row in rows:
+        times = [clocks(row, name) for name in ("forward", "both")]
+        speeds = [row.get(f"{name}_tflops") for name in ("forward", "backward")]
+        speeds = ["-" if speed is None else f"{speed:.0f}" for speed in speeds]
+        lines.append((row["contender"], verdict_of(row), *times, *speeds, shown_mb(row)))
+    return [table(title, (*columns, "peak MB"), lines)]

@@ -1,7 +1,7 @@
 """`canon bench links`: time messages between all pairs of ranks, inside a host and between hosts.
 
-Two ranks exchange messages, both ways at once, as in a hop of a ring. The latency is the time of 8
-bytes; the bandwidth is that of `LARGE` bytes without it. `canon plan --links` reads the record.
+Two ranks exchange messages, both ways at once. The latency is the time of 8 bytes; the bandwidth is
+that of `LARGE` bytes without it.
 
     canon bench links --ranks 4                                        # GPUs, or gloo on CPUs
     torchrun --nnodes 2 --nproc-per-node 8 ... -m canon bench links    # a cluster
@@ -40,9 +40,7 @@ def batches(ranks: int, times: int) -> Iterator[list[dict]]:
 
 
 def measure(times: int) -> list[dict]:
-    """Return a row for each pair of ranks, the same on all ranks. Raise RuntimeError if wrong bytes
-    arrive.
-    """
+    """Return a row for each pair, the same on all ranks. Raises RuntimeError for wrong bytes."""
     rank, hosts = dist.get_rank(), [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
     device, rows = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu"), []
@@ -51,9 +49,7 @@ def measure(times: int) -> list[dict]:
         other, received, ms = sum(pair) - rank, torch.full_like(sent, 255), []
         for nbytes in (SMALL, LARGE):
             run = partial(_exchange, other, sent[:nbytes], received[:nbytes])
-            run = run if rank in pair else int
-            run()  # connects the two
-            ms.append(_milliseconds(run, times, device))
+            ms.append(_milliseconds(run if rank in pair else int, times, device))
         if rank in pair and (received != other % 251).any():
             raise RuntimeError(f"wrong bytes arrived from rank {other}")
         speed = {"us": round(1e3 * ms[0], 1), "gb_s": round(1e-6 * LARGE / (ms[1] - ms[0]), 2)}
@@ -62,16 +58,11 @@ def measure(times: int) -> list[dict]:
 
 
 def _milliseconds(run: Run, times: int, device: torch.device) -> float:
-    """Return the time of a message of a queue: on a GPU, the host's time for a launch is longer
-    than a short message.
-    """
+    """On a GPU, the host's time for a launch is longer than a short message: time a queue."""
+    run()  # connects the two
     if device.type != "cuda":
         return eager(run, times, device)[0]
-
-    def queue() -> None:
-        for _ in range(times):
-            run()
-
+    queue = lambda: [run() for _ in range(times)]
     (taken,) = milliseconds(queue, 1, warm=0, before=partial(meet, device))
     return slowest(taken / times, device)
 

@@ -1,14 +1,9 @@
-"""Run MagiAttention on packed documents, with its default options.
-
-It plans its own layout, before anything is timed.
+"""Run MagiAttention on packed documents, with its default options and its own layout.
 
 Source: SandAI-org/MagiAttention 1.1, magi_attention/api/magi_attn_interface.py.
 """
 
-import functools
-import importlib
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,31 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from canon.bench.peers import peer_module
 from canon.bench.shapes import Shape
 from canon.masks.layout import Layout
 
 NAME = "MagiAttention"
-PACKAGE = "magi_attention"
 
 
-@functools.cache
 def api() -> tuple[Any, str]:
-    """Return its module of public functions, or None, and its version, or why it is absent."""
-    try:
-        module = importlib.import_module(f"{PACKAGE}.api")
-    except ModuleNotFoundError as error:
-        return None, f"not installed ({error})"
-    except Exception as error:  # for example an OSError of a compiled library
-        return None, f"cannot be imported ({type(error).__name__}: {error})"[:300]
-    try:
-        return module, version(PACKAGE)
-    except PackageNotFoundError:
-        return module, "unknown version"
-
-
-def installed() -> str:
-    """Return its version, or why it is absent."""
-    return api()[1]
+    """Return its module, or None, and its version, or why it is absent."""
+    return peer_module("magi_attention.api", "magi_attention")
 
 
 def takes(shape: Shape) -> bool:
@@ -49,9 +29,8 @@ def takes(shape: Shape) -> bool:
 
 
 def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., Any]]:
-    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width).
-
-    A collective. Raises ValueError if it pads the sequence: its ranks would hold more tokens.
+    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width). A
+    collective. Raises ValueError if it pads the sequence.
     """
     module, group = api()[0], dist.group.WORLD
     ends = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=device)
@@ -77,7 +56,7 @@ def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., A
 
 def layout_of(positions: list[int], tokens: int) -> Layout:
     """Return the layout of all ranks, from the positions of this rank's tokens. A collective.
-    Raises ValueError unless each token of the sequence is on one rank.
+    Raises ValueError unless each token is on one rank.
     """
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, positions)
@@ -91,7 +70,7 @@ def layout_of(positions: list[int], tokens: int) -> Layout:
 
 
 def runs(positions: list[int]) -> list[range]:
-    """Return the positions as ranges of consecutive ones, in their order."""
+    """Return positions as ranges of consecutive ones."""
     starts = [i for i, (a, b) in enumerate(pairwise(positions), 1) if b != a + 1]
     edges = [0, *starts, len(positions)]
     return [range(positions[i], positions[i] + j - i) for i, j in pairwise(edges) if j > i]

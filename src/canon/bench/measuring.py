@@ -1,8 +1,8 @@
-"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU.
-
-A contender that disagrees, or raises, gets no figure: its row has the reason.
+"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU. The row of
+another contender has the reason.
 """
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.bench.cuda_graph import CapturedPasses
 from canon.bench.shapes import Shape
 from canon.bench.timing import Eager, Run, eager_rounds, flush_of, peak_mb, take_turns
 from canon.testing.judge import Attended, agreement, dense, oracle
@@ -23,17 +22,16 @@ DECLINED = ValueError, NotImplementedError, ModuleNotFoundError
 
 @dataclass(frozen=True)
 class Settings:
-    """What all shapes of a command share. It can be pickled."""
+    """What all shapes share. It can be pickled."""
 
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = torch.device("cuda")  # noqa: RUF009 (immutable)
     rounds: int = 10
     only: str = ""
-    backend: str | None = None
     cold: bool = False
 
     def wants(self, name: str) -> bool:
-        """Return whether a name has one of the texts of ``--only``, separated by "|"."""
+        """Return whether a name has one of the texts of ``--only``."""
         return any(part in name for part in self.only.split("|"))
 
 
@@ -66,13 +64,12 @@ class Contender:
 
 @dataclass(frozen=True)
 class Made:
-    """Runs of a contender by name, and its results for the judge: out, dq, dk, dv."""
+    """Runs of a contender by name, and out, dq, dk and dv for the judge."""
 
     results: Sequence[Tensor]
     peak: Run  # its memory is measured
     gpu: dict[str, Run] = field(default_factory=dict)
     eager: dict[str, Run] = field(default_factory=dict)
-    capture: Callable[[], CapturedPasses] | None = None
 
 
 class Judge:
@@ -109,7 +106,7 @@ class Judge:
 
 
 def reason(error: Exception) -> str:
-    """Return the text of an error in a row."""
+    """Return the text of an error."""
     return f"{type(error).__name__}: {error}"[:300]
 
 
@@ -121,7 +118,7 @@ def measured(
     **fields: Any,
 ) -> list[dict[str, Any]]:
     """Return a row with ``fields`` for each contender."""
-    rows, gpu, eager, captures, forwards = [], [], [], [], set()
+    rows, gpu, eager, forwards = [], [], [], set()
     device, rounds = settings.device, settings.rounds
     for contender in contenders:
         row = {"contender": contender.name, "forward_of": contender.forward_of, **fields}
@@ -135,11 +132,8 @@ def measured(
             row[f"{name}_ms"] = []
             gpu.append((made.gpu[name], row[f"{name}_ms"]))
         eager += [Eager.listed(row, x, run) for x, run in made.eager.items() if x not in done]
-        captures += [(row, contender.inside(made.capture))] if made.capture else []
     take_turns(gpu, rounds, flush_of(device) if settings.cold else None)
     eager_rounds(eager, rounds, device)
-    for row, capture in captures:
-        _replay(row, capture, rounds, device)
     return rows
 
 
@@ -155,23 +149,17 @@ def _agreeing(contender: Contender, row: dict, make: Callable, judge: Judge) -> 
     return None if "failed" in row else made
 
 
-def _replay(
-    row: dict, capture: Callable[[], CapturedPasses], rounds: int, device: torch.device
-) -> None:
-    """Time a replayed graph, then free it: all pools together may exceed the GPU."""
-    try:
-        made = capture()
-        made.check()
-    except Exception as error:  # many peers cannot be captured; the row has the reason
-        row["graph_failed"] = reason(error)
-        return
-    eager_rounds([Eager.listed(row, "graph", made.graph.replay)], rounds, device)
-
-
 def both_passes(attend: Attend, leaves: Sequence[Tensor], dout: Tensor) -> list[Tensor]:
     """Return out and the gradients of the leaves."""
     out = attend(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def add_tflops(row: dict[str, Any], operations: float, **factors: float) -> None:
+    """Add NAME_tflops of each timed pass. ``factors``: its operations, in forward passes."""
+    for name, factor in factors.items():
+        if times := row.get(f"{name}_ms"):
+            row[f"{name}_tflops"] = factor * operations / statistics.median(times) / 1e9
 
 
 def verdict_of(row: dict[str, Any]) -> str:
@@ -182,7 +170,7 @@ def verdict_of(row: dict[str, Any]) -> str:
 
 
 def leaves_of(shape: Shape, settings: Settings) -> tuple[list[Tensor], Tensor, Judge]:
-    """Return q, k and v, which require gradients, dout, and the judge."""
+    """Return the leaves q, k and v, dout, and the judge."""
     inputs = shape.inputs(settings.dtype, settings.device)
     judge = Judge(shape, *inputs)
     return [x.requires_grad_() for x in inputs[:3]], inputs[3], judge

@@ -14,7 +14,7 @@ from canon.testing import process_groups
 
 @dataclass(frozen=True)
 class OnRanks:
-    """A program for every rank, which can be pickled. It returns the same rows on all ranks."""
+    """A program for every rank, which can be pickled. All ranks return the same rows."""
 
     measure: Callable[[Shape, Settings], list[dict[str, Any]]]
     shapes: tuple[Shape, ...]
@@ -34,7 +34,5 @@ class OnRanks:
         return rows
 
     def on_gpus(self, ranks: int | None, timeout: float) -> list[dict[str, Any]]:
-        """Return the rows of processes with a GPU each. Raises what `process_groups.gpus`
-        raises.
-        """
+        """Return the rows. Raises what `process_groups.gpus` raises."""
         return process_groups.gpus(self, ranks, timeout=timeout)[0]

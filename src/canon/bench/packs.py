@@ -1,10 +1,8 @@
 """Sample packs of documents with a published distribution of lengths.
 
-Long documents are cut into quarter packs and a rest; the shuffled pieces fill the packs in order,
-across their ends.
+Long documents are cut into quarter packs and a rest. The shuffled pieces fill the packs in order.
 
-Source: histogram and recipe of MagiAttention's benchmark (Zewei Tao and Yunpeng Huang, SandAI,
-2025).
+Source: histogram and recipe of MagiAttention's benchmark (Tao and Huang, SandAI, 2025).
 """
 
 from functools import lru_cache
@@ -30,7 +28,7 @@ HISTOGRAM = (  # shortest, longest, documents
 
 
 def sampled_packs(tokens: int, count: int, *, seed: int = 42) -> list[list[int]]:
-    """Return the cu_seqlens of ``count`` packs of ``tokens`` tokens. Raises ValueError."""
+    """Return the cu_seqlens of ``count`` packs. Raises ValueError."""
     if tokens < 4 or count < 0:
         raise ValueError(f"a pack needs at least 4 tokens and count >= 0, got {tokens} and {count}")
     ends, order = _shuffled(tokens, seed)

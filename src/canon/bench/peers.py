@@ -1,14 +1,13 @@
 """List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and
 the peers.
 
-canon BACKEND METHOD             forced; "in order": under
-                                 `torch.use_deterministic_algorithms(True)`
-canon auto                       a call without options; under that switch; and with
-                                 ``rank_invariant=True``
+canon BACKEND METHOD             forced; "in order": with deterministic algorithms
+canon auto                       a call without options; the same with deterministic algorithms;
+                                 and with ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
 SDPA mask, eager, eager float32  dense masks, small shapes
 torch varlen                     packed documents
-FlexAttention                    compiled, with the BlockMask of the same mask
+FlexAttention                    compiled, with a BlockMask
 flash-attn-4 (deterministic)     where it is installed
 """
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from canon.bench.measuring import Attend, Contender, Settings, listed, reason
-from canon.bench.shapes import Shape, block_of_tokens
+from canon.bench.shapes import Shape
 from canon.testing.deterministic import deterministic
 
 FLASH4 = "flash-attn-4"
@@ -39,7 +38,7 @@ LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with
 
 
 def contenders(shape: Shape, settings: Settings) -> list[Contender]:
-    """Return Canon and the peers for this mask, filtered by the settings."""
+    """Return Canon and the peers for this mask."""
     device = settings.device
     found = [*_canon(shape, settings), *_torch(shape, device)]
     return listed([*found, *_dense(shape, device), *_flash4(shape, device)], settings)
@@ -47,14 +46,14 @@ def contenders(shape: Shape, settings: Settings) -> list[Contender]:
 
 def installed() -> dict[str, str]:
     """Return the version of each peer outside torch, or why it is absent."""
-    return {FLASH4: flash4_module()[1]}
+    return {FLASH4: peer_module("flash_attn.cute", FLASH4)[1]}
 
 
 def _canon(shape: Shape, settings: Settings) -> Iterator[Contender]:
     from canon.fast import device
 
     found = [name for name, backend in device.BACKENDS.items() if backend.compiles]
-    for backend in [settings.backend] if settings.backend else found:
+    for backend in found:
         methods = ["split", "fused", "head_parallel"]
         if shape.h == shape.g:
             methods.remove("head_parallel")  # is split where every head has keys of its own
@@ -110,7 +109,7 @@ def _torch(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def sdpa(backend: str, shape: Shape) -> Attend:
-    """Return torch's attention, causal or full, by one of its kernels."""
+    """Return one of torch's kernels, causal or full."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     given = {"is_causal": shape.kind == "causal", "enable_gqa": shape.h != shape.g}
@@ -134,7 +133,7 @@ def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
 
 
 def _eager(shape: Shape, device: torch.device, scores_dtype: torch.dtype | None) -> Attend:
-    """Return attention as models write it, with scores in ``scores_dtype`` (None: that of q)."""
+    """Return attention as models write it."""
     hidden = ~shape.mask.dense().to(device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ def _cu_seqlens(shape: Shape, device: torch.device) -> Tensor:
 
 
 def flex(shape: Shape, device: torch.device) -> Attend:
-    """Return compiled FlexAttention with the BlockMask of the shape's mask."""
+    """Return compiled FlexAttention with the shape's mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch.compiler.reset()  # a function is compiled for eight shapes, and then no more
@@ -207,7 +206,7 @@ def flex(shape: Shape, device: torch.device) -> Attend:
 
 
 def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Return the mask as FlexAttention's function of batch, head, query and key."""
+    """Return the mask as FlexAttention's function."""
     if shape.kind == "causal":
         return lambda b, h, i, j: i >= j
     if shape.kind == "full":
@@ -218,9 +217,6 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     if shape.kind == "prefix":
         (end,) = shape.numbers
         return lambda b, h, i, j: (i >= j) | (j < end)
-    if shape.kind == "blocks":
-        block = torch.tensor(block_of_tokens(shape.numbers), device=device)
-        return lambda b, h, i, j: block[i] >= block[j]
     if shape.kind == "tree":
         trunk, branches, tokens = shape.numbers
         lengths, ends = [tokens] * branches, [shape.n] * trunk
@@ -233,22 +229,22 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def flash4_module() -> tuple[Any, str]:
-    """Return the module, or None, and its version, or why it is absent."""
+def peer_module(name: str, package: str) -> tuple[Any, str]:
+    """Return the module ``name``, or None, and the version of its package, or why it is absent."""
     try:
-        module = importlib.import_module("flash_attn.cute")
+        module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         return None, f"not installed ({error})"
-    except Exception as error:  # for example an ImportError of a compiled dependency
+    except Exception as error:  # for example an OSError of a compiled library
         return None, f"cannot be imported ({reason(error)})"
     try:
-        return module, version(FLASH4)
+        return module, version(package)
     except PackageNotFoundError:
         return module, "unknown version"
 
 
 def _flash4(shape: Shape, device: torch.device) -> Iterator[Contender]:
-    module, _ = flash4_module()
+    module, _ = peer_module("flash_attn.cute", FLASH4)
     # it has no other masks
     if module is not None and (shape.lengths or shape.kind in ("causal", "full", "window")):
         for suffix, deterministic in ("", False), (" deterministic", True):
@@ -276,5 +272,5 @@ def _flash4_attend(
 
 
 def first(result) -> Tensor:
-    """Return out: some versions of flash-attn-4 return (out, lse)."""
+    """Return out. Some versions return (out, lse)."""
     return result[0] if isinstance(result, tuple) else result

@@ -1,8 +1,4 @@
-"""`canon bench plans`: measure balance, volume and time of dispatch plans, without a GPU.
-
-Balance and volume are those of `PlanReport`, and the time that of the processor, with an empty
-cache.
-"""
+"""`canon bench plans`: measure balance, volume (`PlanReport`) and processor time of plans."""
 
 import statistics
 import time
@@ -51,7 +47,7 @@ def measure(counts: list[int] | None, packs: int) -> list[dict]:
 
 
 def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of the path."""
+    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of a path."""
     draw, parents, path = Random(depth), [], [-1]
     for node in range(nodes):
         path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]

@@ -1,7 +1,5 @@
-"""Run ring-flash-attn's zigzag ring over the kernels that are installed.
-
-ring-flash-attn 0.1.8 calls two private functions of FlashAttention 2. Without it, a module with
-these functions calls flash-attn-4.
+"""Run ring-flash-attn's zigzag ring. It calls two private functions of FlashAttention 2. Without
+it, a module with these functions calls flash-attn-4.
 
 Sources: zhuzilin/ring-flash-attention 0.1.8, zigzag_ring_flash_attn.py; flash-attn-4,
 flash_attn/cute/interface.py.
@@ -20,7 +18,7 @@ NAME = "ring-flash-attn zigzag"
 
 
 def zigzag_function() -> Callable[..., Any] | None:
-    """Return zigzag attention, or None where ring-flash-attn is not installed."""
+    """Return zigzag attention, or None where it is not installed."""
     try:
         _provide_kernels()
         sys.modules.setdefault("ring_flash_attn.adapters", _adapters())

@@ -3,8 +3,8 @@
 torch's context parallel, ring-flash-attn    one causal sequence
 MagiAttention                                packed documents
 
-torch's context parallel replaces SDPA while a context is open, in the backward pass too. Source:
-PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11).
+Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11), which replaces SDPA
+while a context is open, in the backward pass too.
 """
 
 from collections.abc import Callable, Iterator
@@ -48,7 +48,7 @@ def schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
 
 
 def schedules_of(shape: Shape, ranks: int, columns: int = 1) -> Iterator[Schedule]:
-    """Yield Canon's schedules on the ranks of a group, or of a mesh with so many columns."""
+    """Yield Canon's schedules on a group, or on a mesh with so many columns."""
     from canon import fast
 
     n, mask = shape.n, shape.mask
@@ -102,8 +102,8 @@ def _over_meshes(shape: Shape, ranks: int, settings: Settings) -> Iterator[Sched
 
 
 def peer_schedules(shape: Shape, ranks: int, settings: Settings) -> list[Schedule]:
-    """Return the installed peers for the shape, filtered by the settings. A collective on packed
-    documents: MagiAttention plans them. Without a process group its layout is contiguous.
+    """Return the installed peers for the shape. A collective on packed documents, which
+    MagiAttention plans.
     """
     name = magi_attention_peer.NAME
     if ranks > 1 and settings.wants(name) and magi_attention_peer.takes(shape):

@@ -1,14 +1,12 @@
-"""`canon bench schedules`: time every schedule of `canon.fast`, and the installed peers, on several
-GPUs.
+"""`canon bench schedules`: time every schedule of `canon.fast`, and the peers, on several GPUs.
 
 Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
     wall, host    eager calls back to back
-    graph         a replayed CUDA graph of both passes
     GPU           between events; the GPUs first wait until launches are queued, and for one another
     exposed       the part of both passes in which no kernel computes, by the profiler
 
-Peers run in processes of their own. A schedule that raises on one rank is left out on all.
+A schedule that raises on one rank is left out on all.
 """
 
 import statistics
@@ -24,8 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.bench import magi_attention_peer, ring_flash_attn_peer
-from canon.bench.cuda_graph import captured
-from canon.bench.measuring import Judge, Settings, both_passes, reason, verdict_of
+from canon.bench.measuring import (
+    Judge,
+    Settings,
+    add_tflops,
+    both_passes,
+    reason,
+    verdict_of,
+)
 from canon.bench.on_ranks import OnRanks
 from canon.bench.peers import installed
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
@@ -52,7 +56,8 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
     # it works even if a GPU's communicator does not
     group = dist.new_group(backend="gloo", timeout=AGREEING) if device.type == "cuda" else None
     sizes = f"{shape.b},{min(shape.n, CHECKED)},{shape.h},{shape.g},{shape.d}"
-    short, listed = shape_of(sizes, shape.mask_name), peer_schedules if peers else schedules
+    short = shape_of(f"{sizes},{shape.mask_name}")
+    listed = peer_schedules if peers else schedules
     judge = Judge(short, *short.inputs(settings.dtype, device))
     verdicts = {
         each.name: _tried(each, partial(_agrees, each, short, judge, settings), group)
@@ -79,15 +84,9 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
                 some += [x] if turn else []
     eager = [Eager.listed(row, name, run, around=each.around) for each, run, _, row, name in runs]
     eager_rounds(eager, rounds, device, EAGER_SPAN)
-    for each, _, _, row, name in runs:
-        if name == "both" and not each.peer:
-            _replay(row, each, _shards(each, shape, settings), settings, group)
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
-        for name, factor in (("forward", 1.0), ("both", 3.5)):
-            if times := row.get(f"{name}_ms"):
-                operations = factor * shape.operations / share
-                row[f"{name}_tflops"] = operations / statistics.median(times) / 1e9
+        add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
         _refuse_impossible(row)
     return rows
 
@@ -98,18 +97,6 @@ def _refuse_impossible(row: dict) -> None:
             f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
             "host"
         )
-
-
-def _replay(row: dict, each: Schedule, inputs: list[Tensor], settings: Settings, group) -> None:
-    """Time a replayed graph, then free it: all pools together may exceed a GPU."""
-    made = _tried(each, lambda: {"passes": captured(each.attend, *inputs)}, group)
-    if "failed" not in made:  # on any rank: a replay sends messages
-        made |= _tried(each, made["passes"].check, group)
-    if "failed" in made:
-        row["graph_failed"] = made["failed"]
-        return
-    eager = Eager.listed(row, "graph", made["passes"].graph.replay)
-    eager_rounds([eager], settings.rounds, settings.device, EAGER_SPAN)
 
 
 def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
@@ -174,7 +161,6 @@ def _timed(run: Callable[[], object], device: torch.device) -> tuple[float, floa
 
 
 def _exposed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median milliseconds in which no kernel computes on the slowest rank."""
     run()
     return statistics.median(
         slowest(uncovered(_profiled(run, device)) / 1e3, device) for _ in range(PROFILED)
@@ -205,7 +191,7 @@ def meet(device: torch.device) -> None:
 
 
 def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, float, str]]:
-    """Return what ran after the message of `meet`, from (start, end, name) of each activity."""
+    """Return the activities after the message of `meet`."""
     waited = max((end for _, end, name in ran if "spin_kernel" in name), default=None)
     if waited is None:
         return ran
@@ -217,7 +203,7 @@ def after_meeting(ran: list[tuple[float, float, str]]) -> list[tuple[float, floa
 
 
 def uncovered(ran: list[tuple[float, float, str]]) -> float:
-    """Return how long no kernel but NCCL's ran after `meet`, from the same."""
+    """Return how long no kernel but NCCL's ran after `meet`."""
     spans = sorted(after_meeting(ran))
     covered, reach = 0.0, spans[0][0] if spans else 0.0
     for start, end, name in spans:
@@ -236,7 +222,7 @@ def check(shape: Shape) -> None:
 
 
 def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
-    """Yield the rows of Canon's schedules, then those of the peers."""
+    """Yield Canon's rows, then those of the peers."""
     yield program.on_gpus(ranks, LIMIT)
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
@@ -244,7 +230,7 @@ def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
 
 
 def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
-    """Return the rows of the peers, or one row with their failure."""
+    """Return the rows of the peers, or their failure."""
     try:
         return program.on_gpus(ranks, PEERS_LIMIT)
     except (RuntimeError, TimeoutError) as error:
@@ -254,18 +240,15 @@ def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
 def fields(settings: Settings) -> dict[str, Any]:
     """Return further fields of the record."""
     peers = installed() | {"ring-flash-attn": ring_flash_attn_peer.installed()}
-    return {"peers": peers | {magi_attention_peer.NAME: magi_attention_peer.installed()}}
+    return {"peers": peers | {magi_attention_peer.NAME: magi_attention_peer.api()[1]}}
 
 
 def tables(rows: list[dict]) -> list:
     """Return a table of medians."""
-    times = ("both_wall_ms", "both_host_ms", "graph_wall_ms", "both_ms", "exposed_ms")
-    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "graph ms", "both ms")
+    times = ("both_wall_ms", "both_host_ms", "both_ms", "exposed_ms")
+    columns = ("shape", "schedule", "agrees", "wall ms", "host ms", "both ms")
     columns += ("exposed ms", "forward", "both", "peak MB")
-    title = (
-        "both passes, medians: eager calls, replayed graph, GPU time; TFLOP/s per GPU of GPU "
-        "time; memory"
-    )
+    title = "both passes, medians: eager calls, GPU time; TFLOP/s per GPU of GPU time; memory"
     lines = []
     for row in rows:
         row = row | {"exposed_ms": [row["exposed_ms"]]} if "exposed_ms" in row else row

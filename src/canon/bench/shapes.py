@@ -3,7 +3,6 @@
 1,16384,32,8,128,causal             b sequences, n tokens, h query heads, g key heads, d wide; mask
 1,65536,64,8,128,documents:4096     packed documents of 4096 tokens on average, causal inside
 2,1024,8,1,256,prefix:768           the first 768 tokens see each other, the rest is causal
-1,1000,8,1,256,blocks:600+300+100   a token sees its block and those before it
 1,32768,64,8,128,pack:0             packed documents of published lengths (`packs`)
 1,40960,32,8,128,tree:8192+32x1024  a trunk of 8192 tokens and 32 branches of 1024
 """
@@ -35,8 +34,7 @@ KERNELS = [  # shapes on which peers have been measured before
 SWEEP_TOKENS = 131_072  # b * n of every shape of a sweep
 SWEEP_WIDTH = 2048  # h * d of every shape of a sweep
 MASKS = (
-    "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, blocks:A+B, documents:MEAN, "
-    "pack:NUMBER, tree:A+BxC"
+    "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, documents:MEAN, pack:NUMBER, tree:A+BxC"
 )
 
 
@@ -61,12 +59,11 @@ class Shape:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers in the name of the mask."""
         return _numbers(self.mask_name)
 
     @cached_property
     def lengths(self) -> list[int]:
-        """The lengths of packed documents; none for another mask."""
+        """The lengths of packed documents."""
         if self.kind not in ("documents", "pack"):
             return []
         return [stop - start for start, stop in pairwise(_packed(self.n, self.mask_name))]
@@ -107,11 +104,6 @@ def _packed(n: int, name: str) -> list[int]:
     return documents(n, number) if kind == "documents" else sampled_packs(n, number + 1)[-1]
 
 
-def block_of_tokens(lengths: Sequence[int]) -> list[int]:
-    """Return the block of each token, from the lengths of the blocks."""
-    return [block for block, length in enumerate(lengths) for _ in range(length)]
-
-
 def _full(n: int, keys: int | None = None) -> Mask:
     keys = n if keys is None else keys
     return Mask([Band(0, n, 0, keys)], n, keys)
@@ -129,9 +121,6 @@ KINDS: dict[str, Callable[..., Mask | None]] = {
     r"full(:\d+)?": _full,
     r"window:\d+": lambda n, left: Mask.window(n, left, 0),
     r"prefix:\d+": lambda n, end: Mask.prefix(n, end) if end <= n else None,
-    r"blocks:\d+(\+\d+)*": lambda n, *lengths: (
-        Mask.block_causal(block_of_tokens(lengths)) if sum(lengths) == n else None
-    ),
     r"tree:\d+\+\d+x\d+": _tree,
     r"documents:\d+": lambda n, mean: Mask.documents(documents(n, mean)) if mean else None,
     r"pack:\d+": lambda n, number: Mask.documents(sampled_packs(n, number + 1)[-1]),
@@ -143,48 +132,25 @@ def mask_of(n: int, name: str) -> Mask:
     found = (make(n, *_numbers(name)) for kind, make in KINDS.items() if re.fullmatch(kind, name))
     if (mask := next(found, None)) is not None:
         return mask
-    raise ValueError(
-        f"mask {name!r}: expected one of {MASKS}; a prefix, blocks or a tree of {n} tokens"
-    )
+    raise ValueError(f"mask {name!r}: expected one of {MASKS}; a prefix or a tree of {n} tokens")
 
 
-def shape_of(text: str, mask_name: str | None = None) -> Shape:
-    """Return the shape ``"b,n,h,g,d,mask"``, or ``"b,n,h,g,d"`` with a mask's name."""
-    words = [word.strip() for word in text.split(",")]
-    numbers, own = words[:5], ",".join(words[5:])
+def shape_of(text: str) -> Shape:
+    """Return the shape ``"b,n,h,g,d,mask"``, by default causal. Raises ValueError."""
+    *numbers, name = [word.strip() for word in text.split(",")]
+    if name.isdigit():
+        numbers, name = [*numbers, name], "causal"
     if (
         len(numbers) != 5
         or not all(x.isdigit() and int(x) for x in numbers)
         or int(numbers[2]) % int(numbers[3])
     ):
         raise ValueError(
-            f"shape {text!r}: expected b,n,h,g,d with h a multiple of g, for example "
-            "1,16384,32,8,128"
+            f"shape {text!r}: expected b,n,h,g,d or b,n,h,g,d,mask with h a multiple of g, for "
+            "example 1,16384,32,8,128,causal"
         )
-    if bool(own) == bool(mask_name):
-        told = f"has the mask {own!r}, and there is {mask_name!r}" if own else "has no mask"
-        raise ValueError(f"shape {text!r} {told}: expected one, as b,n,h,g,d,mask or from --mask")
     b, n, h, g, d = map(int, numbers)
-    name = own or mask_name or ""
     return Shape(b, n, h, g, d, name, mask_of(n, name))
-
-
-def shapes_of(texts: Sequence[str], masks: Sequence[str], defaults: Sequence[str]) -> list[Shape]:
-    """Return each text (``defaults`` without texts) with its mask or each of ``masks``."""
-    if not texts:
-        texts = list(dict.fromkeys(bare(text) for text in defaults)) if masks else defaults
-    if masks and any(bare(text) != text for text in texts):
-        raise ValueError("--mask is for shapes without a mask: give each shape its own, or none")
-    return [
-        shape_of(text, mask)
-        for text in texts
-        for mask in ([None] if bare(text) != text else masks or ["causal"])
-    ]
-
-
-def bare(text: str) -> str:
-    """Return the text of a shape without its mask."""
-    return ",".join(text.split(",")[:5])
 
 
 def sweep(widths: Sequence[int]) -> list[Shape]:

@@ -1,7 +1,5 @@
 """Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included)
-and ceilings.
-
-On several ranks every wall and host time is that of the slowest rank.
+and ceilings. On several ranks wall and host times are those of the slowest rank.
 """
 
 import random
@@ -31,7 +29,7 @@ MOST_CALLS = 100  # in one measurement, so that the queue of launches never fill
 def milliseconds(
     run: Run, times: int = 10, *, warm: int = 2, before: Run | None = None
 ) -> list[float]:
-    """Return the GPU time of each run after ``warm`` others; ``before`` runs before it, untimed."""
+    """Return the GPU time of each run after ``warm`` others. ``before`` is not timed."""
     launching = 0.0
     for _ in range(warm):
         start = time.perf_counter()
@@ -51,7 +49,7 @@ def milliseconds(
 
 
 def flush_of(device: torch.device) -> Run:
-    """Return a run after which L2 holds clean lines of another buffer."""
+    """Return a run after which L2 holds lines of another buffer."""
     buffer, total = torch.ones(FLUSHED // 4, device=device), torch.empty((), device=device)
     return partial(torch.sum, buffer, 0, out=total)
 
@@ -132,12 +130,12 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 
 
 def median_of(row: dict, name: str, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return the column with the median of a list of a row; "-" if the row has none."""
+    """Return the column with the median of a list of a row, "-" without one."""
     return format(scale * statistics.median(row[name]), form) if row.get(name) else "-"
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the median wall time of a pass, and its host time in brackets."""
+    """Return the column with the median wall time of a pass, and its host time."""
     wall, host = (median_of(row, f"{name}_{clock}_ms", ".3f") for clock in ("wall", "host"))
     return wall if wall == "-" else f"{wall} ({host})"
 

@@ -1,9 +1,8 @@
-"""Run `canon check --bits`: compare calls with rank_invariant=True with the bits of one whole call.
+"""Run `canon check --bits`: compare calls with rank_invariant=True with one whole causal call.
 
     pool of tokens:    384 others | the sequence | 100 others
 
-The base is the sequence alone, causal, in one call of `attention`. Each row computes its queries
-again.
+Each row computes the queries of the sequence again.
 """
 
 import argparse
@@ -39,7 +38,7 @@ SAMPLED = {"cpu": 6, "cuda": 32}  # calls of a row at most
 RANKS = 8
 ON_RANKS = {
     "strided_attention": ("contiguous", "zigzag", "striped"),
-    "magi_attention": ("zigzag", "dispatch"),
+    "magi_attention": ("zigzag", "planned"),
     "ring_attention": ("contiguous", "zigzag"),
 }
 Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h, dv), lse (h, t))
@@ -47,7 +46,7 @@ Part = tuple[slice, tuple[Tensor, Tensor]]  # tokens of the sequence, (out (t, h
 
 @dataclass(frozen=True)
 class Column:
-    """A dtype, a head width, and a kernel backend, if the module has some."""
+    """A dtype, a head width, and a kernel backend, if any."""
 
     dtype: str
     width: int
@@ -94,7 +93,7 @@ class Trial:
         return slice(0, self.tokens), (out, lse)
 
     def chunks(self, size: int, sampled: int) -> Iterator[slice]:
-        """Yield chunks of ``size`` tokens, evenly spread, the first and the last among them."""
+        """Yield evenly spread chunks, the first and the last among them."""
         count = -(-self.tokens // size)
         picked = torch.linspace(0, count - 1, min(count, sampled)).round().long().unique()
         for i in picked.tolist():
@@ -105,12 +104,12 @@ class Trial:
 
 
 def whole(x: Trial) -> Iterator[Part]:
-    """Compute all queries in one call: the base."""
+    """Compute all queries in one call."""
     yield x.whole(*x.call("attention", *x.sequence, mask=Mask.causal(x.tokens)))
 
 
 def prefill(x: Trial, size: int) -> Iterator[Part]:
-    """Compute chunks of `size` queries, each over the keys before it."""
+    """Compute chunks of queries, each over the keys before it."""
     q, k, v = x.sequence
     for some in x.chunks(size, x.sampled):
         seen, mask = slice(0, some.stop), Mask.causal(some.stop - some.start, some.stop)
@@ -154,14 +153,14 @@ def branch(x: Trial) -> Iterator[Part]:
 
 
 def beside(x: Trial, dim: int) -> Iterator[Part]:
-    """Compute the sequence as the last of two in a batch (dim 0), or beside other heads (dim 2)."""
+    """Compute the sequence as the last of a batch (dim 0), or beside other heads (dim 2)."""
     tensors = (torch.cat([y.flip(1), y], dim) for y in x.sequence)
     out, lse = x.call("attention", *tensors, mask=Mask.causal(x.tokens))
     yield x.whole(out[:, -x.q.shape[2] :], lse[-x.q.shape[2] :])
 
 
 def rows_of(tokens: int, device: str, ranks: int) -> list[Row]:
-    """Return the rows, the base first, on each number of ranks."""
+    """Return the rows, the base first."""
     rows = [Row("whole call", "attention", whole)]
     for size in (size for size in CHUNKS[device] if size < tokens):
         compute = partial(prefill, size=size)
@@ -206,7 +205,7 @@ def _base(x: Trial) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class BitsRunner(CaseRunner):
-    """A program for every rank. It returns a verdict for each row and column."""
+    """A program for every rank, which returns a verdict for each row and column."""
 
     rows: tuple[Row, ...] = ()
     columns: tuple[Column, ...] = ()

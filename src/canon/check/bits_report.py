@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon.check.check_report import command_of
 from canon.testing import record
 
 RECORD = Path("canon-check/bits.json")
@@ -35,7 +36,7 @@ def report(
     console: Console,
     **sizes: int,
 ) -> int:
-    """Return the number of wrong cells, 1 if none was compared."""
+    """Return the number of wrong cells, 1 without any."""
     names = list(dict.fromkeys(rows))
     for dtype, backend in dict.fromkeys((x["dtype"], x["backend"]) for x in results):
         some = [x for x in results if (x["dtype"], x["backend"]) == (dtype, backend)]
@@ -44,14 +45,8 @@ def report(
     reasons = {x["row"]: x["why"].splitlines()[0] for x in reversed(results) if "why" in x}
     for row, why in reversed(reasons.items()):
         console.print(f"{row}: {why}", markup=False, highlight=False)
-    given = {
-        name: getattr(arguments, name) for name in ("world", "dtype", "backend", "tokens", "only")
-    }
-    command = record.command(
-        "canon", "check", arguments.module, bits=True, ranks=arguments.ranks, **given
-    )
     kept = {"module": arguments.module, **sizes}
-    path = record.write(arguments.record or RECORD, command, results, **kept)
+    path = record.write(arguments.record or RECORD, command_of(arguments), results, **kept)
     console.print(f"Record: {path}.", highlight=False)
     cells = [
         _cell(results, name, *column)
@@ -95,7 +90,7 @@ def _table(results: Sequence[dict[str, Any]], names: Sequence[str], title: str) 
 
 
 def _text(cell: dict[str, Any], several: bool) -> str:
-    """Return a cell as text. Distances are in units of the last place (ulp)."""
+    """Distances are in units of the last place (ulp)."""
     if cell["verdict"] != "differs":
         return cell["digest"] if "digest" in cell else cell["verdict"]
     ranks = f"{cell['ranks']} rank{'s' * (cell['ranks'] > 1)}, " if several else ""

@@ -25,7 +25,7 @@ _meshes: WeakKeyDictionary[Any, dict[int, dist.DeviceMesh]] = WeakKeyDictionary(
 
 
 def call(module: Any, case: Case, x: Inputs, layout: Layout, rank: int) -> Results:
-    """Return the results of ``module`` for this rank's shard of ``x``."""
+    """Return the results for this rank's shard of ``x``."""
 
     def shard(name: str, dim: int = -3) -> Tensor:
         full = getattr(x, name)
@@ -78,9 +78,8 @@ def _attention(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def _mesh(columns: int, kind: str) -> dist.DeviceMesh:
-    """Return the mesh of all ranks with ``columns``, or the common divisor of both.
-
-    It is made once: groups are never freed.
+    """Return the mesh with ``columns`` or their common divisor with the ranks. Groups are never
+    freed.
     """
     world, ranks = dist.distributed_c10d._get_default_group(), dist.get_world_size()
     found, columns = _meshes.setdefault(world, {}), gcd(columns, ranks)
@@ -151,7 +150,7 @@ def _prepare(module: Any, case: Case, x: Inputs, layout: Layout) -> Results:
 
 
 def merged_keys(x: Inputs) -> tuple[range, range]:
-    """Return the keys of both parts of `merge`: one third, two thirds."""
+    """Return the keys of both parts."""
     return range(x.mask.keys // 3), range(x.mask.keys // 3, x.mask.keys)
 
 

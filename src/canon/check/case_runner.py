@@ -3,15 +3,15 @@
     each rank   inputs -> shards -> module, twice or more (`repetition`); reference -> gather
     rank 0      gathered results -> judge -> one line of JSON into ``sink``
 
-An exception of the module ends all ranks, because others may wait inside the module.
+An exception of the module ends all ranks: others may wait inside the module.
 """
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,16 @@ from canon.check.planted_values import exempted, reach, spread
 from canon.check.random_source import RandomSource
 from canon.check.repetition import RUNS, SWITCH, Repeated, repeated
 from canon.reference import Layout
+from canon.testing.bit_patterns import digest
 from canon.testing.judge import Attended, Measure, Results, agreement
 
 Source = FromDocuments | RandomSource  # inputs and expected results of the cases
+DIGITS = 12  # of the digest of results with rank_invariant=True
 _inputs_lock = threading.Lock()  # ranks that are threads share one cached set of inputs
 
 
 class CaseFailed(Exception):
-    """The name of a case that raised, and its exception as text."""
+    """The name of a case that raised, and its exception."""
 
     def __str__(self) -> str:
         return self.args[1]
@@ -46,7 +48,7 @@ class CaseFailed(Exception):
 
 @dataclass(frozen=True)
 class CaseRunner:
-    """A picklable program for every rank: it runs ``cases`` on ``module``."""
+    """A picklable program for every rank: it runs ``cases``."""
 
     module: str
     cases: tuple[Case, ...]
@@ -58,6 +60,8 @@ class CaseRunner:
 
     def __call__(self) -> None:
         module = import_module(self.module)
+        if self.device == "cpu":  # several threads may divide sums by the shape of a product
+            torch.set_num_threads(1)
         with self._kernels():
             for case in self.cases:
                 # it ends threads after an interrupt; cases on one rank have no other wait
@@ -96,7 +100,7 @@ class CaseRunner:
         if dist.get_rank() and not case.distributed:
             return None
         program, exchange, layout, x = self._program(case)
-        (first, second, unequal_runs), seconds = self._repeated(program, module, case)
+        first, second, unequal_runs = self._repeated(program, module, case)
         of_reference = program(reference)
         if exchange:
             exact = exchange.answers()
@@ -116,38 +120,16 @@ class CaseRunner:
         found["faults"] += not_judged
         shape = {"heads": case.shape.heads, "widths": case.shape.widths} if case.dtype else {}
         head = {"case": case.name, **shape, "options": dict(case.options), "verdict": verdict}
-        return head | found | {"seconds": seconds}
+        return head | found
 
-    def _repeated(
-        self, program: Callable[[Any], Any], module: Any, case: Case
-    ) -> tuple[Repeated, list[float]]:
-        """Return the results of all runs, and the seconds of the first and last run."""
-        seconds = []
-
-        def run() -> Any:
-            result, taken = self._timed(program, module, case)
-            seconds.append(taken)
-            return result
-
+    def _repeated(self, program: Callable[[Any], Any], module: Any, case: Case) -> Repeated:
         on_some_rank = lambda x: any(_gather_objects(x)) if case.distributed else x
         switched = case.method != "fused"  # it adds dq in any order, or warns
-        found = repeated(run, _different, on_some_rank, self.runs or RUNS[self.device], switched)
+        runs = self.runs or RUNS[self.device]
+        found = repeated(lambda: program(module), _different, on_some_rank, runs, switched)
         if case.distributed:
             dist.barrier()  # ranks that are threads share the switch: all have left it now
-        return found, [seconds[0], seconds[-1]]
-
-    def _timed(self, program: Callable[[Any], Any], half: Any, case: Case) -> tuple[Any, float]:
-        """Return the results, and the seconds until the last rank has them."""
-
-        def now() -> float:
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            if case.distributed:
-                dist.barrier()
-            return time.perf_counter()
-
-        start = now()
-        return program(half), now() - start
+        return found
 
     def _judged(
         self,
@@ -159,7 +141,7 @@ class CaseRunner:
         of_reference: Results,
         unequal_runs: list[str],
     ) -> dict[str, Any]:
-        """Return the findings on rank 0. A collective of distributed cases."""
+        """Return the findings on rank 0. A collective."""
         unequal_ranks, held_by = [], None
         if case.function in REPLICATED:
             by_rank = _gather_objects(type(first)(*(x if x is None else x.cpu() for x in first)))
@@ -196,6 +178,9 @@ class CaseRunner:
             faults += unequal_runs
         found = {"faults": faults, "measures": _as_rows(verdict.measures)}
         found["same_bits"] = not unequal_runs
+        if case.rank_invariant:
+            digests = "".join(digest(x) for x in first[:5] if x is not None)
+            found["digest"] = sha256(digests.encode()).hexdigest()[:DIGITS]
         if exempt:
             found["exempt"] = {name: count for name, (count, _) in exempt.items()}
             if all_of := ", ".join(name for name, (count, of) in exempt.items() if count == of):
@@ -225,7 +210,6 @@ def _as_rows(measures: Iterable[Measure]) -> list[dict[str, Any]]:
 def _judged_exchange(
     first: dict, of_reference: dict, expected: dict, unequal_runs: list[str]
 ) -> dict[str, Any]:
-    """Return the findings of all ranks. Each judges its own results."""
     measures, faults = compared(first, expected)
     faults += [f"the reference itself: {fault}" for fault in compared(of_reference, expected)[1]]
     by_rank = _gather_objects((measures, faults + unequal_runs, not unequal_runs))
@@ -242,7 +226,7 @@ def _judged_exchange(
 
 
 def _rows(results: Any) -> dict[str, Tensor | None]:
-    """Return the tensors of a case, with rows on the last axis."""
+    """Return tensors with rows on the last axis."""
     if isinstance(results, dict):  # tables
         return {name: table.flatten(1) for name, table in results.items()}
     vectors = {"lse", "dsink"}
@@ -253,7 +237,7 @@ def _rows(results: Any) -> dict[str, Tensor | None]:
 
 
 def _different(a: Any, b: Any) -> str:
-    """Return the rows that have other bits, "" if there are none."""
+    """Return which rows have other bits."""
     texts, others = [], _rows(b)
     for name, x in _rows(a).items():
         y = others[name]
@@ -265,8 +249,7 @@ def _different(a: Any, b: Any) -> str:
 
 
 def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list[str]:
-    invariant = case.distributed and dict(case.options).get("rank_invariant")
-    if not (invariant and hasattr(module, "attention")):
+    if not (case.distributed and case.rank_invariant and hasattr(module, "attention")):
         return []
     one = call(module, on_one_rank(case), x, Layout.contiguous(x.q.shape[-3], 1), 0)
     # the check adds dsink over the ranks
@@ -276,7 +259,7 @@ def _unlike_one_rank(module: Any, case: Case, x: Inputs, first: Results) -> list
 
 
 def _wrong_dtypes(case: Case, got: Results, exact: Results) -> list[str]:
-    """Return a fault for each wrong dtype, or result that was rounded to 16 bits before."""
+    """Find wrong dtypes, and results that were rounded to 16 bits before."""
     narrow, faults = DTYPES[case.dtype], []
     rounded = lambda x: torch.equal(x, x.to(narrow).to(x.dtype))
     for name, x, true in zip(got._fields, got, exact, strict=True):
@@ -301,7 +284,7 @@ def _gather_objects(mine: Any) -> list[Any]:
 
 
 def assembled(part: Results, layout: Layout) -> Results:
-    """Join the shards of all ranks without `Layout.unshard`. Add parts of dsink and dup_weight."""
+    """Join the shards of all ranks without `Layout.unshard`."""
 
     def assemble(name: str, local: Tensor | None) -> Tensor | None:
         if local is None:

@@ -1,18 +1,19 @@
 """The cases of `canon check`: a row of `TABLE` is a case for each of its masks and layouts.
 
-plain         no mask is passed, and no lse is returned
-part          a partial result of a schedule: delta is given, and the results are float32
-columns       over a mesh ("tokens", "heads") with so many columns, or a divisor of the ranks
-few           a mask with 17 queries and 5,000 keys or more
-cancelling    causal over two heavy keys with opposite values: merging in 16 bits shows
-nan in k      one element of a visible token of k is NaN
+plain            no mask is passed, and no lse is returned
+part             a partial result of a schedule: delta is given, and the results are float32
+rank_invariant   has the bits of `attention` on one rank
+columns          over a mesh ("tokens", "heads") with so many columns, or a divisor of the ranks
+few              a mask with 17 queries and 5,000 keys or more
+cancelling       causal over two heavy keys with opposite values: merging in 16 bits shows
+nan in k         one element of a visible token of k is NaN
 
 Dtypes alternate over masks, layouts and methods.
 """
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import product
@@ -97,6 +98,10 @@ magi_attention     | planned                     | documents | variant="sink", s
 magi_attention     | planned                     | tree | variant="branches", casts=2
 magi_attention     | planned | window | variant="softcap", softcap=1.0, sink=True, casts=2
 magi_attention     | planned                     | sequences | variant="of_each", casts=2
+attention          |        | documents, causal | variant="rank_invariant", rank_invariant=True
+strided_attention  | contiguous, zigzag | documents, causal | variant="rank_invariant", \
+    rank_invariant=True
+magi_attention     | planned | documents, causal | variant="rank_invariant", rank_invariant=True
 ring_attention     | zigzag | documents | variant="columns", columns=2, sink=True
 zigzag_attention   |                             | window | variant="columns", columns=2
 strided_attention  | contiguous                  | tree | variant="columns", columns=2
@@ -167,7 +172,7 @@ TILED_LAYOUTS: dict[str, Callable[[Any, int], Layout]] = {  # "striped" has no w
     "contiguous": lambda mask, ranks: Layout.contiguous(mask.queries, ranks, TILE),
     "zigzag": lambda mask, ranks: Layout.zigzag(mask.queries, ranks, TILE),
     "striped": LAYOUTS["striped"],
-    "dispatch": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
+    "planned": lambda mask, ranks: reference.dispatch(mask, ranks, rank_invariant=True),
 }
 METHODS = ("split", "fused", "head_parallel")
 DTYPES = {
@@ -199,7 +204,7 @@ def interleaving(mask: Masks, ranks: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The heads, widths and strides of the tensors of a case."""
+    """Heads, widths and strides of the tensors."""
 
     heads: tuple[int, int]
     widths: tuple[int, int]
@@ -245,7 +250,6 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """The kind of the mask; "sequences" if each sequence has its own."""
         return "causal" if self.mask == "cancelling" else self.mask
 
     @property
@@ -273,13 +277,18 @@ class Case:
     def softcap(self) -> float | None:
         return dict(self.options).get("softcap")
 
+    @property
+    def rank_invariant(self) -> bool:
+        return dict(self.options).get("rank_invariant", False)
+
     def layout_of(self, mask: Masks, ranks: int) -> Layout:
         one = mask[0] if isinstance(mask, tuple) and self.layout != "planned" else mask
-        return LAYOUTS[self.layout or "contiguous"](one, ranks if self.distributed else 1)
+        layouts = TILED_LAYOUTS if self.rank_invariant else LAYOUTS
+        return layouts[self.layout or "contiguous"](one, ranks if self.distributed else 1)
 
 
 def declined_by(backend: str | None, case: Case) -> str:
-    """Return why a kernel backend does not support a case, or ""."""
+    """Return why a kernel backend declines a case, or ""."""
     if backend not in ("gluon", "cuda") or not case.dtype or case.function in EXCHANGES | {"merge"}:
         return ""
     if max(case.shape.widths) > 256:
@@ -330,12 +339,12 @@ def all_cases(dtypes: list[str], gpu: bool) -> list[Case]:
 
 
 def matches(name: str, only: str | None) -> bool:
-    """Return whether a name matches the glob of `--only`."""
+    """Match a name with the glob of `--only`."""
     return fnmatch(name, f"*{only or ''}*")
 
 
 def accepts(module: Any, case: Case) -> bool:
-    """Return whether the module has the functions and the parameters that a case needs."""
+    """Return whether the module has the functions and parameters of a case."""
     if case.function == "prepare" and not hasattr(module, case.variant):
         return False
     options = dict(case.options)
@@ -350,7 +359,7 @@ def accepts(module: Any, case: Case) -> bool:
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a function, {} if there is none."""
+    """Return the parameters of a function, {} without one."""
     try:
         return inspect.signature(getattr(module, function)).parameters
     except (AttributeError, TypeError, ValueError):
@@ -360,6 +369,14 @@ def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]
 def has_option(module: Any, function: str) -> bool:
     """Return whether a function has the option rank_invariant."""
     return "rank_invariant" in parameters_of(module, function)
+
+
+def nothing_to_check(module: Any, names: Iterable[str]) -> ValueError:
+    """Return the error for a module without the functions."""
+    return ValueError(
+        f"{module.__name__} has none of the functions {', '.join(sorted(names))}; those that it "
+        "imports from canon do not count"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
-"""Find the mistake that a wrong result looks as if a module had made.
-
-It must give out and lse of the worst query of out. A factor must hold for a whole tensor.
+"""Find the mistake that a wrong result looks as if a module had made: a factor of a tensor, or a
+way to compute out and lse of the worst query.
 """
 
 import math
@@ -27,9 +26,7 @@ def explained(
     x: Inputs,
     parts: Sequence[range] = (),
 ) -> list[str]:
-    """Return the mistakes that explain faults. ``honest``: results with rounding errors. ``parts``:
-    the keys of each part that `merge` had.
-    """
+    """Return the mistakes that explain faults. ``parts``: the keys of each part of `merge`."""
     wrong, factors = {fault.partition(" ")[0] for fault in faults}, {}
     for name in (name for name in got._fields if name in wrong):
         if getattr(got, name) is not None:
@@ -48,7 +45,7 @@ def explained(
 
 
 def _without_a_key(got: Any, exact: Any, x: Inputs, parts: Sequence[range]) -> list[str]:
-    """Return which queries of out are not finite because they see no key, of all or of a part."""
+    """Name queries that are not finite because they see no key, of all or of a part."""
     if got.out is None or bool(got.out.isfinite().all()):
         return []
     of_queries = lambda t: t.isfinite().all(-1).all(-1).reshape(-1, t.shape[-3]).all(0)
@@ -83,7 +80,6 @@ def _factor(got: Tensor, exact: Tensor, honest: Sequence[Tensor]) -> float | Non
 
 
 def _of_worst_query(got: Any, exact: Any, honest: Sequence[Any], x: Inputs) -> list[str]:
-    """Return the mistake that gives out and lse of the query with the largest error in out."""
     batched = lambda t: t if t.dim() == 4 else t[None]
     wide = lambda t: t.to(exact.out.device).double()
     out, true = (batched(wide(t)) for t in (got.out, exact.out))
@@ -169,7 +165,7 @@ def _mistakes(
 def _weighted(
     q: Tensor, k: Tensor, v: Tensor, scaling: Scale, seen: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return exp(score - top) times (v, 1) of each key, and top, the largest ``seen`` score."""
+    """Return exp(score - top) times (v, 1) of each key, and the largest ``seen`` score."""
     scores = scores_of(q[None], k.nan_to_num(), scaling)[0]
     top = scores[seen].max()
     weights = torch.exp(scores - top)[:, None]

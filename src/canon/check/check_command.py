@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,6 +28,17 @@ REFUSED = {  # mode: the reason, and the options that it leaves out
 }
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return number
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `canon check`."""
     add = parser.add_argument
@@ -40,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--ranks",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="number of ranks (default: 4, or the number of GPUs); with --random the largest "
         "number (default: 8)",
@@ -62,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--runs",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="run each case N times; from run 2 on, bits must be equal (default: 3 on a GPU, where "
         "run 3 replays what run 2 has recorded; else 2)",
@@ -78,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--tokens",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="read whole documents up to N tokens in total; a token is a byte (default: no limit "
         f"with --documents, otherwise {BUDGET['cpu']} on the CPU and {BUDGET['cuda']} on GPUs)",
@@ -106,7 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--random",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="run N random cases instead, with random masks, layouts, shapes and options",
     )
@@ -117,7 +129,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of the random cases (default: 0); --ranks, the device and --backend change the "
         "cases, too",
     )
-    add("--first", type=int, metavar="I", help="number of the first random case (default: 0)")
+    text = "number of the first random case (default: 0)"
+    add("--first", type=at_least(0), metavar="I", help=text)
     for name, does in (
         ("--list", "print the names of the cases and stop"),
         (
@@ -139,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console | None = None) -> int:
-    """Run the check that `arguments` describe, and return the exit status."""
+    """Run the check and return the exit status."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     os.environ.setdefault("CANON_COMPILE_AHEAD", "0")  # `warming` compiles the cases' own kernels
     try:
@@ -195,17 +208,10 @@ def _check_options(arguments: argparse.Namespace, device: str) -> None:
             raise ValueError(f"{mode} {reason}: leave {useless} out")
     elif arguments.seed is not None or arguments.first is not None:
         raise ValueError("--seed and --first need --random N")
-    least = ("runs", "tokens") if mode != "--bits" else ("tokens",)
-    for name in least:
-        if (value := getattr(arguments, name)) is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
     if is_random and not arguments.bits:
         arguments.seed, arguments.first = arguments.seed or 0, arguments.first or 0
-        few = 1 <= (arguments.ranks or 1) <= random_check.RANKS
-        if arguments.random < 1 or arguments.first < 0 or not few:
-            raise ValueError(
-                f"--random needs N >= 1, --first I >= 0 and --ranks from 1 to {random_check.RANKS}"
-            )
+        if (arguments.ranks or 1) > random_check.RANKS:
+            raise ValueError(f"--random needs --ranks from 1 to {random_check.RANKS}")
 
 
 def _interpret() -> bool:

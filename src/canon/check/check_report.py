@@ -1,5 +1,6 @@
 """Show the results of `canon check`: a table, and the faults as text."""
 
+import argparse
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from canon.testing import record
 from canon.testing.judge import short
 
 AGREES, DISAGREES, MISUSED, INTERRUPTED = 0, 1, 2, 130  # exit statuses
@@ -21,7 +23,7 @@ MARKS = {  # verdicts
     "not judged": "yellow",
 }
 NEITHER = ("declined", "not judged")  # verdicts that are neither right nor wrong
-NUMBERS = {"error", "bound", "ratio", "time"}
+NUMBERS = {"error", "bound", "ratio"}
 # parts of faults, the most specific first; after them come exceptions, such as those of shapes
 TELLING = (
     "no rank can continue",
@@ -38,10 +40,19 @@ TELLING = (
 LINE = 300  # characters of a fault that is not printed in full
 
 
+def command_of(arguments: argparse.Namespace, **changed: Any) -> str:
+    """Return the command line of a check, with ``changed`` values of some options."""
+    hidden = {"command", "module", "record", "list", "template"}
+    given = {name: value for name, value in vars(arguments).items() if name not in hidden}
+    given |= {"documents": tuple(path.name for path in arguments.documents)} | changed
+    given["world"] = None if arguments.world == "auto" else arguments.world
+    return record.command("canon", "check", arguments.module, **given)
+
+
 def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     """Return the table of the results."""
     shown = Table(title=f"{module} against canon.reference and float64", title_justify="left")
-    for name in ("case", "worst", "error", "bound", "ratio", "time", "verdict"):
+    for name in ("case", "worst", "error", "bound", "ratio", "verdict"):
         shown.add_column(
             name,
             justify="right" if name in NUMBERS else "left",
@@ -51,21 +62,22 @@ def table(results: Sequence[dict[str, Any]], module: str) -> Table:
     for result, same in _grouped(results):
         if len(same) > 1:
             declined = Text("declined", MARKS["declined"])
-            shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 5, declined)
+            shown.add_row(f"{_function(result)}: {len(same)} cases", *[""] * 4, declined)
             continue
         numbers = ("", "", "", "")
         if worst := max(result["measures"], key=lambda m: float(m["ratio"]), default=None):
             place, ratio = f"{worst['tensor']} {worst['norm']}", short(float(worst["ratio"]))
             numbers = (place, f"{worst['error']:.1e}", f"{worst['bound']:.1e}", ratio)
-        seconds = f"{1e3 * min(result['seconds']):.1f} ms" if result["seconds"] else ""
         exempt = sum(result.get("exempt", {}).values())  # values that a planted NaN may reach
         verdict = result["verdict"] + f", {exempt} exempt" * bool(exempt)
-        shown.add_row(result["case"], *numbers, seconds, Text(verdict, MARKS[result["verdict"]]))
+        if "digest" in result:
+            verdict += f", bits {result['digest']}"
+        shown.add_row(result["case"], *numbers, Text(verdict, MARKS[result["verdict"]]))
     return shown
 
 
 def faults(results: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print all faults of the most specific case, and one fault of each other case."""
+    """Print all faults of the most specific case, and one of each other case."""
     wrong = [result for result in results if result["faults"] and result["verdict"] not in NEITHER]
     in_full = min(wrong, key=lambda result: min(map(_place, result["faults"])), default=None)
     for result, same in _grouped(results):
@@ -81,7 +93,6 @@ def _function(result: dict[str, Any]) -> str:
 
 
 def _reason(result: dict[str, Any]) -> str:
-    """Return the first line of a reason, without the rank that raised first."""
     first = "".join(result["faults"][:1])
     return re.sub(r"^rank \d+: ", "", first).partition("\n")[0]
 
@@ -89,7 +100,7 @@ def _reason(result: dict[str, Any]) -> str:
 def _grouped(
     results: Sequence[dict[str, Any]],
 ) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Return pairs (result, results like it): cases that are declined for the same reason."""
+    """Return (result, results like it) for cases that are declined for the same reason."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for number, result in enumerate(results):
         declined = result["verdict"] == "declined"
@@ -113,7 +124,7 @@ def _place(fault: str) -> int:
 
 
 def summary(verdicts: Sequence[str], console: Console) -> int:
-    """Print how many cases agree, and return how many are wrong."""
+    """Print how many cases agree, and return how many do not."""
     counts = Counter(verdicts)
     wrong = len(verdicts) - counts["agrees"] - sum(counts[name] for name in NEITHER)
     line = f"{counts['agrees']} of {len(verdicts)} cases agree"

@@ -141,7 +141,7 @@ WORDS = (*MASKS, "no-mask", "one-mask", "no-lse", "no-options", "forward", "fini
 
 
 def features(text: str) -> frozenset[str]:
-    """Return the words of ``--features``. Raises ValueError for unknown or contradictory words."""
+    """Return the words of ``--features``. Raises ValueError."""
     words = frozenset(word.strip() for word in text.split(",") if word.strip())
     if unknown := sorted(words - set(WORDS)):
         raise ValueError(
@@ -158,7 +158,7 @@ def features(text: str) -> frozenset[str]:
 
 
 def limited(cases: Sequence[Case], words: frozenset[str], even: bool, module: Any) -> list[Case]:
-    """Return the cases, changed to fit the limits ``words``. ``even``: shards have equal length."""
+    """Return the cases, changed to fit the limits. ``even``: shards have equal length."""
     changed = [adapted(case, words) for case in cases]
     if "no-options" in words and "no-mask" not in words:  # a parameter scale is tested all the same
         changed = [

@@ -1,7 +1,6 @@
 """Read documents, and compute q, k and v from them with a small transformer layer.
 
-Rotary embeddings have the positions of the layout. Weights are small integers: inputs have the same
-bits on every machine.
+Weights are small integers: inputs have the same bits on every machine.
 """
 
 import re
@@ -30,9 +29,8 @@ class Documents:
 
     @classmethod
     def of(cls, paths: Sequence[Path] = (), budget: int | None = None) -> "Documents":
-        """Read files, and the text files of folders, or of this repository if there are no paths.
-
-        A ``budget`` limits the tokens. Raises ValueError without text.
+        """Read files and text files of folders, by default those of this repository, within a
+        ``budget`` of tokens. Raises ValueError without text.
         """
         if paths:
             texts = {str(file): file.read_bytes() for file in _text_files(paths)}
@@ -59,7 +57,6 @@ class Documents:
 
 
 def _home() -> Path:
-    """Return the checkout that holds this file, or the installed package."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parents[1]
     return checkout if (checkout / "pyproject.toml").exists() else package

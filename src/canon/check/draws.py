@@ -1,7 +1,5 @@
-"""Draw the random cases of `canon check --random`.
-
-Case i of seed S depends on S, i, the table, the largest number of ranks and the limits of the
-module alone.
+"""Draw the random cases of `canon check --random`. Case i of seed S depends on S, i, the table, the
+largest number of ranks and the limits of the module.
 """
 
 import re
@@ -135,7 +133,6 @@ class Drawn(Case):
 
     @property
     def draws(self) -> dict[str, str]:
-        """The fields that differ from their defaults, and the options, as text."""
         shape, hidden = vars(self.shape), {"function", "shape", "options", "seed", "index"}
         fields = {x: y for x, y in vars(self).items() if y and x not in hidden}
         of_tensors = {"scale": None, "strides": None} | shape if self.dtype else {}
@@ -147,7 +144,7 @@ class Drawn(Case):
 
 @lru_cache(maxsize=64)
 def evaluated(text: str):
-    """Evaluate the expression of a mask or a layout."""
+    """Evaluate a mask or a layout."""
     names = {"Mask": Mask, "Band": Band, "Layout": Layout, "dispatch": reference.dispatch}
     return eval(text, names)
 
@@ -170,7 +167,7 @@ class Limits:
 def drawn(
     seed: int, index: int, table: str = "cpu", most_ranks: int = 8, limits: Limits = Limits()
 ) -> Drawn:
-    """Return case ``index`` of ``seed``. Raises ValueError if none fits the limits."""
+    """Return case ``index`` of ``seed``. Raises ValueError if none fits."""
     draw, function, case = Random(f"{seed}/{index}/{table}/{most_ranks}"), "", None
     for number in range(TRIES if WEIGHTS.keys() & set(limits.functions) else 0):
         if number % 50 == 0 and case is None:
@@ -275,7 +272,6 @@ def _drawn(
 
 
 def _planted(draw: Random, used: str, without_dout: bool) -> str:
-    """Return a value and a tensor for one case in eight, else ""."""
     value, name = draw.choice(VALUES), draw.choice(TENSORS[:3] if without_dout else TENSORS)
     return "" if used == "lse" or draw.random() < 7 / 8 else f"{value} in {name}"
 

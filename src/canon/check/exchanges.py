@@ -2,7 +2,7 @@
 
 dispatch, plan_report    equal to the reference
 cast_plan                the same; each rank receives once every token that its mask needs
-group_cast               rows equal to the plan's tokens, by source and by row there
+group_cast               rows equal to the plan's tokens
 group_reduce             as close to the float64 sum as float32 sums in any order
 Layout                   `shard`, `unshard` and their gradients equal to indexing by hand
 """
@@ -37,9 +37,7 @@ class Answer:
 
 
 class Exchange:
-    """A case on one rank. The answers are the tables of the reference, unless FUNCTION_answers
-    returns them.
-    """
+    """A case on one rank. Answers without a method of their own are tables of the reference."""
 
     def __init__(self, case: Case, mask: Masks, layout: Layout, x: Inputs | None, rank: int):
         self.case, self.mask, self.layout, self.rank = case, mask, layout, rank
@@ -228,7 +226,7 @@ def _token(answer: Answer, row: int) -> str:
 
 
 def differs(a: Tensor, b: Tensor) -> Tensor:
-    """Return the elements that are not equal, as booleans. A NaN equals a NaN."""
+    """Return where elements are not equal. A NaN equals a NaN."""
     return (a != b) & ~((a != a) & (b != b))
 
 

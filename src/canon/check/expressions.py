@@ -6,14 +6,14 @@ from random import Random
 
 
 def size(draw: Random, most: int) -> int:
-    """Return a number of tokens, of any order of magnitude."""
+    """Return a number of tokens of any order of magnitude."""
     if draw.random() < 0.06:
         return draw.choice([0, 1, 1, 2])
     return max(1, round(3 * (most / 3) ** draw.random()))
 
 
 def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = frozenset()) -> str:
-    """Return a mask of n queries and n keys, of one of the kinds ``only``, if any."""
+    """Return a mask of n queries and n keys, of the kinds ``only``, if any."""
     left, right = (draw.choice([None, -1, 0, draw.randint(0, n)]) for _ in range(2))
     kinds: dict[str, Callable[[], str]] = {
         "full": lambda: f"Mask.full({n})",
@@ -34,7 +34,7 @@ def square(draw: Random, n: int, parts: bool = True, only: frozenset[str] = froz
 
 
 def any_mask(draw: Random, n: int) -> str:
-    """Draw the expression of a mask with n queries."""
+    """Return a mask with n queries."""
     kind = draw.choice(
         ["square", "square", "square", "causal", "ranges", "blocks", "crop", "shift", "concat"]
     )
@@ -71,7 +71,7 @@ def _documents(draw: Random, n: int, plain: bool) -> str:
 
 
 def _tree(draw: Random, n: int) -> str:
-    """Return `Mask.tree` with empty nodes and gaps. The last node ends the mask."""
+    """Return `Mask.tree` with empty nodes and gaps."""
     starts = sorted(draw.randint(0, n) for _ in range(draw.choice([1, 2, 5, 9, 20])))
     lengths = [
         draw.choice([stop - start] * 3 + [draw.randint(0, stop - start)])
@@ -86,7 +86,6 @@ def _tree(draw: Random, n: int) -> str:
 
 
 def _parts(draw: Random, n: int, count: int) -> Iterable[tuple[int, int]]:
-    """Return the edges of ``count`` + 1 parts of n tokens."""
     return pairwise([0, *sorted(draw.randint(0, n) for _ in range(count)), n])
 
 
@@ -96,7 +95,7 @@ def _runs(draw: Random, n: int, most: int, values: Callable[[], int]) -> str:
 
 
 def _intervals(draw: Random, n: int) -> tuple[list[int], list[int]]:
-    """Return starts and stops of intervals that do not overlap, but may touch."""
+    """Return starts and stops of intervals that do not overlap."""
     cuts = sorted({draw.randint(0, n) for _ in range(draw.randint(0, 6))})
     pairs = [pair for pair in pairwise(cuts) if draw.random() < 0.6]
     return [start for start, _ in pairs], [stop for _, stop in pairs]
@@ -150,7 +149,7 @@ def tiled_layout(draw: Random, mask: str, n: int, ranks: int, _: str | None) -> 
 
 
 def layout_of(draw: Random, mask: str, n: int, ranks: int, fixed: str | None) -> str:
-    """Return a layout of n tokens, of the kind ``fixed`` or any, with uneven and empty shards."""
+    """Return a layout of the kind ``fixed`` or any, with uneven and empty shards."""
     kind = fixed or draw.choice(
         ["contiguous", "zigzag", "striped", "planned", "uneven", "empty", "ranges", "steps"]
     )

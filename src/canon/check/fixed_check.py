@@ -1,4 +1,4 @@
-"""Run the fixed cases of `canon check` and its calls with rank_invariant=True, and report."""
+"""Run the fixed cases of `canon check`, and report."""
 
 import argparse
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from canon.check import check_report, contract, rank_digests, warming
+from canon.check import check_report, contract, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import Case, accepts, all_cases, covered, declined_by, matches
+from canon.check.cases import Case, accepts, all_cases, covered, matches, nothing_to_check
 from canon.check.check_report import AGREES, DISAGREES, INTERRUPTED
 from canon.check.documents import Documents
 from canon.check.inputs import FromDocuments
@@ -18,11 +18,10 @@ from canon.testing import record
 
 BUDGET = {"cpu": 600, "cuda": 4096}  # tokens of the repository's documents
 RECORD = Path("canon-check/record.json")
-KEPT = "world", "dtype", "backend", "tokens", "features", "only"  # arguments in the record
 
 
 class FixedCheck:
-    """A check of the cases of the table: what to run, and its record."""
+    """A check of the cases of the table."""
 
     def __init__(
         self, arguments: argparse.Namespace, console: Console, placement: Placement, module: Any
@@ -38,14 +37,12 @@ class FixedCheck:
         self.given = arguments.module, FromDocuments(self.documents), placement.device
 
     def run(self) -> int:
-        digests, name = self.digest_runner(), self.arguments.module
-        cases = self.chosen_cases()
-        if not cases and not digests.calls:
+        cases, name = self.chosen_cases(), self.arguments.module
+        if not cases:
             only = self.arguments.only
             raise ValueError(f"no case matches {only!r}; --list prints the names of the cases")
         if self.arguments.list:
-            names = [case.name for case in cases] + [call.inputs for call in digests.calls]
-            self.print("\n".join(dict.fromkeys(names)), highlight=False)
+            self.print("\n".join(case.name for case in cases), highlight=False)
             return AGREES
         lengths = sorted(self.documents.lengths)
         shown = ", ".join(map(str, lengths[:12])) + ", ..." * (len(lengths) > 12)
@@ -57,19 +54,8 @@ class FixedCheck:
         results, interrupted = self.run_cases(cases)
         if interrupted:
             self.print(f"[bold red]Interrupted: {len(results)} of {len(cases)} cases have run.")
-        invariance = [] if interrupted else rank_digests.compare(self.placement.kind, digests)
-        status = self.report(results, invariance)
+        status = self.report(results)
         return INTERRUPTED if interrupted else status
-
-    def digest_runner(self) -> rank_digests.DigestRunner:
-        chosen = self.dtypes, self.gpu, self.arguments.only
-        calls = rank_digests.calls_of(self.module, self.placement.ranks, *chosen)
-        own = any(call.case.function in self.functions.tested for call in calls)
-        backend = self.arguments.backend
-        calls = [call for call in calls if own and not declined_by(backend, call.case)]
-        calls = [] if self.arguments.features else calls
-        name, *given = self.given
-        return rank_digests.DigestRunner(name, (), *given, backend=backend, calls=tuple(calls))
 
     def chosen_cases(self) -> list[Case]:
         cases = [
@@ -78,11 +64,8 @@ class FixedCheck:
             if case.function in self.functions.tested and accepts(self.module, case)
         ]
         if not cases:
-            names = ", ".join(sorted({*self.functions.absent, *self.functions.imported}))
-            raise ValueError(
-                f"{self.module.__name__} has none of the functions {names}; those that it imports "
-                "from canon do not count"
-            )
+            names = {*self.functions.absent, *self.functions.imported}
+            raise nothing_to_check(self.module, names)
         if text := self.arguments.features:
             even = self.documents.tokens % self.placement.ranks == 0
             cases = contract.limited(cases, contract.features(text), even, self.module)
@@ -98,17 +81,16 @@ class FixedCheck:
         settings = {"backend": self.arguments.backend, "runs": self.arguments.runs}
         runner = CaseRunner(name, tuple(cases), *given, **settings)
         try:
-            if cases and warming.worth_it(self.placement.device, self.module):
+            if warming.worth_it(self.placement.device, self.module):
                 self.print(warming.warm([(ranks, runner)]), highlight=False)
             return run_cases(kind, ranks, runner), False
         except Interrupted as error:
             return error.results, True
 
-    def report(self, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> int:
+    def report(self, results: list[dict[str, Any]]) -> int:
         name, functions = self.arguments.module, self.functions
         self.print(check_report.table(results, name))
         check_report.faults(results, self.console)
-        rank_digests.show(invariance, self.console)
         for names, why in (
             (functions.absent, f"Skipped, because {name} does not have them"),
             (functions.imported, f"Skipped, because {name} imports them from canon"),
@@ -116,25 +98,17 @@ class FixedCheck:
         ):
             if names:
                 self.print(f"{why}: {', '.join(names)}.")
-        self.print(f"Record: {self.write_record(results, invariance)}.", highlight=False)
+        self.print(f"Record: {self.write_record(results)}.", highlight=False)
         verdicts = [result["verdict"] for result in results]
         wrong = check_report.summary(verdicts, self.console)
-        if unequal := sum(bool(result["faults"]) for result in invariance):
-            self.print(
-                f"[bold red]The bits depend on the ranks or the layout for {unequal} of "
-                f"{len(invariance)} inputs."
-            )
-        none_agrees = "agrees" not in verdicts and (results or not invariance)
-        return DISAGREES if wrong or unequal or none_agrees else AGREES
+        return DISAGREES if wrong or "agrees" not in verdicts else AGREES
 
-    def write_record(self, results: list[dict[str, Any]], invariance: list[dict[str, Any]]) -> Path:
-        given, ranks = {key: getattr(self.arguments, key) for key in KEPT}, self.placement.ranks
-        given |= {"documents": tuple(path.name for path in self.arguments.documents)}
-        given |= {"runs": self.arguments.runs}
+    def write_record(self, results: list[dict[str, Any]]) -> Path:
+        ranks = self.placement.ranks
         names = (Path(x).name if Path(x).is_absolute() else x for x in self.documents.names)
         return record.write(
             self.path,
-            record.command("canon", "check", self.arguments.module, ranks=ranks, **given),
+            check_report.command_of(self.arguments, ranks=ranks),
             results,
             module=self.arguments.module,
             world=self.where,
@@ -142,7 +116,6 @@ class FixedCheck:
             documents=dict(zip(names, self.documents.lengths, strict=True)),
             absent=self.functions.absent,
             untried=self.functions.untried,
-            rank_invariance=invariance,
         )
 
 

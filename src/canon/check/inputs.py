@@ -25,7 +25,7 @@ from canon.testing.latent_judge import (
     latent_orders,
     latent_roundings,
 )
-from canon.testing.roundings import roundings, sink_roundings
+from canon.testing.roundings import roundings
 
 LAST = 5  # queries of `decode_attention`
 FEW = 17  # queries
@@ -79,7 +79,7 @@ class Inputs:
 
 
 def with_latents(x: Inputs) -> Inputs:
-    """Return inputs of `latent_attention`: k holds the latent, v k_rope."""
+    """Return the same with a latent in k and k_rope in v."""
     (h, d), rank, dv = x.q.shape[-2:], x.k.shape[-1], x.v.shape[-1]
     rope = d // 4
     weight = weight_of((h * (d - rope + dv), rank), torch.Generator().manual_seed(2)).to(x.q)
@@ -87,7 +87,7 @@ def with_latents(x: Inputs) -> Inputs:
 
 
 def weight_of(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Return a projection from a latent to K and V, all of variance 1."""
+    """Return a projection from a latent to K and V."""
     return torch.randn(shape, generator=generator) * shape[1] ** -0.5
 
 
@@ -123,19 +123,25 @@ def _inputs(case: Case, documents: Documents, device: str) -> Inputs:
     last = slice(tokens - masks[0].queries, tokens)
     q, dout, dlse = q[:, last], dout[:, last], dlse[..., last]
     q, k, v, dout = (x.to(dtype).contiguous() for x in (q, k, v, dout))
-    hide(masks, q, k, v, dout)
-    if case.planted:
-        plant(case.planted, masks, (q, k, v, dout))
     dlse, sink = (x.double() if dtype == torch.float64 else x for x in (dlse, sink))
-    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    x = Inputs(*(x.to(device) for x in tensors), mask, shape.scale, sink.to(device))
+    x = with_hidden(case, mask, (q, k, v, dout, dlse), sink, device)
     return with_latents(x) if case.has_latents else x
 
 
+def with_hidden(
+    case: Case, mask: Masks, tensors: Sequence[Tensor], sink: Tensor, device: str
+) -> Inputs:
+    """Return inputs of a batch, with hidden NaN and planted values."""
+    masks = mask if isinstance(mask, tuple) else (mask,) * len(tensors[0])
+    hide(masks, *tensors[:4])
+    if case.planted:
+        plant(case.planted, masks, tensors[:4])
+    packed = [x.to(device) if case.shape.batch else x[0].to(device) for x in tensors]
+    return Inputs(*packed, mask, case.shape.scale, sink.to(device))
+
+
 def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
-    """Give two keys, the first and one after ``part`` of the keys, about a quarter of each query's
-    weight, and opposite values.
-    """
+    """Give two keys a quarter of each query's weight each, and opposite values."""
     tokens, d = k.shape[1], k.shape[-1]
     heavy = [0, min(tokens - 1, 6 * int(part * tokens / 6) + 1)]
     # a score of large * large / sqrt(d) = log(tokens)
@@ -146,7 +152,6 @@ def _cancel(q: Tensor, k: Tensor, v: Tensor, part: float) -> None:
 
 
 def _sequence(mask: str, documents: Documents) -> Documents:
-    """Return the documents of a mask's sequence, several times for few queries."""
     times = max(1, -(-MANY_KEYS.get(mask, 0) // documents.tokens))
     return Documents(documents.names * times, documents.texts * times)
 
@@ -160,7 +165,7 @@ def block_causal(lengths: Sequence[int]) -> Mask:
 
 
 def tree(lengths: Sequence[int]) -> Mask:
-    """Return a tree with a node for each document, and a gap at its end."""
+    """Return a tree with a node for each document, with a gap at its end."""
     depths = [min(place, (1, 2, 2)[place % 3]) for place in range(len(lengths))]
     parents = [
         max((i for i in range(place) if depths[i] < depths[place]), default=-1)
@@ -171,7 +176,7 @@ def tree(lengths: Sequence[int]) -> Mask:
 
 
 def mask_of(name: str, documents: Documents) -> Masks:
-    """Return the mask of this name over the documents."""
+    """Return a mask over the documents."""
     documents = _sequence(name, documents)
     n = documents.tokens
     names = {"Mask": Mask, "block_causal": block_causal, "tree": tree, "n": n, "FEW": FEW}
@@ -182,7 +187,7 @@ def mask_of(name: str, documents: Documents) -> Masks:
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's results, honest results, and distances that widen the bounds."""
+    """Exact and honest results, and distances that widen the bounds."""
 
     exact: Any
     honest: list[Any]
@@ -208,14 +213,14 @@ def _expected(case: Case, source: "FromDocuments", device: str) -> Expected:
     exact = exact_of(*arguments)
     if case.has_sink:
         keys = with_projected_keys(x) if case.has_latents else x
-        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, x.sink
-        distances = type(exact)(dsink=sink_roundings(*given))
+        given = x.q, keys.k, keys.v, x.dout, x.mask, x.scaling, None, x.sink
+        distances = type(exact)(dsink=roundings(*given)[-1])
     return Expected(exact, several(*arguments), distances)
 
 
 @dataclass(frozen=True)
 class FromDocuments:
-    """Inputs and expected results of the fixed cases."""
+    """The inputs and results of the fixed cases."""
 
     documents: Documents
 

@@ -38,7 +38,7 @@ def without_ends() -> Iterator[None]:
 
 
 def load(name: str) -> Any:
-    """Return the module, which may be in the current folder. Raises ValueError."""
+    """Return a module, also of the current folder. Raises ValueError."""
     path = Path(name)
     if not name.strip(".") or os.sep in name or path.suffix in (".py", ".ipynb"):
         module = path.stem.strip(".") or "my_attention"
@@ -63,7 +63,6 @@ def load(name: str) -> Any:
 
 
 def _failed(name: str, error: BaseException) -> ValueError:
-    """Return an error with the traceback from the module's first line."""
     frames, last = [*traceback.walk_tb(error.__traceback__)], error.__traceback__
     while last is not None and len(frames) > 1 and _of_import(last.tb_frame.f_code.co_filename):
         last, frames = last.tb_next, frames[1:]
@@ -97,7 +96,7 @@ def uses_kernels(module: ModuleType) -> bool:
 
 
 def remarks(module: ModuleType, functions: list[str]) -> list[str]:
-    """Return what the author of a module outside canon must know about its functions."""
+    """Return remarks for the author of a module outside canon."""
     if module.__name__.startswith("canon."):
         return []
     lines, whole = [], WHOLE - {"prepare"}

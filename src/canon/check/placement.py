@@ -31,8 +31,6 @@ class Placement:
 def placement(world: str, ranks: int | None) -> Placement:
     """Return the placement for ``--world`` and ``--ranks``. Raises ValueError if there is none."""
     gpus = process_groups.kernel_gpus()
-    if ranks is not None and ranks < 1:
-        raise ValueError(f"--ranks must be at least 1, got {ranks}")
     kind = world
     if world == "auto":
         kind = "gpus" if gpus > 1 and (ranks or gpus) <= gpus else "threads"

@@ -12,7 +12,7 @@ from canon.testing.judge import Results
 def worst_places(
     faults: Sequence[str], got: Results, exact: Results, layout: Layout | None
 ) -> list[str]:
-    """Return a line for each tensor that a fault names. ``layout``: None if all ranks are equal."""
+    """Return a line for each tensor that a fault names. Without a layout all ranks are equal."""
     wrong = {fault.partition(" ")[0] for fault in faults}
     named = [
         name

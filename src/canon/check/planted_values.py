@@ -1,7 +1,8 @@
 """Write NaN to hidden tokens, and plant a NaN or an infinity into one element of a visible token.
 
 The element is the middle one of the middle visible token, in the last sequence and head. Beyond the
-results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach:
+results of the oracle, a kernel of canon, which multiplies hidden elements by 0, may reach of the
+last sequence and key head:
 
     in      more elements that it may reach          and under a sink
     q       dk, the same column                      dv
@@ -9,7 +10,7 @@ results of the oracle, a kernel of canon, which multiplies hidden elements by 0,
     v       out, the same column; so dq and dk       dsink
     dout    dv, the same column
 
-All are of the last sequence and key head. A module outside canon may reach `REACH`.
+A module outside canon may reach `REACH`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ REACH = {  # outside canon: the results that a value may reach at any token
 
 
 def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> None:
-    """Write NaN to queries that see no key and to keys that no query sees."""
+    """Write NaN to queries and keys that no cell sees."""
     for row, mask in enumerate(masks):
         for axis, both in enumerate(((q, dout), (k, v))):
             unseen = unseen_tokens(mask, axis)
@@ -40,7 +41,7 @@ def hide(masks: Sequence[Mask], q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -
 
 
 def unseen_tokens(mask: Mask, axis: int) -> Tensor:
-    """Return the queries that see no key (axis 0), or the keys that no query sees (axis 1)."""
+    """Return the queries that see no key (axis 0), or the keys that no query sees (1)."""
     unseen = torch.ones(mask.keys if axis else mask.queries, dtype=torch.bool)
     for band in mask.bands:  # every row and column of a band is seen
         unseen[slice(band.k_start, band.k_stop) if axis else slice(band.q_start, band.q_stop)] = (
@@ -103,8 +104,8 @@ def reach(planted: str, exact: Results, share: int, mask: Masks) -> Results:
 def exempted(
     got: Results, exact: Results, places: Any
 ) -> tuple[Results, dict[str, tuple[int, int]]]:
-    """Replace values by the oracle's at ``places`` where only the oracle's are finite. Return the
-    results, and by tensor the numbers of these and of all finite values.
+    """Replace values by the oracle's at ``places`` where only those are finite. Return by tensor
+    the numbers of these and of all finite values, too.
     """
     judged, found = [], {}
     for name, mine, true, place in zip(exact._fields, got, exact, places, strict=True):

@@ -1,9 +1,7 @@
 """Run `canon check --random N --seed S`: judge random cases, and write a compact record.
 
-    {"module", "runs": [{"command", ..., "cases": [[index, function, verdict, ratio], ...],
-                         "failures": [...]}]}
-
-A failure names the command that repeats its case.
+{"module", "runs": [{"command", ..., "cases": [[index, function, verdict, ratio], ...],
+                     "failures": [...]}]}
 """
 
 import argparse
@@ -16,11 +14,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-import canon
 from canon.check import contract, warming
 from canon.check.case_runner import CaseRunner
-from canon.check.cases import accepts, covered, matches
-from canon.check.check_report import NEITHER, fault, summary
+from canon.check.cases import accepts, covered, matches, nothing_to_check
+from canon.check.check_report import NEITHER, command_of, fault, summary
 from canon.check.draws import WEIGHTS, Drawn, Limits, drawn
 from canon.check.random_source import RandomSource
 from canon.check.run_cases import Interrupted, run_cases
@@ -32,7 +29,7 @@ RANKS = 8  # default for the largest number of ranks
 
 
 def record_of(module: str) -> Path:
-    """Return the default path of a module's record."""
+    """Return the default path of a record."""
     return Path(f"canon-check/random.{module}.json")
 
 
@@ -70,11 +67,7 @@ def run(
 def _limits(module: Any, words: frozenset[str]) -> Limits:
     functions = covered(module).tested
     if not WEIGHTS.keys() & set(functions):
-        names = ", ".join(sorted(WEIGHTS))
-        raise ValueError(
-            f"{module.__name__} has none of the functions {names}; those that it imports from "
-            "canon do not count"
-        )
+        raise nothing_to_check(module, WEIGHTS)
 
     def fit(case: Drawn) -> Drawn | None:
         case = contract.adapted(case, words)
@@ -85,27 +78,8 @@ def _limits(module: Any, words: frozenset[str]) -> Limits:
 
 def _head(arguments: argparse.Namespace, ranks: int, table: str, kind: str) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in ("seed", "backend", "runs", "features")}
-    return {
-        "command": _command(arguments, arguments.random, arguments.first),
-        "canon": canon.__version__,
-        "commit": record.commit(),
-        "date": record.now(),
-        "machine": record.machine(),
-        "table": table,
-        "world": kind,
-        "ranks": ranks,
-        **given,
-    }
-
-
-def _command(arguments: argparse.Namespace, count: int, first: int) -> str:
-    module = [arguments.module] if arguments.module != "canon.fast" else []
-    defaults = {"ranks": RANKS, "backend": None, "world": "auto", "runs": None, "features": None}
-    given = {name: getattr(arguments, name) for name in defaults}
-    given = {name: value for name, value in given.items() if value != defaults[name]}
-    given |= {"only": arguments.only} if count > 1 else {}
-    numbers = {"random": count, "seed": arguments.seed, "first": first or None}
-    return record.command("canon", "check", *module, **numbers, **given)
+    head = record.head(command_of(arguments, first=arguments.first or None))
+    return head | {"table": table, "world": kind, "ranks": ranks, **given}
 
 
 @dataclass
@@ -129,7 +103,6 @@ class _RandomCheck:
             done += len(group)
 
     def add(self, cases: Sequence[Drawn], results: Sequence[dict[str, Any]]) -> None:
-        """Add results to the run, and print the failures: the first one in full."""
         by_name = {case.name: case for case in cases}
         for result in results:
             case, verdict = by_name[result["case"]], result["verdict"]
@@ -137,7 +110,7 @@ class _RandomCheck:
             row = [case.index, case.function, verdict, float(f"{worst:.3g}")]
             self.run["cases"].append(row)
             if verdict not in ("agrees", *NEITHER):
-                repeat = _command(self.arguments, 1, case.index)
+                repeat = command_of(self.arguments, random=1, first=case.index or None, only=None)
                 head = {"index": case.index, "repeat": repeat, "draws": case.draws}
                 self.run["failures"].append(head | result)
                 fault(result, self.console, in_full=not self.wrong)
@@ -148,17 +121,12 @@ class _RandomCheck:
 
 
 def _print_draws(case: Drawn, repeat: str, console: Console) -> None:
-    shown = Table(show_header=False, box=None, padding=(0, 1))
-    shown.add_column(style="bold")
-    shown.add_column(overflow="fold")
-    for name, value in case.draws.items():
-        shown.add_row(f" {name}", value)
-    console.print(shown)
-    console.print(f"  repeat: {repeat}", markup=False, highlight=False, soft_wrap=True)
+    for name, value in {**case.draws, "repeat": repeat}.items():
+        console.print(f"  {name}: {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(path: Path, module: str, run: dict[str, Any]) -> None:
-    """Write the record, one line per case. An interrupted write leaves the old file."""
+    """An interrupted write leaves the old file."""
     head = {name: value for name, value in run.items() if name not in ("cases", "failures")}
     lines = ",\n".join(json.dumps(record.finite(row)) for row in run["cases"])
     failures = json.dumps(record.finite(run["failures"]), indent=1)

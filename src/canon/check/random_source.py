@@ -1,6 +1,5 @@
-"""Make the inputs of a random case, and the expected results.
-
-One rounding of each intermediate result widens the bounds, because cases may have few elements.
+"""Make the inputs of a random case, and the expected results. One rounding of each intermediate
+result widens the bounds: cases may have few elements.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from canon.check.cases import DTYPES, Masks
 from canon.check.draws import Drawn, evaluated
-from canon.check.inputs import Expected, Inputs, judging, weight_of
-from canon.check.planted_values import hide, plant
+from canon.check.inputs import Expected, Inputs, judging, weight_of, with_hidden
 from canon.reference import Layout, Mask
 
 # Dense float16 attention has dP = dout v^T in float16, which overflows long before dS does, and
@@ -55,7 +53,6 @@ class RandomSource:
 
 
 def _with_gradients(arguments: tuple, factor: float) -> tuple:
-    """Return the arguments of `judging` with this factor at dout and dlse."""
     *tensors, dout, mask, scale, dlse, sink = arguments
     return *tensors, dout * factor, mask, scale, None if dlse is None else dlse * factor, sink
 
@@ -85,26 +82,20 @@ def _inputs(case: Drawn, device: str) -> Inputs:
     sink = (2 + 3 * torch.randn(h, generator=generator)).to(wide)
     dout = torch.zeros_like(dout) if case.used == "lse" else dout
     dlse = torch.zeros_like(dlse) if case.used in {"out", "no lse", "sum"} else dlse
-    hide(masks, q, k, v, dout)
-    if case.planted:
-        plant(case.planted, masks, (q, k, v, dout))
-    dout = torch.ones_like(dout) if case.used == "sum" else dout
-    weight = None
+    x = with_hidden(case, mask, (q, k, v, dout, dlse), sink, device)
+    if case.used == "sum":
+        x = replace(x, dout=torch.ones_like(x.dout))
     if shape.latent:
         rank, rope = shape.latent
         weight = weight_of((h * (d - rope + dv), rank), generator).to(device, dtype)
-    tensors = [x if shape.batch else x[0] for x in (q, k, v, dout, dlse)]
-    return Inputs(
-        *(x.to(device) for x in tensors), mask, shape.scale, sink.to(device), up_weight=weight
-    )
+        x = replace(x, up_weight=weight)
+    return x
 
 
 def _near_the_range(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, masks: Sequence[Mask], case: Drawn, size: float
 ) -> tuple[Tensor, ...]:
-    """Return v of this size, and a dout with which dS reaches ``case.ds`` of float16's range, for a
-    uniform P.
-    """
+    """Return a dout with which dS reaches ``case.ds`` of float16's range, for a uniform P."""
     most = torch.finfo(torch.float16).max
     scale = 1.0 if case.shape.scale is None else abs(case.shape.scale)
     q, k, v, share = q / 128, k / 128, v * size, q.shape[2] // k.shape[2]

@@ -1,11 +1,11 @@
 """Run a case several times, and compare the bits of its runs.
 
     run 1              as a caller runs it
-    run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`
+    run 2, 3, ...      under `torch.use_deterministic_algorithms(True, warn_only=True)`, with equal
+                       bits
 
-PyTorch's switch promises equal bits, so runs 2, 3, ... must have them. If runs 1 and 2 have equal
-bits, two runs are enough, or three on a GPU: steps of schedules are recorded in their second call.
-Otherwise there is one more, and the results of both ways are judged.
+If runs 1 and 2 have equal bits, two runs are enough, or three on a GPU: steps are recorded in the
+second call. Otherwise there is one more, and the results of both ways are judged.
 """
 
 import os
@@ -20,8 +20,8 @@ SWITCH = "torch.use_deterministic_algorithms"
 
 
 class Repeated(NamedTuple):
-    """The results of run 1; those of run 2 if some rank has other bits there, else None; and a text
-    for each later run with other bits than run 2.
+    """The results of run 1, those of run 2 if some rank has other bits there, and a text for each
+    later run with other bits than run 2.
     """
 
     first: Any
@@ -36,10 +36,7 @@ def repeated(
     runs: int,
     switched: bool,
 ) -> Repeated:
-    """Run a case ``runs`` times, or once more. ``different`` describes the rows with other bits.
-
-    Without ``switched`` all runs are as run 1.
-    """
+    """Run a case ``runs`` times, or once more."""
     # else products of matrices warn on a GPU under the switch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     first, unequal_runs = run(), []

@@ -55,10 +55,8 @@ class Interrupted(KeyboardInterrupt):
 def run_cases(
     kind: str, ranks: int, runner: CaseRunner, before: int = 0, total: int = 0, verbose: bool = True
 ) -> list[dict[str, Any]]:
-    """Return the results of all cases, in order. Raises Interrupted at Ctrl-C.
-
-    ``kind`` names a function of `process_groups`. Without a terminal, ``verbose`` prints a line for
-    each case.
+    """Return the results of all cases, in order, from the function ``kind`` of `process_groups`.
+    Raises Interrupted at Ctrl-C.
     """
     workers = _workers(len(runner.cases), runner.device) if kind == "threads" else 1
     results: dict[str, Any] = {}
@@ -210,5 +208,10 @@ def _failure(case: Case, error: Exception | str) -> dict[str, Any]:
 
 
 def _without_run(name: str, verdict: str, *reasons: str) -> dict[str, Any]:
-    none = {"measures": [], "same_bits": None, "seconds": []}
-    return {"case": name, "verdict": verdict, "faults": [*reasons], **none}
+    return {
+        "case": name,
+        "verdict": verdict,
+        "faults": [*reasons],
+        "measures": [],
+        "same_bits": None,
+    }

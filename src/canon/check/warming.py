@@ -15,7 +15,7 @@ from canon.testing import process_groups
 
 
 def worth_it(device: str, module: ModuleType) -> bool:
-    """Return whether several cores can compile kernels of the module before its check."""
+    """Return whether several cores can compile kernels of the module ahead."""
     return (
         device == "cuda"
         and (os.cpu_count() or 1) > 1

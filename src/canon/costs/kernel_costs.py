@@ -1,11 +1,11 @@
-"""The time of attention kernels, by the costs of their work tiles.
+"""The time of attention kernels, by the costs of their work tiles (`canon.fast.tables.tile_costs`).
 
-A kernel takes as long as the mean SM, or as its longest work tile. Work is counted in full tiles of
-128 x 128 cells (`canon.fast.tables.tile_costs`). A step takes some time more, in which SMs idle.
+A kernel takes as long as the mean SM, or as its longest work tile. A step takes some time more.
 
 `RATES` and the latency inside a host, in `network.ASSUMED`, were fitted together to
-paper/data/schedules_two_h200.json and schedules_later_two_h200.json, and to nothing else.
-tests/costs/test_cost_records.py compares the model with the records of four and eight GPUs."""
+paper/data/schedules_two_h200.json and schedules_later_two_h200.json alone.
+tests/costs/test_cost_records.py compares the model with four and eight GPUs.
+"""
 
 import numpy as np
 

@@ -1,5 +1,5 @@
-"""The links of a cluster, as an array of two rows: NVLink inside a host, and the NIC of each GPU
-between hosts. A row has the bandwidth of one direction, in GB/s, and the latency of a message, in
+"""The links of a cluster: an array with a row for NVLink inside a host, and one for the NIC of each
+GPU. A row has the bandwidth of one direction, in GB/s, and the latency of a message, in
 microseconds.
 """
 

@@ -1,12 +1,12 @@
 """The time of both passes of a schedule: its steps on a clock, as `canon.fast.schedule` runs them.
 
-Two kinds of messages are in flight during a step: the keys of the next step, and in the backward
-pass dk and dv of the step before. The step takes as long as its kernels, or as these messages.
-Steps, masks and messages are those of the schedule's own plans. Of many ranks, eight are followed,
-at equal distances.
+A step takes as long as its kernels, or as the messages in flight: the keys of the next step, and
+in the backward pass dk and dv of the step before. Steps, masks and messages are those of the
+schedule's own plans. Of many ranks, eight are followed, at equal distances.
 
-On a mesh nothing hides the messages of the first step, which only brings heads from the other ranks
-of a host, and of the last one, which returns them. All columns are alike: the first is followed."""
+On a mesh nothing hides the first and the last message of a pass, which exchange heads inside a
+host. All columns are alike: the first is followed.
+"""
 
 from typing import Any, NamedTuple
 
@@ -32,10 +32,10 @@ COPIED, MERGED, ROUNDED = 4, 12, 8
 
 
 class Pass(NamedTuple):
-    """A pass: ``work`` of `tile_work` and bytes that row kernels move, (followed ranks, steps).
-
-    ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys, which arrive before a step, and
-    sums, which leave after it. ``is_ring``: ranks wait for one another in each step."""
+    """A pass: ``work`` of `tile_work`, and bytes of row kernels, (followed ranks, steps).
+    ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys arrive before a step, sums leave
+    after it. ``is_ring``: ranks wait for one another in each step.
+    """
 
     rates: np.ndarray
     is_ring: bool
@@ -92,8 +92,7 @@ def plan_of(
     mask: Mask, layout: Layout, **options: Any,
 ) -> Plan:  # fmt: skip
     """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
-    Arguments as those of `prepare`, with one width of K and V. Raises ValueError or TypeError as
-    the call would.
+    Raises ValueError or TypeError as the call would.
     """
     rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
     given = heads, (width, width), torch.bfloat16, True, options
@@ -137,7 +136,6 @@ def _steps(call, backward):
 
 
 def _costs(step, share, backward):
-    """Return the `tile_work` of a step, and the bytes of row kernels for each element."""
     if not step.has_work:
         return 0, 0
     mask, heads = step.active.mask, len(range(step.call.shapes[0][2])[step.heads])
@@ -147,7 +145,6 @@ def _costs(step, share, backward):
 
 
 def _messages(call, steps, hosts) -> np.ndarray:
-    """Return the ``messages`` of a pass, without exchanges of heads."""
     (_, _, g, d), layout = call.shapes[1], call.layout
     if hasattr(steps[0], "group"):  # strided: some heads in each step
         shares = [len(step.group.heads) / g for step in steps]

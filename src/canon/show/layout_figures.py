@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 def areas(layout: "Layout", mask: Mask) -> list[int]:
-    """Return the visible cells of each rank's queries."""
+    """Return the visible cells of each rank."""
     ranks = range(layout.ranks)
     return [layout.local_mask(mask, rank, tuple(ranks)).area for rank in ranks]
 
 
 def strides(layout: "Layout") -> set[int]:
-    """Return the strides of the ranges of a layout."""
+    """Return the strides of the ranges."""
     return {piece.step for held in layout.ranges_per_rank for piece in held}
 
 
 def owners_of(layout: "Layout") -> torch.Tensor:
-    """Return the index of the colour of each token's rank: int64 [tokens]."""
+    """Return the colour index of each token's rank: int64 [tokens]."""
     owner = torch.empty(layout.tokens, dtype=torch.long, device="cpu")
     for rank in range(layout.ranks):
         owner[layout.positions(rank)] = rank % len(RANKS)
@@ -32,7 +32,7 @@ def owners_of(layout: "Layout") -> torch.Tensor:
 
 
 def bars(ax, values: list[float], ylabel: str) -> None:
-    """Draw one bar for each rank, in its colour."""
+    """Draw a bar for each rank."""
     ax.bar(range(len(values)), values, color=[colour(rank) for rank in range(len(values))])
     ax.set(xlabel="rank", ylabel=ylabel)
     ax.xaxis.get_major_locator().set_params(integer=True)

@@ -17,9 +17,7 @@ CELLS = 512  # cells of a picture along each side
 
 
 def band_numbers(mask: "Mask") -> Tensor:
-    """Return the matrix int64 [queries, keys] that has i + 1 in the cells of band i, and 0 in
-    hidden cells.
-    """
+    """Return int64 [queries, keys]: i + 1 in the cells of band i, and 0 in hidden cells."""
     values = torch.zeros(mask.queries, mask.keys, dtype=torch.long, device="cpu")
     for number, b in enumerate(mask.bands, 1):
         queries, keys = (
@@ -33,10 +31,8 @@ def band_numbers(mask: "Mask") -> Tensor:
 
 
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
-    """Return the least n such that every n-th of so many tokens are at most `CELLS`.
-
-    n has no factor in common with ``strides``, so that samples lie on all ranks. Raises ValueError
-    if a size is 0.
+    """Return the least n such that every n-th of so many tokens are at most `CELLS`, without a
+    factor in common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")
@@ -47,9 +43,7 @@ def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
 
 
 def cells(ax, values: Tensor, colours: Sequence[str], mask: "Mask", step: int) -> None:
-    """Draw the cells of every ``step``-th query and key of a mask, by colour index. Axes count
-    tokens.
-    """
+    """Draw the cells of every ``step``-th query and key by colour index. Axes count tokens."""
     right, bottom = (step * size for size in (values.shape[1], values.shape[0]))
     look: dict[str, Any] = dict(
         vmin=0, vmax=len(colours), interpolation="nearest", extent=(0, right, bottom, 0)

@@ -43,12 +43,12 @@ def colour(rank: int) -> str:
 
 
 def mean_line(ax):
-    """Draw the line at 1, the mean of the ranks."""
+    """Draw the mean of the ranks, 1."""
     ax.axhline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 3)))
 
 
 def traffic(ax, report):
-    """Draw the tokens that each rank receives and sends. ``report``: of `plan_report`."""
+    """Draw the tokens that each rank receives and sends."""
     ranks = range(len(report.received))
     ax.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
     ax.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")

@@ -6,16 +6,16 @@ its synchronisation.
     simulator.register(add_box, simulator.reduce_add)            # a stand-in for a builtin
 
 One program (CTA) runs at a time, with its partitions as alternating threads. Another may continue
-when it ends, and at its atomic operations and volatile loads. TMA loads land, wgmma read their
-operands and stores are written "early" (at once), "late" (when nothing else can happen, or at a
-wait) or at "random" times. The simulator raises `Fault` with the kernel's lines for
+at its end, its atomic operations and its volatile loads. TMA loads land, wgmma read and adds write
+"early" (at once), "late" (at a wait, or when nothing else can happen) or at "random" times. A
+`Fault` names the kernel's lines for
 
-    reads of data that is not there yet, buffers overwritten too early: by vector clocks, in every
-    interleaving, even if this run would give correct numbers
+    reads of data that is not there yet, buffers overwritten too early: in every interleaving
     deadlocks, results of wgmma used before a wait, missing fences, wrong barrier counts, addresses
     out of bounds, misaligned TMA, int32 overflow, too much shared memory
 
-Not simulated: layouts, changes by the compiler, clusters, races in global memory, and time.
+Not simulated: layouts, types and other rules of the compiler, which compiles every kernel in
+`canon.testing.compile`; clusters, races in global memory, and time.
 """
 
 import ast
@@ -27,18 +27,16 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import reduce
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
-from triton.backends.nvidia.compiler import CUDAOptions
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime.jit import ConstexprFunction, JITFunction
+from triton.runtime.jit import JITFunction
 
 from canon.simulator import engines, language, memory, values
 from canon.simulator.aggregates import is_aggregate, python_class
@@ -63,7 +61,7 @@ _compiled: dict[int, tuple[Any, CodeType]] = {}
 
 
 def register(real: Any, stand_in: Any) -> None:
-    """Call ``stand_in`` where a simulated kernel calls ``real``."""
+    """Call ``stand_in`` where a kernel calls ``real``."""
     _stand_ins[id(real)] = (real, stand_in)
 
 
@@ -72,10 +70,8 @@ _OTHER_NAMES = {
     **_HINTS,
     "constexpr": lambda x: x,
     "to_tensor": values.tensor,
-    "tuple": tuple,
+    "static_range": range,
     "async_load": engines.async_copy_global_to_shared,  # since Triton 3.8
-    "async_store": engines.async_copy_shared_to_global,
-    "async_atomic_add": reduce_add,
 }
 
 
@@ -116,9 +112,7 @@ _PTX_STAND_INS: dict[str, Callable] = {
 
 
 def adopt(ptx: ModuleType, lane_sum: GluonJITFunction) -> None:
-    """Register stand-ins for the functions of ``ptx``; ``lane_sum`` sums the rows of a tile by
-    lane.
-    """
+    """Register stand-ins for ``ptx``. ``lane_sum`` sums the rows of a tile by lane."""
 
     def add_rounding_excess(excess, p, sums, limit, warpgroup):
         rounded_sums = _Function(lane_sum)(p.to(language.gl.float32))
@@ -146,28 +140,12 @@ class _Module:
 class _Function:
     def __init__(self, function: GluonJITFunction):
         self.function, self.name = function, function.fn.__name__
-        self.constant = [i for i, parameter in enumerate(function.params) if parameter.is_constexpr]
         self.python: Callable | None = None
 
     def __call__(self, *arguments, **named):
         if self.python is None:
             self.python = _rebuilt(self.function)
-        for i in self.constant:
-            if i < len(arguments) and isinstance(arguments[i], Tensor):
-                raise TypeError(
-                    f"{self.name} wants a constant for "
-                    f"{self.function.params[i].name}, got {arguments[i]}"
-                )
         return self.python(*arguments, **named)
-
-
-def _of_constants(function: ConstexprFunction) -> Callable:
-    def called(*arguments, **named):
-        if values := [x for x in (*arguments, *named.values()) if isinstance(x, Tensor)]:
-            raise TypeError(f"{function.__name__} is a function of constants, got {values}")
-        return function(*arguments, **named)
-
-    return called
 
 
 def _unknown(name: str) -> Callable:
@@ -188,8 +166,6 @@ def _seen(value: Any, name: str) -> Any:
         return value.value
     if isinstance(value, GluonJITFunction):
         return _Function(value)
-    if isinstance(value, ConstexprFunction):
-        return _of_constants(value)
     if is_aggregate(value):
         return python_class(value, _Function)
     if type(value) is tuple:
@@ -215,14 +191,14 @@ _BUILTINS = {
 
 
 def carried(value: Any) -> Any:
-    """Convert a constant that may change into a value of Triton's type."""
+    """Convert a constant that may change into a value."""
     if type(value) is tuple:
         return tuple(carried(x) for x in value)
     return values.tensor(value) if isinstance(value, int | float) else value
 
 
 def merged(condition: Any, value: Any) -> Any:
-    """Apply `carried` if the branch's condition is a value, not a constant."""
+    """Apply `carried` if the branch's condition is a value."""
     return carried(value) if isinstance(condition, Tensor) else value
 
 
@@ -349,10 +325,6 @@ def _bound(kernel: GluonJITFunction, arguments: tuple, named: dict) -> tuple[dic
         *arguments, **{name: named[name] for name in named if name not in options}
     )
     bound.apply_defaults()
-    if unknown := set(options) - {field.name for field in fields(CUDAOptions)}:
-        raise KeyError(
-            f"{kernel.fn.__name__} has no parameter, and Triton no option {sorted(unknown)}"
-        )
     given = {}
     for parameter in kernel.params:
         value = bound.arguments[parameter.name]
@@ -382,7 +354,7 @@ def _run(kernel: GluonJITFunction, *arguments, grid: Any, warmup=False, **named)
 
 @contextmanager
 def simulated(order: str = "late", seed: int = 0, log: list[Event] | None = None) -> Iterator[None]:
-    """Simulate the Gluon launches of all threads. ``seed`` draws all free choices."""
+    """Simulate the Gluon launches of all threads. ``seed`` draws all choices."""
     if order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
     with _changing:

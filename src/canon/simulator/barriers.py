@@ -1,8 +1,8 @@
 """Simulate mbarriers in shared memory, and the hardware's named barriers.
 
-A wait joins the clocks of the arrivals of its phase into that of the waiting partition, not those
-of a later phase that happen before it resumes. Source: NVIDIA, Parallel Thread Execution ISA 8.5
-(2024), the sections on mbarrier and on barrier."""
+A wait joins the clocks of the arrivals of its phase alone. Source: NVIDIA, Parallel Thread
+Execution ISA 8.5 (2024), the sections on mbarrier and on barrier.
+"""
 
 from canon.simulator.program import Fault, Partition, Place, Program, here, join
 
@@ -51,7 +51,7 @@ class Barrier:
         self._turn()
 
     def receive(self, number: int) -> int:
-        """Count landed bytes. Return the phase that a wait must reach to be ordered after them."""
+        """Return the phase that a wait must reach to be ordered after the landed bytes."""
         self.valid()
         self.bytes -= number
         self.landed = self.phase + 1
@@ -65,7 +65,6 @@ class Barrier:
             self.settled = self.clock.copy()
 
     def wait(self, parity: int) -> None:
-        """Block the running partition until the phase of this parity is complete."""
         if parity not in (0, 1):
             raise Fault(f"a parity is 0 or 1, got {parity}, at {Place()}")
         self.valid()
@@ -77,7 +76,7 @@ class Barrier:
 
 
 class NamedBarrier:
-    """A numbered barrier, complete after the given number of threads has arrived."""
+    """A numbered barrier, complete after a number of threads has arrived."""
 
     def __init__(self, number: int):
         self.name = f"named barrier {number}"
@@ -87,7 +86,7 @@ class NamedBarrier:
         self.settled: dict[int, int] = {}
 
     def arrive(self, threads: int, stay: bool) -> None:
-        """Count the threads of the running partition. ``stay``: block until the round ends."""
+        """``stay``: block until the round ends."""
         me = here()
         if self.come and threads != self.threads:
             raise Fault(

@@ -1,19 +1,18 @@
 """Simulate Hopper's asynchronous operations.
 
-operation        start                          end
-TMA load         fills its tile with NaN        it lands: its barrier receives the bytes
-wgmma            enters its partition's queue   the warpgroup_mma_wait that takes it off
-TMA store, add   enters its partition's queue   store_wait (read), or the program's end
-                 (written)
+operation   start                          end
+TMA load    fills its tile with NaN        it lands: its barrier receives the bytes
+wgmma       enters its partition's queue   the warpgroup_mma_wait that takes it off
+TMA add     enters its partition's queue   store_wait (read), or the program's end (written)
 """
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 
-from canon.simulator.aggregates import Aggregate
 from canon.simulator.barriers import Barrier, NamedBarrier
 from canon.simulator.language import load
 from canon.simulator.memory import (
@@ -29,7 +28,6 @@ from canon.simulator.values import Tensor, number
 NAMED = re.compile(
     r"\s*(?:bar|barrier)(?:\.cta)?\.(sync|arrive)\s+(\d+)\s*,\s*(\d+)\s*;\s*(mov\.u32\s+\$0\s*,\s*0\s*;)?\s*"
 )
-WARPGROUP = 4  # warps
 HARDWARE_BARRIERS = 16
 
 
@@ -37,15 +35,10 @@ HARDWARE_BARRIERS = 16
 
 
 init = lambda mbarrier, count: mbarrier.barrier.init(count)
-async_copy_shared_to_global = lambda tensor_desc, coord, src: _store(
-    tensor_desc, coord, src, add=False
-)
-# `tma.async_atomic_add` of Triton 3.8
-reduce_add = lambda desc, coord, smem: _store(desc, coord, smem, add=True)
 
 
 def expect(mbarrier, bytes, pred=True):
-    """Count one arrival, and bytes to wait for."""
+    """`mbarrier.expect`: count one arrival, and bytes to wait for."""
     if number(pred):
         mbarrier.barrier.arrive(1, number(bytes))
 
@@ -94,20 +87,18 @@ def inline_asm_elementwise(asm, constraints, args, dtype, is_pure, pack):
 # TMA.
 
 
+@dataclass(eq=False)
 class Load:
     """A TMA load in flight."""
 
-    def __init__(
-        self,
-        descriptor: Descriptor,
-        coordinates: list[int],
-        barrier: Barrier,
-        view: Shared,
-        access: Access,
-    ):
-        self.descriptor, self.coordinates, self.barrier = descriptor, coordinates, barrier
-        self.view, self.access = view, access
-        self.started = here().program.note("load", descriptor.block_type.nbytes)
+    descriptor: Descriptor
+    coordinates: list[int]
+    barrier: Barrier
+    view: Shared
+    access: Access
+
+    def __post_init__(self):
+        self.started = here().program.note("load", self.descriptor.block_type.nbytes)
 
     def __str__(self) -> str:
         return f"{self.access} of {self.coordinates}, for {self.barrier}"
@@ -122,35 +113,27 @@ class Load:
         self.access.epoch = self.barrier.receive(self.descriptor.block_type.nbytes)
 
 
-class Store:
-    """A TMA store or add in flight."""
+@dataclass(eq=False)
+class Add:
+    """A TMA add in flight."""
 
-    def __init__(
-        self,
-        descriptor: Descriptor,
-        coordinates: list[int],
-        view: Shared,
-        access: Access,
-        add: bool,
-    ):
-        self.descriptor, self.coordinates, self.view, self.access, self.add = (
-            descriptor,
-            coordinates,
-            view,
-            access,
-            add,
-        )
-        self.started = here().program.note("add" if add else "store", descriptor.block_type.nbytes)
+    descriptor: Descriptor
+    coordinates: list[int]
+    view: Shared
+    access: Access
+
+    def __post_init__(self):
+        self.started = here().program.note("add", self.descriptor.block_type.nbytes)
         self.written = here().program.draws()
         if self.written:
-            self.write(view.data)
+            self.write(self.view.data)
 
     def write(self, data: torch.Tensor) -> None:
         target, mine = self.descriptor.box(self.coordinates, data)
-        target.copy_(target + mine if self.add else mine)
+        target.add_(mine)
 
     def complete(self) -> None:
-        """End the read of shared memory. A delayed write follows at the program's end."""
+        """A delayed write follows at the program's end."""
         self.view.allocation.settle(self.access)
         here().program.note("done", self.descriptor.block_type.nbytes, of=self.started)
         if not self.written:
@@ -174,25 +157,24 @@ def async_copy_global_to_shared(tensor_desc, coord, barrier, result, pred=True):
     program.step()
 
 
-def _store(descriptor: Descriptor, coord: Any, source: Shared, add: bool) -> None:
+def reduce_add(desc: Descriptor, coord: Any, smem: Shared) -> None:
+    """Add a tile to a box of a tensor."""
     if here().acquired:
         raise Fault(f"TMA writes behind an acquire without fence.proxy.async.global, at {Place()}")
     coordinates = [number(c) for c in coord]
-    descriptor.check(coordinates, source)
-    access, taint = source.allocation.read(
-        source.region, "TMA add" if add else "TMA store", asynchronous=True
-    )
+    desc.check(coordinates, smem)
+    access, taint = smem.allocation.read(smem.region, "TMA add", asynchronous=True)
     if access is None:
         raise Fault(taint)
-    here().stores.append(Store(descriptor, coordinates, source, access, add))
+    here().adds.append(Add(desc, coordinates, smem, access))
     here().program.step()
 
 
 def store_wait(pendings):
-    """Wait until all but the newest stores have read shared memory."""
-    stores = here().stores
-    while len(stores) > number(pendings):
-        stores.pop(0).complete()
+    """Wait until all but the newest adds have read shared memory."""
+    adds = here().adds
+    while len(adds) > number(pendings):
+        adds.pop(0).complete()
 
 
 def look(place):
@@ -207,7 +189,7 @@ def fence_acquired() -> None:
 
 
 def await_written() -> None:
-    """Wait until this partition's stores have written to global memory."""
+    """Wait until this partition's adds are written."""
     store_wait(0)
     me, program = here(), here().program
     mine, program.late = (
@@ -297,40 +279,19 @@ class Pending(Tensor):
         return self.product.shape
 
 
-def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=False):
+def warpgroup_mma(a, b, acc, *, use_acc=True, is_async=True):
     """Multiply float16 or bfloat16 operands, accumulated in float32."""
     me = here()
-    if me.warps != WARPGROUP:
-        raise Fault(
-            f"wgmma in {me.name} of {me.warps} warps: partitions of 4 are simulated, at {Place()}"
-        )
-    (m, k), (k2, n) = a.shape, b.shape
-    if (
-        not isinstance(b, Shared)
-        or a.dtype.name != b.dtype.name
-        or a.dtype.name not in ("fp16", "bf16")
-    ):
-        raise TypeError(
-            f"wgmma of {a!r} and {b!r}: both float16 or bfloat16, the second in shared memory"
-        )
-    if k != k2 or acc.shape != [m, n] or acc.dtype.name != "fp32" or m % 64 or n % 8 or k % 16:
-        raise TypeError(
-            f"wgmma of {a.shape} and {b.shape} into {acc.dtype}{acc.shape}, at {Place()}"
-        )
-    if isinstance(a, Pending):
-        _ = a.data
-    product = Product(a, b, acc if number(use_acc) else None, [m, n])
+    product = Product(a, b, acc if number(use_acc) else None, [a.shape[0], b.shape[1]])
     me.products.append(product)
     if me.program.draws():
         product.compute()
-    if not is_async:
-        return warpgroup_mma_wait(0, [Pending(product)])
     me.program.step()
     return Pending(product)
 
 
 def warpgroup_mma_wait(num_outstanding=0, *, deps):
-    """Return the results; those of the ``num_outstanding`` newest wgmma stay pending."""
+    """Return the results. The newest wgmma stay pending."""
     products = here().products
     while len(products) > num_outstanding:
         products.pop(0).complete()
@@ -349,26 +310,5 @@ def _waited(x: Any, products: list[Product]) -> Any:
 
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """`gl.warp_specialize`."""
-    if len(worker_num_warps) != len(functions_and_args) - 1:
-        raise ValueError(
-            f"{len(functions_and_args) - 1} workers, but warps for {len(worker_num_warps)}"
-        )
-    if worker_num_regs is not None and len(worker_num_regs) != len(worker_num_warps):
-        raise ValueError(
-            f"{len(worker_num_warps)} workers, but registers for {len(worker_num_regs)}"
-        )
-    for registers in worker_num_regs or ():
-        if not 24 <= registers <= 256 or registers % 8:
-            raise Fault(f"a thread has 24 to 256 registers, a multiple of 8, got {registers}")
-    for _, arguments in functions_and_args[1:]:
-        if blocks := [x for x in flat(arguments) if isinstance(x, Tensor) and x.shape]:
-            raise TypeError(f"only the default partition may be given blocks, got {blocks}")
     parts = [(f.name, lambda f=f, x=x: f(*x)) for f, x in functions_and_args]
     return here().program.specialise(parts, list(worker_num_warps))
-
-
-def flat(values: Any) -> list:
-    """Return the values in nested tuples and aggregates."""
-    if isinstance(values, Aggregate):
-        values = values.fields()
-    return [x for value in values for x in flat(value)] if isinstance(values, tuple) else [values]

@@ -1,16 +1,16 @@
 """Simulate shared memory with race detection, and TMA descriptors of tensors.
 
 Each access is recorded until a later write covers it. Its epoch is the clock of its partition, or
-the phase of a barrier for TMA loads. This finds three errors in every interleaving:
+the phase of a barrier for TMA loads. Three errors are found in every interleaving:
 
     a read that no barrier orders after the write        the value is tainted
     a write that no barrier orders after a read          a fault at once, with both places
     a read by the async proxy (wgmma, TMA) of a store    a fault at once
       without fence_async_shared in between
 
-A kernel may compute with a tainted value (NaN) and drop it. To store it, to branch on it or to use
-it as an address raises the fault. Not simulated: alignment, banks, reuse of freed memory, and
-fences after reads and mbarrier.init."""
+A kernel may drop a tainted value (NaN). To store it, branch on it or use it as an address raises
+the fault. Not simulated: banks, and fences after reads and mbarrier.init.
+"""
 
 import math
 from functools import lru_cache
@@ -29,40 +29,26 @@ MAX_SHARED = 232448
 Region = tuple[int, tuple[tuple[int, int], ...]]  # first element; (stride, size) of each axis
 
 
-@lru_cache(maxsize=256)
-def elements(region: Region) -> torch.Tensor:
+@lru_cache(maxsize=4096)
+def elements(region: Region) -> frozenset[int]:
     """Return the indices of a region's elements."""
     offset, axes = region
     places = torch.tensor([offset])
     for stride, size in axes:
         places = (places[:, None] + stride * torch.arange(size)).flatten()
-    return places
-
-
-@lru_cache(maxsize=4096)
-def last_of(region: Region) -> int:
-    """Return the index of a region's last element."""
-    return region[0] + sum(stride * (size - 1) for stride, size in region[1])
+    return frozenset(places.tolist())
 
 
 @lru_cache(maxsize=65536)
 def overlap(a: Region, b: Region) -> bool:
-    """Return whether two regions of an allocation share elements."""
-    if a == b:
-        return True
-    if a[0] > last_of(b) or b[0] > last_of(a):
-        return False
-    return bool(torch.isin(elements(a), elements(b)).any())
+    """Return whether two regions share elements."""
+    return a == b or not elements(a).isdisjoint(elements(b))
 
 
 @lru_cache(maxsize=65536)
 def covers(a: Region, b: Region) -> bool:
     """Return whether region a contains region b."""
-    if a == b:
-        return True
-    if b[0] < a[0] or last_of(b) > last_of(a):
-        return False
-    return bool(torch.isin(elements(b), elements(a)).all())
+    return a == b or elements(a) >= elements(b)
 
 
 class Access:
@@ -139,7 +125,7 @@ class Allocation:
     def read(
         self, region: Region, what: str, asynchronous: bool = False
     ) -> tuple[Access | None, str | None]:
-        """Record a read. Return (access, None), or (None, reason) if the value is garbage."""
+        """Return (access, None), or (None, reason) if the value is garbage."""
         me, written = here(), False
         access = Access(region, what, me, False, asynchronous)
         for other in self.accesses:
@@ -177,7 +163,7 @@ class Allocation:
             self.accesses = [a for a in self.accesses if a is access or not earlier(a)]
 
     def write(self, region: Region, what: str, asynchronous: bool = False) -> Access:
-        """Record and return a write. Raise Fault if an overlapping access may be in flight."""
+        """Raise Fault if an overlapping access may be in flight."""
         me = here()
         access = Access(region, what, me, True, asynchronous)
         for other in self.accesses:
@@ -205,12 +191,6 @@ class Shared:
             (a for a in zip(data.stride(), data.shape, strict=True) if a[1] > 1), reverse=True
         )
         self.region: Region = (data.storage_offset(), tuple(axes))
-        self._views: dict[tuple, Shared] = {}
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"shared_memory_descriptor.{name} is not simulated")
 
     @property
     def dtype(self):
@@ -228,42 +208,29 @@ class Shared:
             )
         return self.allocation.barriers[self.data.storage_offset()]
 
-    def _view(self, key: tuple, make: Any) -> "Shared":
-        if key not in self._views:
-            self._views[key] = Shared(self.allocation, make(self.data), self.layout)
-        return self._views[key]
+    def _view(self, data: torch.Tensor) -> "Shared":
+        return Shared(self.allocation, data, self.layout)
 
     def index(self, index):
         i = number(index)
         if not 0 <= i < self.shape[0]:
             raise Fault(f"index {i} of {self.shape[0]} in {self.allocation.name}, at {Place()}")
-        return self._view(("index", i), lambda data: data[i])
+        return self._view(self.data[i])
 
     def slice(self, start, length, dim=0):
-        if not all(isinstance(x, int) for x in (start, length, dim)):
-            raise TypeError(f"slice takes constants, got {start}, {length}, {dim}")
-        if start < 0 or start + length > self.shape[dim]:
-            raise Fault(
-                f"slice {start}:{start + length} of {self.shape[dim]} in "
-                f"{self.allocation.name}, at {Place()}"
-            )
-        return self._view(
-            ("slice", start, length, dim), lambda data: data.narrow(dim, start, length)
-        )
+        return self._view(self.data.narrow(dim, start, length))
 
     def permute(self, order):
-        return self._view(("permute", *order), lambda data: data.permute(*order))
+        return self._view(self.data.permute(*order))
 
     def reshape(self, shape):
-        return self._view(("reshape", *shape), lambda data: data.view(*shape))
+        return self._view(self.data.view(*shape))
 
     def load(self, layout=None):
         _, taint = self.allocation.read(self.region, "load")
         return Tensor(held(garbage(self.data) if taint else self.data.clone()), self.dtype, taint)
 
     def store(self, value):
-        if value.shape != self.shape or value.dtype.name != self.dtype.name:
-            raise TypeError(f"a store of {value.dtype}{value.shape} to {self.dtype}{self.shape}")
         if value.taint:
             raise Fault(value.taint)
         access = self.allocation.write(self.region, "store")
@@ -272,19 +239,14 @@ class Shared:
 
 
 def garbage(like: torch.Tensor) -> torch.Tensor:
-    """Return the result of a read that is too early: NaN, or 77 for integers."""
+    """Return the result of an early read."""
     return torch.full_like(like, float("nan") if like.dtype.is_floating_point else 77)
 
 
-def allocate_shared_memory(element_ty, shape, layout, value=None):
-    """Return new shared memory, filled with NaN or a value."""
-    if not all(type(n) is int for n in shape):
-        raise TypeError(f"a shape is made of constants, got {shape}")
+def allocate_shared_memory(element_ty, shape, layout):
+    """Return new shared memory, filled with NaN."""
     allocation = Allocation(element_ty, list(shape), layout)
-    shared = Shared(allocation, allocation.data, layout)
-    if value is not None:
-        shared.store(value)
-    return shared
+    return Shared(allocation, allocation.data, layout)
 
 
 class Descriptor:
@@ -310,11 +272,6 @@ class Descriptor:
                 f"a descriptor of shape {shape}, strides {strides} reaches behind its tensor"
             )
         self._data = base.detach().as_strided(shape, strides)
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise NotImplementedError(f"tensor_descriptor.{name} is not simulated")
 
     def box(self, coordinates: list[int], tile: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the part of the block inside the tensor, as views of both."""

@@ -1,22 +1,17 @@
 """Run the programs (CTAs) of a simulated Gluon kernel and their partitions.
 
 Partitions are threads, and one of them holds the baton. It passes it on when it blocks, and
-sometimes after it starts or signals something, to one that a seeded generator draws. Each partition
-and each barrier has a vector clock. Arrivals join clocks into barriers, and waits join them into
-partitions: `canon.simulator.memory` compares the clocks of accesses.
+sometimes after it starts or signals something. Each partition and each barrier has a vector clock:
+arrivals join clocks into barriers, and waits join them into partitions.
 
-Sources: Colin Fidge, Timestamps in message-passing systems that preserve the partial ordering
-(1988); Cormac Flanagan and Stephen Freund, FastTrack: efficient and precise dynamic race detection
-(2009)."""
+Sources: Fidge, Timestamps in message-passing systems that preserve the partial ordering (1988);
+Flanagan and Freund, FastTrack: efficient and precise dynamic race detection (2009).
+"""
 
-import ast
-import linecache
 import random
-import re
 import sys
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -40,7 +35,7 @@ class Stopped(BaseException):
 
 
 def here() -> "Partition":
-    """Return the partition that runs on this thread."""
+    """Return the partition of this thread."""
     return _current.partition
 
 
@@ -64,25 +59,6 @@ class Place:
             f"{code.co_name} ({code.co_filename.split('/')[-1]}:{n})" for code, n in self.lines
         )
 
-    def source(self) -> list[str]:
-        return [statement(code.co_filename, n) for code, n in self.lines]
-
-
-def statement(file: str, line: int) -> str:
-    """Return the statement at a line, on one line."""
-    ends = [end for start, end in _statements(file) if start <= line <= end]
-    found = " ".join(
-        linecache.getline(file, n).strip() for n in range(line, min(ends, default=line) + 1)
-    )
-    return re.sub(r"(?<=[(\[]) |,? (?=[)\]])", "", found)
-
-
-@lru_cache
-def _statements(file: str) -> list[tuple[int, int]]:
-    nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
-    simple = (x for x in nodes if isinstance(x, ast.stmt) and not hasattr(x, "body"))
-    return [(x.lineno, x.end_lineno or x.lineno) for x in simple]
-
 
 class Event(NamedTuple):
     """What a partition does: it starts or ends an operation, computes, arrives or has waited."""
@@ -90,7 +66,7 @@ class Event(NamedTuple):
     kernel: str
     program: tuple[int, ...]
     partition: str
-    # "load", "store", "add" or "wgmma" for a start, "done" for its end (of a wgmma, the wait)
+    # "load", "add" or "wgmma" for a start, "done" for its end (of a wgmma, the wait)
     kind: str
     place: Place
     size: int = 0  # bytes of boxes, FLOPs of a wgmma, elements of functions
@@ -106,14 +82,14 @@ def join(clock: dict[int, int], other: dict[int, int]) -> None:
 
 
 class Partition:
-    """Warps that run one function. ``products`` and ``stores`` have started, without a wait."""
+    """Warps that run one function. ``products`` and ``adds`` have started, without a wait."""
 
     def __init__(self, program: "Program", name: str, warps: int, clock: dict[int, int]):
         self.program, self.name, self.warps = program, name, warps
         self.id = program.new_actor()
         self.clock = {**clock, self.id: 1}
         self.products: list[Any] = []
-        self.stores: list[Any] = []
+        self.adds: list[Any] = []
         self.acquired = False  # by an acquire, until a proxy fence
         # writes without a later fence for the async proxy
         self.unfenced: list[Any] = []
@@ -140,7 +116,7 @@ class Partition:
         self.condition = None
 
     def look(self, place: Any, found: Any) -> None:
-        """Record a volatile load. Raise Deadlock after `IN_VAIN` equal ones."""
+        """Raise Deadlock after `IN_VAIN` equal volatile loads."""
         self.looks = self.looks + 1 if self.seen == (place, found) else 0
         self.seen = place, found
         # a polling partition counts as blocked, so late TMA loads land
@@ -231,7 +207,7 @@ class Program:
                 raise Stopped
 
     def next(self) -> Partition:
-        """Return a partition that can continue, after TMA loads if need be, or raise Deadlock."""
+        """Return a partition that can continue, after TMA loads if need be. Raises Deadlock."""
         while not (ready := [p for p in self.partitions if p.ready()]):
             if not self.loads:
                 raise Deadlock(self.deadlock())
@@ -256,7 +232,7 @@ class Program:
                     other.baton.release()
 
     def go_on(self, *arguments: Any) -> None:
-        """Run until the program ends or offers a switch (`let_others`)."""
+        """Run until the program ends or offers a switch."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._begin, args=arguments, daemon=True)
             self.thread.start()
@@ -302,9 +278,9 @@ class Program:
             _current.partition = outer
 
     def end(self, main: Partition) -> None:
-        """Complete all stores. Raise Fault if anything else is in flight or unbalanced."""
-        for store in main.stores:
-            store.complete()
+        """Raise Fault if anything but adds is in flight or unbalanced."""
+        for add in main.adds:
+            add.complete()
         for _, write in self.late:
             write()
         if self.loads:
@@ -371,8 +347,8 @@ class Program:
                 with torch.inference_mode(self.inference):
                     function()
                     me.end()
-                    for store in me.stores:
-                        store.complete()
+                    for add in me.adds:
+                        add.complete()
                 me.finished = True
                 self.next().baton.release()
         except Stopped:
@@ -384,7 +360,7 @@ class Program:
 
 
 def take_turns(programs: list[Program], chance: random.Random, *arguments: Any) -> None:
-    """Run all programs to their ends. Raise the first failure."""
+    """Run all programs. Raise the first failure."""
     left = list(programs)
     try:
         while left:

@@ -17,14 +17,14 @@ class Place(NamedTuple):
 
 
 def digest(x: Tensor) -> str:
-    """Return a digest of the bits of a tensor, in hexadecimal."""
+    """Return a hexadecimal digest of the bits."""
     return hashlib.sha256(
         x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     ).hexdigest()
 
 
 def patterns(x: Tensor) -> Tensor:
-    """Return the bits of a tensor as whole numbers. NaN equals NaN, and 0 differs from -0."""
+    """Return bits as whole numbers. NaN equals NaN, and 0 differs from -0."""
     return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 

@@ -1,10 +1,10 @@
 """Compile every Triton and Gluon kernel without a GPU, and report registers, spills and shared
 memory.
 
-    python -m canon.testing.compile --arch 80 90 [--json] [--record PATH]
+    python -m canon.testing.compile --arch 80 90 [--record PATH]
 
-The launchers of `canon.fast` get CPU tensors and a driver that only returns a target, so types and
-specialisation are those of a real launch."""
+The launchers of `canon.fast` get CPU tensors and a driver that only returns a target.
+"""
 
 import argparse
 import json
@@ -22,7 +22,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.knobs import nvidia
@@ -54,7 +53,6 @@ NO_MMA = (
     "sink_backward",
     *ROWS,
 )
-FLAGS = "key_order", "short", "seen", "ordered", "plain"
 # bytes of a CTA: CUDA Programming Guide, 16.2
 SHARED_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448}
 
@@ -82,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """Statistics of one compiled kernel of a case."""
+    """Statistics of a compiled kernel."""
 
     name: str
     case: Case
@@ -98,18 +96,6 @@ class Compiled:
     waits: int  # waits for MMAs in the machine code
     waits_added: int  # of these, by the assembler
     waits_skipped: int  # of these, in a branch without an MMA
-
-    def __str__(self) -> str:
-        case, c = self.case, self.config
-        flags = [name for name in FLAGS if getattr(case, name)]
-        flags += ["descriptors"] if getattr(c, "tma", False) else []
-        text = (
-            f"sm_{case.arch} {self.name:17s} {case.dtype:9s} {case.d:3d}/{case.dv:<3d} "
-            f"{case.backend} {', '.join(flags):11s} {c.rows:3d}x{c.columns:<3d} {c.stages} stages  "
-            f"{self.registers:3d} registers {self.spilled:5d} B spilled "
-            f"{self.shared / 1024:6.1f} KB shared"
-        )
-        return "\n  ".join((text, *self.warnings))
 
 
 def main_cases(arch: int) -> list[Case]:
@@ -352,19 +338,16 @@ def _printed(*command: Any) -> str:
 
 
 def main() -> None:
-    """Compile the main cases, and print a line for each kernel."""
+    """Compile the main cases, and print JSON for each kernel."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=SHARED_LIMIT)
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each kernel")
     parser.add_argument("--record", type=Path, help="write the results to this JSON file")
     arguments = parser.parse_args()
-    if not arguments.json:
-        print(f"triton {triton.__version__}")
     rows = []
     for case in [case for arch in arguments.arch for case in main_cases(arch)]:
         for compiled in compile_case(case):
             rows.append(asdict(compiled))
-            print(json.dumps(rows[-1]) if arguments.json else compiled, flush=True)
+            print(json.dumps(rows[-1]), flush=True)
     if arguments.record:
         targets = " ".join(map(str, arguments.arch))
         record.write(arguments.record, f"python -m canon.testing.compile --arch {targets}", rows)

@@ -9,26 +9,27 @@
 roundings of a kernel. For float64 the bound is 1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``,
-with L2 over heads and width. Attention over n keys has size 1 / sqrt(n), so the first two norms may
-miss a late token.
+with L2 over heads and width. The first two may miss a late token, because attention over n keys has
+size 1 / sqrt(n).
 
-**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums and the softmax
-are float32, in base 2. lse is never rounded to 16 bits. The sum over d in q k^T makes its error: a
-tensor core adds 16 products at a time and truncates the sum, as `dense` does for 16-bit inputs
-(Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores, 2021).
+**Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums, the softmax
+and lse are float32, in base 2. For 16-bit inputs q k^T is summed as a tensor core does: 16 products
+at a time, truncated (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVIDIA tensor cores,
+2021).
 
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
 
 **NaN and infinities** reach exactly the results of the cells that see them. The judge compares
-their places, and the errors everywhere else.
+their places, and the errors everywhere else. Hidden tokens may hold NaN.
 
-``mask=None`` is causal. Keys that no query sees, and queries that see no key, may hold NaN."""
+``mask=None`` is causal.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ _BLOCK = {"cpu": 1 << 24, "cuda": 1 << 27}
 
 
 class Attended(NamedTuple):
-    """Results of attention; None for those that a function does not return."""
+    """Results of attention; None for missing ones."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -57,7 +58,7 @@ class Attended(NamedTuple):
 
 
 class AttendedWithSink(NamedTuple):
-    """The same with dsink (h,). On several ranks it is the sum of their gradients."""
+    """The same with dsink (h,), on several ranks the sum of their gradients."""
 
     out: Tensor | None = None
     lse: Tensor | None = None
@@ -71,7 +72,7 @@ Results = Attended | AttendedWithSink
 
 
 def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
-    """Return out, lse, dq, dk and dv, with dsink unless it is None."""
+    """Return all results, with dsink if there is one."""
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 
@@ -80,9 +81,8 @@ def oracle(
 ) -> Results:
     """Return dense attention and its gradients in float64, from the definition.
 
-    Shapes: q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h,
-    t), sink (h,). All may be without b. ``mask`` may be a tuple of b Masks. ``scale`` defaults to 1
-    / sqrt(d)."""
+    q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), dout (b, t, h, dv), lse and dlse (b, h, t),
+    sink (h,). All may be without b. ``mask`` may be a tuple of b Masks."""
     return _attend(q, k, v, dout, mask, scale, dlse, sink, torch.float64, None, 0)
 
 
@@ -105,11 +105,9 @@ def dense(
     return _attend(q, k, v, dout, mask, scale, dlse, sink, wide, q.dtype, order)
 
 
-def orders(
-    q, k, v, dout, mask: Masks | None = None, scale: Scale | None = None, dlse=None, sink=None
-) -> list[Results]:
-    """Return the results of `dense` for the orders 0 to 3."""
-    return [dense(q, k, v, dout, mask, scale, dlse, sink, order=order) for order in range(4)]
+def orders(*given: Any, **named: Any) -> list[Results]:
+    """Return the results of `dense` for four orders."""
+    return [dense(*given, **named, order=order) for order in range(4)]
 
 
 def by_sequence(function: Callable[..., Results]) -> Callable[..., Results]:
@@ -155,9 +153,9 @@ def _attend(
     mask = Mask.causal(q.shape[1]) if mask is None else mask
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
     group = q.shape[2] // k.shape[2]
-    q_seen, k_seen = _seen(mask, q.device)
-    q, dout = (_heads_first(x, q_seen, wide) for x in (q, dout))
-    k, v = (_heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
+    q_seen, k_seen = seen_tokens(mask, q.device)
+    q, dout = (heads_first(x, q_seen, wide) for x in (q, dout))
+    k, v = (heads_first(x, k_seen, wide).repeat_interleave(group, 1) for x in (k, v))
     dlse = q.new_zeros(q.shape[:3]) if dlse is None else dlse.to(wide).masked_fill(~q_seen, 0)
     widths, keys = _shuffled(q.shape[-1], order, q.device), _shuffled(mask.keys, order, q.device)
     q, k, v = q[..., widths], k[:, :, keys][..., widths], v[:, :, keys]
@@ -250,7 +248,8 @@ def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -torch.inf, 0)
 
 
-def _heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
+def heads_first(x: Tensor, seen: Tensor, wide: torch.dtype) -> Tensor:
+    """Return x (b, t, h, d) as (b, h, t, d) in a dtype, with 0 in unseen tokens."""
     return x.detach().to(wide).masked_fill(~seen[:, None, None], 0).transpose(1, 2)
 
 
@@ -261,24 +260,13 @@ def _shuffled(n: int, order: int, device) -> Tensor:
 
 
 def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the `visible_blocks` whose scores fit into memory."""
+    """Yield the `visible_blocks` that fit into memory."""
     step = max(1, _BLOCK[q.device.type] // max(1, q.shape[0] * q.shape[1] * mask.keys))
     yield from visible_blocks(mask, q.device, step)
 
 
-def _visible(mask: Mask, rows: slice, device) -> Tensor:
-    visible = torch.zeros(rows.stop - rows.start, mask.keys, dtype=torch.bool, device=device)
-    for band in mask.bands:
-        start, stop = max(band.q_start, rows.start), min(band.q_stop, rows.stop)
-        if start < stop:
-            i = torch.arange(start, stop, device=device)[:, None]
-            j = torch.arange(band.k_start, band.k_stop, device=device)
-            block = visible[start - rows.start : stop - rows.start, band.k_start : band.k_stop]
-            block |= (band.lo <= j - i) & (j - i <= band.hi)
-    return visible
-
-
-def _seen(mask: Mask, device) -> tuple[Tensor, Tensor]:
+def seen_tokens(mask: Mask, device) -> tuple[Tensor, Tensor]:
+    """Return which queries see a key, and which keys a query sees, as booleans."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device=device)
     keys = torch.zeros(mask.keys, dtype=torch.bool, device=device)
     for rows, visible in visible_blocks(mask, device):
@@ -292,8 +280,8 @@ def visible_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (queries, bool [queries, keys]), ``step`` rows of the mask at a time."""
     for start in range(0, mask.queries, step):
-        rows = slice(start, min(start + step, mask.queries))
-        yield rows, _visible(mask, rows, device)
+        rows = range(start, min(start + step, mask.queries))
+        yield slice(rows.start, rows.stop), mask.crop(queries=rows).dense().to(device)
 
 
 def _products(q: Tensor, k: Tensor, narrow: torch.dtype | None) -> Tensor:
@@ -327,7 +315,7 @@ def _no_tf32() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Measure:
-    """The error of one tensor in one norm, and its bound."""
+    """The error of a tensor in a norm, and its bound."""
 
     tensor: str
     norm: str
@@ -377,12 +365,10 @@ def agreement(
     roundings: Results | None = None,
     spread: Results | None = None,
 ) -> Agreement:
-    """Compare the errors of ``got`` and ``honest`` against ``exact``, but for tensors that are
-    None.
+    """Compare the errors of ``got`` and ``honest`` against ``exact``, for tensors that are there.
 
     The distances of ``roundings`` widen the bounds. ``spread``: booleans, more places where ``got``
-    may be NaN or infinite, from a module that multiplies hidden elements by 0. Raises ValueError if
-    all tensors are None, or a shape is wrong."""
+    may be NaN or infinite. Raises ValueError if all tensors are None, or a shape is wrong."""
     measures, faults = [], []
     honest, none = honest if isinstance(honest, list) else [honest], (None,) * len(exact)
     for name, mine, true, size, more, *theirs in zip(

@@ -1,8 +1,8 @@
 """The oracle of `latent_attention` for `canon.testing.judge`: project, attend densely, and project
 the gradients back.
 
-Honest results round K, V and their gradients to the dtype of q. ``latent``, ``k_rope`` and their
-gradients have the axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold NaN.
+Honest results round K, V and their gradients to the dtype of q. ``latent`` and ``k_rope`` have the
+axis of one head, (b, t, 1, width) or without b. Only hidden tokens may hold NaN.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from canon.route.checks import Scale
-from canon.testing.judge import EXACT, UNIT, Masks, Results, dense, oracle
+from canon.testing.judge import EXACT, UNIT, Results, dense, oracle
 from canon.testing.roundings import roundings
 
 
@@ -39,43 +38,25 @@ def keys_of(
     return torch.cat([by_head[..., :nope], k_rope], -1), by_head[..., nope:]
 
 
-def latent_oracle(
-    q,
-    latent,
-    k_rope,
-    up_weight,
-    dout,
-    mask: Masks,
-    scale: Scale | None = None,
-    dlse=None,
-    sink=None,
-) -> AttendedLatent:
-    """Return dense latent attention and its gradients in float64."""
+def latent_oracle(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
+    """Return dense latent attention and its gradients in float64. ``options``: as `oracle`'s, from
+    the mask on.
+    """
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(oracle, torch.float64, torch.float64, *tensors, mask, scale, dlse, sink)
+    return _attend(oracle, torch.float64, torch.float64, *tensors, *options)
 
 
 def latent_dense(
-    q,
-    latent,
-    k_rope,
-    up_weight,
-    dout,
-    mask: Masks,
-    scale: Scale | None = None,
-    dlse=None,
-    sink=None,
-    *,
-    order: int = 0,
+    q, latent, k_rope, up_weight, dout, *options: Any, order: int = 0
 ) -> AttendedLatent:
-    """Return the same in the dtype of q, with an order of summation of `judge.dense`."""
+    """Return the same in the dtype of q, as `judge.dense`."""
     wide = torch.promote_types(q.dtype, torch.float32)
     tensors = (x.detach() for x in (q, latent, k_rope, up_weight, dout))
-    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, mask, scale, dlse, sink)
+    return _attend(partial(dense, order=order), q.dtype, wide, *tensors, *options)
 
 
 def latent_orders(*arguments: Any) -> list[AttendedLatent]:
-    """Return the results of `latent_dense` for the orders 0 to 3."""
+    """Return the results for four orders."""
     return [latent_dense(*arguments, order=order) for order in range(4)]
 
 
@@ -108,8 +89,8 @@ def _attend(
 
 
 def latent_roundings(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
-    """Return the distances of `roundings`, with those of K, V and the projected gradients: the
-    largest change when K and V move by one rounding up or down, drawn four times.
+    """Return the distances of `roundings`, with the largest change when K and V move by one
+    rounding up or down, drawn four times.
     """
     narrow = torch.finfo(q.dtype).eps if q.dtype.itemsize == 2 else 0.0
     wide = EXACT if q.dtype == torch.float64 else UNIT

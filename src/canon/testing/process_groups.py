@@ -1,13 +1,12 @@
 """Run one program on every rank of a process group.
 
     process_groups.threads(program, ranks=4)      threads of this process: fast
-    process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds,
-                                                  and sends may block
+    process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds
     process_groups.gpus(program)                  processes with a GPU each, over NCCL
 
 Results and output are in rank order. RuntimeError names the first rank that fails, with its
 exception as the cause. Threads that all wait for each other raise at once. Processes end at a
-timeout, whose error has their stacks.
+timeout, with their stacks.
 """
 
 import contextvars
@@ -31,8 +30,8 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads, on the CPU or one shared GPU, with copies of the caller's
-    context variables. Raises RuntimeError.
+    """Run ``program()`` on threads, on the CPU or one shared GPU, with the caller's context
+    variables. Raises RuntimeError.
     """
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
@@ -127,7 +126,7 @@ def _state_per_thread(output: "_OutputByRank") -> Iterator[None]:
 
 @contextmanager
 def _one_launch_at_a_time() -> Iterator[None]:
-    """Let one thread compile a kernel, which all would compile at their first launch."""
+    """All threads would compile a kernel at their first launch."""
     from triton.runtime.jit import JITFunction
 
     lock, launch = threading.Lock(), JITFunction.run

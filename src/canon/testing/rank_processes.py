@@ -1,13 +1,9 @@
-"""Run a program on processes as ranks, with a timeout. A child joins the group through a file,
-without ports, and writes its results into another.
-"""
+"""Run a program on processes as ranks, with a timeout. Ranks meet, and return results, in files."""
 
-import contextlib
 import faulthandler
 import io
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -61,9 +57,7 @@ def run_processes(
             unfinished = [
                 r for r, child in enumerate(children) if reports[r] is None and child.is_alive()
             ]
-            stuck = {
-                rank: _stack(where / f"stack{rank}", children[rank].pid) for rank in unfinished
-            }
+            stuck = {rank: _stack(where / f"stack{rank}") for rank in unfinished}
         finally:
             for child in children:
                 child.kill()
@@ -94,7 +88,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
 
 
 def _starter(backend: str):
-    """Return the start method. On the CPU, a server that has imported torch forks the ranks."""
+    """On the CPU, a server that has imported torch forks the ranks."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -103,7 +97,6 @@ def _starter(backend: str):
 
 
 def _until_started(children: list, where: Path) -> None:
-    """Wait until all ranks have imported torch, before the timeout begins."""
     limit = time.monotonic() + STARTING
     while time.monotonic() < limit and all(child.is_alive() for child in children):
         if all((where / f"stack{rank}").exists() for rank in range(len(children))):
@@ -129,8 +122,7 @@ def _child(
     os.environ.clear()
     os.environ.update(environment)
     stack = open(where / f"stack{rank}", "w")  # noqa: SIM115  faulthandler writes into it
-    if hasattr(signal, "SIGUSR1"):
-        faulthandler.register(signal.SIGUSR1, file=stack)
+    faulthandler.dump_traceback_later(timeout, file=stack)
     if Path("/sys/class/net/lo").exists():
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo looks up the host's name
     store = dist.FileStore(str(where / "store"), ranks)
@@ -174,14 +166,9 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def _stack(path: Path, pid: int) -> str:
-    if path.exists() and hasattr(signal, "SIGUSR1"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)
+def _stack(path: Path) -> str:
+    """Return the innermost calls of a rank at the timeout, which begins before the parent's."""
     lines = path.read_text().splitlines() if path.exists() else []
-    start = next(
-        (i for i, line in enumerate(lines) if line.startswith("Current thread")), len(lines)
-    )
-    end = next((i for i, line in enumerate(lines) if line.endswith("in _child")), len(lines))
-    return "\n".join(lines[start + 1 : end][:8]) or "  an unknown place"
+    calls = [line for line in lines if line.startswith("  File")]
+    end = next((i for i, line in enumerate(calls) if line.endswith("in _child")), len(calls))
+    return "\n".join(calls[:end][:8]) or "  an unknown place"

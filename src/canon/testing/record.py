@@ -18,18 +18,21 @@ import canon
 
 def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: Any) -> Path:
     """Write a record with further fields ``more``."""
-    entry = {
-        "command": command,
-        "canon": canon.__version__,
-        "commit": commit(),
-        "date": now(),
-        "machine": machine(),
-        **more,
-        "results": list(results),
-    }
+    entry = {**head(command), **more, "results": list(results)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(finite(entry), indent=1, allow_nan=False) + "\n")
     return path
+
+
+def head(command: str) -> dict[str, Any]:
+    """Return the provenance of a run, with the date and time in UTC."""
+    return {
+        "command": command,
+        "canon": canon.__version__,
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+    }
 
 
 def command(*words: str, **options: Any) -> str:
@@ -49,13 +52,8 @@ def command(*words: str, **options: Any) -> str:
     return shlex.join(line)
 
 
-def now() -> str:
-    """Return the date and time, UTC."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 def machine() -> dict[str, Any]:
-    """Return platform, GPUs and versions; no names of hosts, users or folders."""
+    """Return hardware and versions; no names of hosts, users or folders."""
     on_gpu = torch.cuda.is_available()
     return {
         "platform": f"{platform.system()} {platform.machine()}",
@@ -88,7 +86,7 @@ def _processor() -> str | None:
 
 
 def commit() -> str | None:
-    """Return the commit, with "+changes" if tracked files differ from it; None outside of git."""
+    """Return the commit, with "+changes" if tracked files differ from it, or None."""
     here = ["git", "-C", str(Path(__file__).resolve().parent)]
     found = _told([*here, "rev-parse", "HEAD"])
     if found is None:

@@ -12,7 +12,7 @@ class Ended(BaseException):
 
 
 class Rendezvous:
-    """Running and waiting ranks, collectives in flight, messages in flight."""
+    """Ranks that run or wait, and collectives and messages in flight."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks
@@ -25,7 +25,7 @@ class Rendezvous:
         self.messages: dict[tuple, tuple[Tensor, Any]] = {}
 
     def wait(self, rank: int, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        """Wait until ``ready()``. Raises Ended if a rank has failed, or none can continue."""
+        """Raises Ended if a rank has failed, or none can continue."""
         with self.changed:
             if self.interrupted:
                 raise Ended(self.ended)
@@ -67,14 +67,14 @@ class Rendezvous:
 
 
 def rank_error(rank: int, error: BaseException, details: str = "") -> RuntimeError:
-    """Return a RuntimeError that names the rank that failed."""
+    """Return an error that names the rank."""
     return RuntimeError(
         f"rank {rank}: {type(error).__name__}: {error}" + (f"\n{details}" if details else "")
     )
 
 
 def print_by_rank(outputs: list[str]) -> None:
-    """Print the output of all ranks, in rank order."""
+    """Print the output of all ranks in order."""
     for rank, text in enumerate(outputs):
         for line in text.splitlines():
             print(f"rank {rank} │ {line}")

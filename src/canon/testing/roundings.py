@@ -6,14 +6,13 @@ its gradients.
         out   W |v|                           lse  2 |lse| + sum_j P_ij (1 + A_ij)
         dv    W^T |dout|                      dq   |scale| D |k|       dk   |scale| D^T |q|
         with  D_ij = W_ij (sum_e |dout_ie v_je| + sum_e |dout_ie| (W |v|)_ie + |dlse_i|)
-              w = max(1, sqrt(d / 3)): the d partial sums of a score round once each, and grow to
-              the whole; rss of them
+              w = max(1, sqrt(d / 3)): root of the sum of squares (rss) of the d growing partial
+              sums of a score
         lse rounds once in base 2, and once when it becomes natural
 
     u (16 bits)
-        P, out and dS are each rounded once. Independent errors add as root of the sum of squares
-        (rss).
-        The error of delta is common to a row, so it adds linearly.
+        P, out and dS are each rounded once. Independent errors add as rss; the error of delta,
+        common to a row, adds linearly.
 
         out   rss_j P v                       delta_i = rss_e dout (|out| + rss_j P v)
         dv    rss_i P dout                    dq   |scale| (rss_j dS k + delta |P k|)
@@ -26,10 +25,9 @@ without a,
              u (16 bits) rss_i a (1 - a) rss_e dout (|out| + rss_j P v)
 
 Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A becomes slope A + 4
-|s|, for the error of tanh. dS gets the factor slope. D becomes slope D + W (...) (4 t^2 + 2 |t| A /
-c), for the error of the slope.
+|s|, dS gets the factor slope, and D becomes slope D + W (...) (4 t^2 + 2 |t| A / c).
 
-A kernel rounds both out and dout a second time, which doubles the distances of 16 bits.
+A kernel under a sink rounds out and dout a second time, which doubles the distances of 16 bits.
 
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
 error analysis."""
@@ -46,9 +44,10 @@ from canon.testing.judge import (
     Masks,
     Results,
     by_sequence,
+    heads_first,
     results_of,
     row_blocks,
-    visible_blocks,
+    seen_tokens,
 )
 
 
@@ -56,92 +55,81 @@ from canon.testing.judge import (
 def roundings(
     q, k, v, dout, mask: Masks, scale: Scale | None = None, dlse=None, sink=None
 ) -> Results:
-    """Return the distances in float64, if the score matrix fits into memory."""
-    dsink = None if sink is None else sink_roundings(q, k, v, dout, mask, scale, sink)
+    """Return the distances in float64. The arguments are those of `judge.oracle`."""
     group = q.shape[2] // k.shape[2]
     scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
-    narrow_dtype, narrow = q.dtype, torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
-    blocks = [rows for _, rows in visible_blocks(mask, q.device)]
-    visible = (
-        torch.cat(blocks)
-        if blocks
-        else torch.zeros(0, mask.keys, dtype=torch.bool, device=q.device)
-    )
+    kind, is_narrow = torch.finfo(q.dtype), q.dtype.itemsize == 2
     wide = EXACT if q.dtype == torch.float64 else UNIT
-    q, dout = (_heads_first(x, visible.any(1)) for x in (q, dout))
-    k, v = (_heads_first(x, visible.any(0)).repeat_interleave(group, 1) for x in (k, v))
-    dlse = (
-        torch.zeros_like(q[..., 0])
-        if dlse is None
-        else dlse.double().masked_fill(~visible.any(1), 0)
-    )
-    cap, scores = _capped(_scores(scale * q, k, visible), softcap)
-    q, k, v, dout = map(_finite, (q, k, v, dout))
-    lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
-    lse = lse.masked_fill(lse == -torch.inf, 0)
-    p = torch.exp(scores - lse[..., None])
-    sizes_of_lse, share = lse.abs(), torch.ones_like(lse)
-    if sink is not None:
-        sink, narrow = sink.detach().double()[:, None], 2 * narrow
-        sizes_of_lse, share = lse.abs() + sink.abs(), torch.sigmoid(lse - sink)
-        dlse = dlse / share  # only P has the factor: dlse reaches the scores without it
-    p = share[..., None] * p
-    scale = abs(scale)
-    in_float32 = _wide(
-        q.abs(), k.abs(), v.abs(), dout.abs(), p, sizes_of_lse, dlse.abs(), share, scale, cap
-    )
-    sizes = [wide * x for x in in_float32]
-    if narrow:
-        least = (
-            torch.finfo(narrow_dtype).smallest_normal * visible
-        )  # below it the spacing is constant: float16 underflows
-        in_16_bits = _narrow(q, k, v, dout, p, dlse, scale, least, cap.slope)
-        sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, in_16_bits, strict=True)]
-    out, lse, dq, dk, dv = sizes
-    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
-    out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
-    return results_of((out, lse, dq, dk, dv), dsink)
-
-
-def sink_roundings(q, k, v, dout, mask: Masks, scale: Scale | None, sink) -> Tensor:
-    """Return the distances of dsink (h,), for some rows of the mask at a time."""
-    if q.dim() == 3:
-        return sink_roundings(*(x[None] for x in (q, k, v, dout)), mask, scale, sink)
-    if isinstance(mask, tuple):
-        tensors = zip(*(x.split(1) for x in (q, k, v, dout)), mask, strict=True)
-        return sum(sink_roundings(*one, scale, sink) for one in tensors)
-    narrow = torch.finfo(q.dtype).eps / 2 if q.dtype.itemsize == 2 else 0.0
-    wide = EXACT if q.dtype == torch.float64 else UNIT
-    group = q.shape[2] // k.shape[2]
-    scale, softcap = split_scale(q.shape[-1] ** -0.5 if scale is None else scale)
-    q, k, v, dout = (x.detach().double().transpose(1, 2) for x in (q, k, v, dout))
-    k, v = k.repeat_interleave(group, 1), _finite(v).repeat_interleave(group, 1)
-    sink = sink.detach().double()[:, None]
-    sums, squares = torch.zeros_like(sink[:, 0]), torch.zeros_like(sink[:, 0])
+    narrow = (1 if sink is None else 2) * kind.eps / 2 if is_narrow else 0.0
+    q_seen, k_seen = seen_tokens(mask, q.device)
+    q, dout = (heads_first(x, q_seen, torch.float64) for x in (q, dout))
+    k, v = (heads_first(x, k_seen, torch.float64) for x in (k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    dlse = torch.zeros_like(q[..., 0]) if dlse is None else dlse.double().masked_fill(~q_seen, 0)
+    finite_q, finite_k, v, dout = map(_finite, (q, k, v, dout))
+    out, lse, dq = torch.empty_like(dout), torch.empty_like(dlse), torch.empty_like(q)
+    dk, dv, dk_squares, dv_squares = (torch.zeros_like(x) for x in (k, v, k, v))
+    sink = None if sink is None else sink.detach().double()[:, None]
+    dsink, dsink_squares = q.new_zeros(q.shape[1]), q.new_zeros(q.shape[1])
     for rows, visible in row_blocks(mask, q):
         cap, scores = _capped(_scores(scale * q[:, :, rows], k, visible), softcap)
-        lse = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
-        seen = lse > -torch.inf
-        lse = lse.masked_fill(~seen, 0)
-        p = torch.exp(scores - lse[..., None])
-        size = cap.sizes(abs(scale) * _partial_sums(_finite(q[:, :, rows]).abs(), _finite(k).abs()))
-        through = seen * torch.sigmoid(lse - sink) * torch.sigmoid(sink - lse)  # a (1 - a)
-        out, dy = p @ v, _finite(dout[:, :, rows])
-        weights = p * (1 + size + lse.abs()[..., None])
-        of_weight = (dy * out).sum(-1).abs() * (
-            2 + lse.abs() + sink.abs() + (p * (1 + size)).sum(-1)
+        q_row, dy, dlse_row = (x[:, :, rows] for x in (finite_q, dout, dlse))
+        sizes = cap.sizes(abs(scale) * _partial_sums(q_row.abs(), finite_k.abs()))
+        lse_row = scores.logsumexp(-1) if mask.keys else scores.sum(-1)
+        seen = lse_row > -torch.inf
+        lse_row = lse_row.masked_fill(~seen, 0)
+        p = torch.exp(scores - lse_row[..., None])
+        sizes_of_lse, share = lse_row.abs(), torch.ones_like(lse_row)
+        if sink is not None:
+            share = torch.sigmoid(lse_row - sink)
+            through = seen * share * torch.sigmoid(sink - lse_row)  # a (1 - a)
+            linear, rss = _of_sink(p, v, dy, sizes, lse_row, sink)
+            dsink += (through * linear).sum((0, 2))
+            dsink_squares += (through * rss).square().sum((0, 2))
+            sizes_of_lse = sizes_of_lse + sink.abs()
+            dlse_row = dlse_row / share  # only P has the factor: dlse reaches scores without it
+        p = share[..., None] * p
+        of_out, of_lse, of_dq, of_dk, of_dv = _wide(
+            q_row.abs(), finite_k.abs(), v.abs(), dy.abs(), p, sizes_of_lse, dlse_row.abs(), share,
+            abs(scale), sizes, cap.of_ds(sizes),
+        )  # fmt: skip
+        out[:, :, rows], lse[:, :, rows], dq[:, :, rows] = (
+            wide * x for x in (of_out, of_lse, of_dq)
         )
-        sums += (through * ((dy.abs() * (weights @ v.abs())).sum(-1) + of_weight)).sum((0, 2))
-        squares += (through * (dy * (out.abs() + _rss(p, v))).norm(dim=-1)).square().sum((0, 2))
-    return wide * sums + narrow * squares.sqrt()
+        dk, dv = dk + wide * of_dk, dv + wide * of_dv
+        if is_narrow:
+            # below it the spacing is constant: float16 underflows
+            least = kind.smallest_normal * visible
+            of_out, of_dq, of_dk, of_dv = _narrow(
+                q_row, finite_k, v, dy, p, dlse_row, abs(scale), least, cap.slope
+            )
+            out[:, :, rows] += narrow * of_out
+            dq[:, :, rows] += narrow * of_dq
+            dk_squares, dv_squares = dk_squares + of_dk.square(), dv_squares + of_dv.square()
+    dk, dv = dk + narrow * dk_squares.sqrt(), dv + narrow * dv_squares.sqrt()
+    dsink = wide * dsink + narrow / 2 * dsink_squares.sqrt()  # from out and dout as they are
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
+    out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
+    return results_of((out, lse, dq, dk, dv), None if sink is None else dsink)
 
 
-def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tuple[Tensor, ...]:
-    scores = cap.sizes(scale * _partial_sums(q, k))
+def _of_sink(p, v, dy, sizes, lse, sink) -> tuple[Tensor, Tensor]:
+    """Return the sum and the rss of each row of dsink, without the factor a (1 - a)."""
+    out, sizes = p @ v, 1 + sizes
+    weights = p * (sizes + lse.abs()[..., None])
+    through_weight = (dy * out).sum(-1).abs()
+    through_weight = through_weight * (2 + lse.abs() + sink.abs() + (p * sizes).sum(-1))
+    linear = (dy.abs() * (weights @ v.abs())).sum(-1) + through_weight
+    return linear, (dy * (out.abs() + _rss(p, v))).norm(dim=-1)
+
+
+def _wide(
+    q, k, v, dout, p, lse, dlse, share, scale: float, scores: Tensor, of_ds: Tensor | float
+) -> tuple[Tensor, ...]:
     weights = p * (1 + scores + lse[..., None])
     out = weights @ v
     ds = weights * (dout @ v.mT + (dout * out).sum(-1, keepdim=True) + dlse[..., None])
-    ds = ds * cap.of_ds(scores)
+    ds = ds * of_ds
     return (
         out,
         2 * lse + (p * (1 + scores)).sum(-1) / share,
@@ -153,7 +141,7 @@ def _wide(q, k, v, dout, p, lse, dlse, share, scale: float, cap: "_Cap") -> tupl
 
 def _narrow(
     q, k, v, dout, p, dlse, scale: float, least: Tensor, slope: Tensor | float
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor, ...]:
     """Return the second table. ``least``: the least size of p and ds in it."""
     out, out_error = p @ v, _rss(p + least, v)
     delta = (dout * (out.abs() + out_error)).norm(dim=-1, keepdim=True)
@@ -165,7 +153,6 @@ def _narrow(
     dq = _rss(ds, k) + delta * (p_ds @ k).abs()
     return (
         out_error,
-        None,
         scale * dq,
         scale * _rss((ds + p_ds * delta).mT, q),
         _rss((p + least).mT, dout),
@@ -188,7 +175,6 @@ class _Cap(NamedTuple):
 
 
 def _capped(scores: Tensor, softcap: float | None) -> tuple[_Cap, Tensor]:
-    """Return the soft-cap of scores, and the capped ones: -inf stays."""
     if softcap is None:
         return _Cap(1.0, 0.0, 1.0), scores
     ratio = torch.tanh(scores / softcap)
@@ -201,7 +187,7 @@ def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. The judge reads no distance that depends on a NaN."""
+    """Return q k^T, -inf in hidden cells. No distance that depends on a NaN is read."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 
@@ -211,7 +197,3 @@ def _finite(x: Tensor) -> Tensor:
 
 def _rss(a: Tensor, b: Tensor) -> Tensor:
     return (a.square() @ b.square()).sqrt()
-
-
-def _heads_first(x: Tensor, seen: Tensor) -> Tensor:
-    return x.detach().double().masked_fill(~seen[:, None, None], 0).transpose(1, 2)

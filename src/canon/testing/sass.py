@@ -1,13 +1,11 @@
-"""Find instructions in SASS that write a register of an asynchronous MMA in flight.
-
-The assembler chooses registers of accumulators and left operands, and a run shows a mistake only
-sometimes.
+"""Find instructions in SASS that write a register of an asynchronous MMA in flight: the assembler
+chooses registers, and a run shows a mistake only sometimes.
 
     HGMMA.64x128x16.F32 R88, R152, gdesc[UR16].tnspB, R88         writes R88 to R151, reads R152 on
     HGMMA.64x128x16.F32 R88, R156, gdesc[UR16].tnspB, R88, gsb0   the last MMA of a group
     WARPGROUP.DEPBAR.LE gsb0, 0x1                                 all but the newest group are over
 
-Limit: jumps are not followed, and loops are not repeated.
+Jumps are not followed, and loops are not repeated.
 """
 
 import re
@@ -28,7 +26,7 @@ _READS = ("BAR", "BRX", "CALL", "JMX", "NANOSLEEP", "RED", "RET", "ST", "WARPSYN
 
 
 def waits(listing: str) -> int:
-    """Return the number of waits for MMAs in a disassembled kernel."""
+    """Return the number of waits for MMAs."""
     return listing.count("WARPGROUP.DEPBAR")
 
 

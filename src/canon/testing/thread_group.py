@@ -1,10 +1,10 @@
-"""Implement a torch.distributed backend with threads of one process as ranks.
+"""Implement a torch.distributed backend with threads of one process as ranks: the collectives of
+canon, DDP and FSDP2.
 
-Each rank posts its tensors. The last one copies the data of all ranks and wakes the others. torch's
-own group of threads has no send and receive, and waits forever for a returned rank.
-
-Limits: the collectives of canon, DDP and FSDP2. Sends are buffered, so a blocking send without a
-receive returns. A receive must name its source. Reductions are in rank order."""
+The last rank that posts its tensors moves the data of all. torch's own group of threads has no send
+and receive, and waits forever for a returned rank. Sends are buffered. A receive must name its
+source. Reductions are in rank order.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -137,7 +137,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name, as `dist.DeviceMesh` reads it. torch also reads that of an ended group."""
+        """torch also reads the name of an ended group."""
         self.known_name = dist.distributed_c10d._world.pg_names.get(self, self.known_name)
         return self.known_name
 

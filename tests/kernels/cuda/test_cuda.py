@@ -5,6 +5,7 @@ sequences."""
 
 import pytest
 import torch
+from captured_passes import check_replay
 from cuda_backend import cuda, inputs
 from hopper import assert_exact, both_passes
 from sharded import DEVICE, all_equal
@@ -75,13 +76,11 @@ def test_distributed_functions_agree_and_rank_invariant_calls_repeat_the_bits_of
 
 @pytest.mark.gpus(1)
 def test_a_captured_graph_replays_both_passes():
-    from canon.bench.cuda_graph import captured
-
     mask = Mask.prefix(700, 300)
     q, k, v, dout, _ = inputs(mask, h=8, d=64, dv=64)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with fast.backend("cuda"), torch.autograd.set_multithreading_enabled(False):
-        captured(lambda *x: fast.attention(*x, mask), *leaves, dout).check()
+        check_replay(lambda *x: fast.attention(*x, mask), *leaves, dout)
 
 
 @pytest.mark.gpus(1)
