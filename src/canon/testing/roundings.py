@@ -31,6 +31,9 @@ c), for the error of the slope.
 
 A kernel rounds both out and dout a second time, which doubles the distances of 16 bits.
 
+With scale 0, dv of a plain sum adds n almost equal numbers, all rounded in one direction: partial
+sums grow evenly, so the n roundings in float32 add up to n / 2 of the whole sum.
+
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
 error analysis."""
 
@@ -98,6 +101,9 @@ def roundings(
         in_16_bits = _narrow(q, k, v, dout, p, dlse, scale, least, cap.slope)
         sizes = [x if y is None else x + narrow * y for x, y in zip(sizes, in_16_bits, strict=True)]
     out, lse, dq, dk, dv = sizes
+    if scale == 0 and not narrow and dout.unique().numel() < 3:  # 0 if nothing is seen
+        number = group * visible.sum(0)[:, None]  # of equal products
+        dv = dv + wide / 2 * number * (p.mT @ dout).abs()
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
     return results_of((out, lse, dq, dk, dv), dsink)
