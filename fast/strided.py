@@ -146,10 +146,10 @@ def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None)
 def strided_parts(call: Call, backward: bool) -> Iterator[Part]:
     """Yield the part of each head group, and look up its plans."""
     key_heads = call.shapes[1][2]
+    steps = steps_of(key_heads, call.options)
     if call.ranks == 1:
         yield Part(call.local_mask(0), key_heads)
         return
-    steps = steps_of(key_heads, call.options)
     padded_tokens(call.layout)
     _, mask = visible_keys(gathered_mask(call.layout, call.mask, call.rank))
     active_queries_of(mask, all_queries=True)

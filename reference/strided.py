@@ -156,6 +156,7 @@ def invariant_backward(call: Call, needs_grad: NeedsGrad, *given: Tensor | None)
 
 def strided_parts(call: Call, backward: bool) -> Iterator[Mask]:
     """Yield the local mask of each step."""
+    strided_plan(call)  # raises
     yield gathered_mask(call)
     if backward and call.options["backward_schedule"] == "ring":
         yield from ring_parts(call, backward)

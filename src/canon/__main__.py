@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "measure the speed of kernels and schedules, after checking their results",
         ),
         "plan": (plan_command, "predict the time and memory of all schedules on many GPUs"),
-        "show": (show_command, "draw a mask, a layout, a plan or a recorded timeline into a file"),
+        "show": (show_command, "draw a mask, a layout or a plan into a file"),
         "warm": (warm_command, "compile every kernel variant that a model can need"),
     }
     texts = {

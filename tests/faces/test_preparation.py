@@ -165,6 +165,17 @@ def test_a_group_is_refused_and_not_ignored(half):
         half.prepare("ring_attention", MASK, Layout.zigzag(40, 2), group=object(), **given)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_the_call_would_refuse_is_refused(half, ranks):
+    prepare = functools.partial(half.prepare, mask=MASK, device="cpu", rank=0, **SHAPES)
+    with pytest.raises(ValueError, match="head_stride=3 does not divide the 2 key heads"):
+        prepare("strided_attention", layout=Layout.zigzag(40, ranks), head_stride=3)
+    backwards = Layout([[range(20, 40), range(20)], *[[]] * (ranks - 1)], 40)
+    for kind in ("zigzag", "striped"):
+        with pytest.raises(ValueError, match=rf"layout of its own.*pass Layout.{kind}"):
+            prepare(f"{kind}_attention", layout=backwards)
+
+
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_worker_prepares(context, planned):
     for plans in DataLoader(

@@ -4,6 +4,7 @@ transformers' Trainer.
 
 import inspect
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from canon.testing import process_groups
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
 pytest.importorskip("accelerate", reason="the extra accelerate is not installed")
+from meshes import mesh
 from tiny_models import tiny
 from trainer_runs import COLLATOR, assert_same, losses_and_weights, texts
 from transformers import Trainer, TrainingArguments
@@ -70,11 +72,17 @@ class Endless(torch.utils.data.IterableDataset):
 
 
 def runs_of_a_rank():
-    """Return runs with two context ranks, and one with two data ranks of one context rank each."""
+    """Return runs with two context ranks, the last over a mesh, and one with two data ranks of one
+    context rank each.
+    """
     contexts = [
         shared(**steps(accumulation), function=function)
         for accumulation, function in ((1, "magi"), (2, "ring"))
     ]
+    # a ring alone makes no all-to-all
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        contexts.append(shared(**steps(1), function="ring", group=mesh(1, 2)))
+    assert exchange.called
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.raises(ValueError, match="so ranks would read different batches"):
         shared(train=Endless())
@@ -86,6 +94,7 @@ def test_ranks_train_as_one_process_of_transformers():
     for found, expected in zip(one, (plain(**steps(1)), plain(**steps(2))), strict=False):
         assert_same(found, expected, tolerance=1e-6)
     losses, weights = one.pop()
+    one.append(one[0])
     one.append((torch.cat([losses[:-1].reshape(-1, 2).sum(1), losses[-1:]]), weights))
     for rank in process_groups.processes(runs_of_a_rank, 2, timeout=200):
         for found, expected in zip(rank, one, strict=True):

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from meshes import mesh
 
 from canon import Layout, Mask
 from canon.testing import process_groups
@@ -70,22 +71,37 @@ def test_few_tokens_are_not_warned_of_if_they_cannot_be_heads(half):
     half.decode_attention(few[0], *tensors(1, 40, 31, 8, seed=3)[:2])
 
 
-def test_a_planned_layout_that_is_not_passed_is_warned_of(half):
-    mask = Mask.documents([0, 20, 22, 32])
-    layout = half.dispatch(mask, 2, chunk=4)
-    assert layout != Layout.contiguous(32, 2)
-    assert layout.size(0) == layout.size(1) == 16
-    x = tensors(1, 16, 2, 8, seed=4)
-    with pytest.warns(
-        UserWarning,
-        match="magi_attention: dispatch has planned a layout for this mask.*pass layout=",
-    ):
-        process_groups.threads(lambda: half.magi_attention(*x, mask), 2)
+FORGOTTEN = "magi_attention: dispatch has planned a layout for this mask.*pass layout="
+DOCUMENTS = Mask.documents([0, 20, 22, 32])
+MASKS = {
+    "one mask": DOCUMENTS,
+    "equal masks": (DOCUMENTS, DOCUMENTS),
+    "different masks": (Mask.documents([0, 3, 29, 32]), DOCUMENTS),
+}
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("kind", MASKS)
+def test_a_planned_layout_that_is_not_passed_is_warned_of(half, kind, heads):
+    mask, tokens = MASKS[kind], 16 // heads
+    plan = half.dispatch(mask, 2, chunk=4).divided(heads)
+    contiguous = Layout.contiguous(32, 2 * heads)
+    assert plan != contiguous
+    assert {plan.size(rank) for rank in range(plan.ranks)} == {tokens}
+    x = tensors(2, tokens, 2, 8, seed=4)
+
+    def attend(*given):
+        group = None if heads == 1 else mesh(2, heads)
+        half.magi_attention(*x, *given, group=group)
+
+    run = lambda *given: process_groups.threads(lambda: attend(*given), plan.ranks)
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        run(mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for given in (layout, Layout.contiguous(32, 2)):
-            process_groups.threads(lambda given=given: half.magi_attention(*x, mask, given), 2)
-        process_groups.threads(lambda: half.magi_attention(*x, Mask.documents([0, 20, 23, 32])), 2)
+        run(mask, plan)
+        run(mask, contiguous)
+        run(Mask.documents([0, 20, 23, 32]))
 
 
 def test_sizes_that_no_default_layout_gives_name_the_remedy(half):

@@ -173,6 +173,20 @@ def test_honest_orders_differ_only_in_rounding():
     assert not torch.equal(honest[0].lse, honest[3].lse)
 
 
+def test_equal_numbers_may_be_added_one_after_another():
+    """Under scale 0, dv of a plain sum adds 1 / 250 750 times: its roundings have one direction."""
+    q, dout = torch.zeros(1, 250, 3, 4), torch.ones(1, 250, 3, 4)
+    k, v = torch.zeros(2, 1, 250, 1, 4)
+    given = q, k, v, dout, Mask.full(250), 0.0
+    got, judged_by = dense(*given), (oracle(*given), orders(*given), roundings(*given))
+    one_by_one = torch.zeros(())
+    for _ in range(750):
+        one_by_one += 1 / 250
+    assert (one_by_one - 3).abs() > 2e-5
+    assert agreement(got._replace(dv=torch.full_like(v, one_by_one)), *judged_by).agrees
+    assert not agreement(got._replace(dv=got.dv * (1 - 1e-4)), *judged_by).agrees
+
+
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [

@@ -72,8 +72,8 @@ class ContextParallelTrainer(Trainer):
             )
         super().__init__(*args, **kwargs)
         _check_trainer(self)
-        group, rank, self.context_ranks = place_in(type(self).__name__, group)
-        _check_successive(type(self).__name__, group, self.context_ranks)
+        members, rank, self.context_ranks = place_in(type(self).__name__, group)
+        _check_successive(type(self).__name__, members, self.context_ranks)
         self.sharding = {"group": group, "half": half, "function": function, **(options or {})}
         layout = import_module(f"canon.{half}").dispatch if layout is None else layout
         self.data_collator = ShardingCollator(self.data_collator, layout, rank, self.context_ranks)

@@ -15,10 +15,9 @@ from torch import Tensor
 from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
 from canon.ranks.agreement import refused_together
-from canon.ranks.group import place_in
 from canon.route.algorithm import Algorithm
 from canon.route.autograd import Attention, check_differentiation
-from canon.route.call import Arguments, call_of, mask_and_layout
+from canon.route.call import Arguments, Place, call_of, mask_and_layout, place_of
 from canon.route.checks import (
     autocast_dtype,
     batched,
@@ -31,11 +30,13 @@ from canon.route.operators import call_operator, is_traced
 from canon.route.packing import (
     attend_each,
     attend_packed,
+    block_diagonal,
     check_each_mask,
     differ,
     refuse_compilation,
     repeated,
 )
+from canon.route.plan_arguments import warn_of_planned
 from canon.route.sink_weights import weighted
 
 
@@ -108,31 +109,33 @@ def _attend_each(
     if algorithm.declaration.is_local:
         return attend_each(attend_one, q, k, v, masks, on_tiles=invariant)
     refuse_compilation()
-    checked, rank, ranks = place_in(algorithm.function, group)
-    with refused_together(algorithm.function, checked, ranks):
+    place = place_of(algorithm.function, group)
+    with refused_together(algorithm.function, place.group, place.ranks):
         algorithm.declaration.check(*tensors)
-        layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, rank, ranks)
+        layout = _layout_of_each(q, k, masks, layout, algorithm, invariant, place)
     return attend_packed(attend_one, q, k, v, masks) if masks else attend_one(q, k, v, None)
 
 
 def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
-    rank_invariant: bool, rank: int, ranks: int,
+    rank_invariant: bool, place: Place,
 ) -> Layout:  # fmt: skip
     """Return the layout of the packed batch, or of one sequence if the masks are equal."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
+    is_default = layout is None
     _, layout = mask_and_layout(
         algorithm.declaration,
         q,
         k,
         masks[0] if masks else None,
         layout,
-        rank,
-        ranks,
+        place.rank,
+        place.ranks,
         rank_invariant,
+        place.columns,
     )
-    for place, mask in enumerate(masks):
-        check_size(mask, layout, f"mask[{place}]")
+    for number, mask in enumerate(masks):
+        check_size(mask, layout, f"mask[{number}]")
     if not masks or not differ(masks):
         return layout
     if rank_invariant and layout.tokens % TILE:
@@ -140,4 +143,6 @@ def _layout_of_each(
             f"{algorithm.function}: rank_invariant=True takes different masks for sequences of a "
             f"multiple of {TILE} tokens, got {layout.tokens}: pad them"
         )
+    whole = block_diagonal(tuple(masks))
+    warn_of_planned(algorithm.function, whole, layout, place.rank, place.columns, is_default, 6)
     return repeated(layout, len(masks))

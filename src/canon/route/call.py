@@ -353,7 +353,9 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     if declaration.is_local:
         mask, layout = default_mask(q, k, mask), None
     else:
-        mask, layout = mask_and_layout(declaration, q, k, mask, layout, rank, ranks, invariant)
+        mask, layout = mask_and_layout(
+            declaration, q, k, mask, layout, rank, ranks, invariant, columns
+        )
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
     computed = layout, shapes
     if columns > 1:
@@ -387,6 +389,7 @@ def mask_and_layout(
     rank: int,
     ranks: int,
     rank_invariant: bool,
+    columns: int = 1,
 ) -> tuple[Mask, Layout]:
     """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
     if q.shape[-3] != k.shape[-3]:
@@ -428,5 +431,5 @@ def mask_and_layout(
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"
         )
-    warn_of_planned(declaration.name, mask, layout, rank, is_default)
+    warn_of_planned(declaration.name, mask, layout, rank, columns, is_default)
     return mask, layout

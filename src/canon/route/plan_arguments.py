@@ -175,17 +175,28 @@ def checked_chunk(chunk: int | None, tokens: int, ranks: int) -> int:
     )
 
 
-def warn_of_planned(function: str, mask: Mask, layout: Layout, rank: int, is_default: bool) -> None:
-    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another."""
-    planned = (
-        PLANNED.get((mask, layout.ranks)) if is_default and function == "magi_attention" else None
-    )
-    if planned is not None and planned != layout and planned.size(rank) == layout.size(rank):
+def warn_of_planned(
+    function: str,
+    mask: Mask,
+    layout: Layout,
+    rank: int,
+    columns: int,
+    is_default: bool,
+    stacklevel: int = 7,
+) -> None:
+    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
+    fits: for all ranks, or for the rows of a mesh of ``columns``.
+    """
+    if not is_default or function != "magi_attention":
+        return
+    planned = [(PLANNED.get((mask, layout.ranks // heads)), heads) for heads in (1, columns)]
+    divided = [one if heads == 1 else one.divided(heads) for one, heads in planned if one]
+    if any(one != layout and one.size(rank) == layout.size(rank) for one in divided):
         warn(
             f"{function}: dispatch has planned a layout for this mask, but none is passed, so "
             "tokens are taken to be contiguous: pass layout=, the result of dispatch, if it "
             "divided them, or layout=Layout.contiguous(tokens, ranks)",
-            stacklevel=7,  # the caller's line
+            stacklevel=stacklevel,  # the caller's line
         )
 
 

@@ -119,7 +119,12 @@ class Preparation:
         if self.layout is not None:
             sizes = (self.layout.size(place.rank),) * 2
             if declaration.layout is not None:
-                cached(declaration.layout, self.layout.tokens, self.layout.ranks)
+                own = cached(declaration.layout, self.layout.tokens, self.layout.ranks)
+                if self.layout != own:
+                    raise ValueError(
+                        f"prepare: {self.function} has a layout of its own, got {self.layout}: "
+                        f"pass Layout.{declaration.layout.__name__}(tokens, ranks)"
+                    )
         new = lambda shape: torch.empty(
             shape if len(shape) == 2 else (batch, *shape), dtype=self.dtype, device="meta"
         )

@@ -29,6 +29,9 @@ Under a soft-cap c, a score s has the ratio t = s / c and the slope 1 - t^2. A b
 
 A kernel under a sink rounds out and dout a second time, which doubles the distances of 16 bits.
 
+With scale 0, dv of a plain sum adds n almost equal numbers, all rounded in one direction: partial
+sums grow evenly, so the n roundings in float32 add up to n / 2 of the whole sum.
+
 Source: Nicholas Higham, Accuracy and Stability of Numerical Algorithms (2002), section 3.3, running
 error analysis."""
 
@@ -71,6 +74,8 @@ def roundings(
     dk, dv, dk_squares, dv_squares = (torch.zeros_like(x) for x in (k, v, k, v))
     sink = None if sink is None else sink.detach().double()[:, None]
     dsink, dsink_squares = q.new_zeros(q.shape[1]), q.new_zeros(q.shape[1])
+    all_equal = scale == 0 and not is_narrow and dout.unique().numel() < 3  # 0 if nothing is seen
+    equal_sums, number = torch.zeros_like(v), k_seen.new_zeros(mask.keys, dtype=torch.int64)
     for rows, visible in row_blocks(mask, q):
         cap, scores = _capped(_scores(scale * q[:, :, rows], k, visible), softcap)
         q_row, dy, dlse_row = (x[:, :, rows] for x in (finite_q, dout, dlse))
@@ -97,6 +102,8 @@ def roundings(
             wide * x for x in (of_out, of_lse, of_dq)
         )
         dk, dv = dk + wide * of_dk, dv + wide * of_dv
+        if all_equal:
+            equal_sums, number = equal_sums + p.mT @ dy, number + visible.sum(0)
         if is_narrow:
             # below it the spacing is constant: float16 underflows
             least = kind.smallest_normal * visible
@@ -107,6 +114,7 @@ def roundings(
             dq[:, :, rows] += narrow * of_dq
             dk_squares, dv_squares = dk_squares + of_dk.square(), dv_squares + of_dv.square()
     dk, dv = dk + narrow * dk_squares.sqrt(), dv + narrow * dv_squares.sqrt()
+    dv = dv + wide / 2 * group * number[:, None] * equal_sums.abs()
     dsink = wide * dsink + narrow / 2 * dsink_squares.sqrt()  # from out and dout as they are
     dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (dk, dv))
     out, dq, dk, dv = (x.transpose(1, 2) for x in (out, dq, dk, dv))
