@@ -151,7 +151,7 @@ WRONG = {
         (
             "elif keys_need_grad",
             "else",
-            r"^only q needs a gradient, so part is \(None, None\): start no gradient hop$",
+            r"^only q needs a gradient, so part is \[None, None\]: start no gradient hop$",
         ),
         (
             "Hop(\n                [x",
