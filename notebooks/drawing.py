@@ -370,16 +370,16 @@ def timelines(schedules, hop):
                     "linewidth": 0,
                 }
                 ax.add_patch(Rectangle((now, rank - 0.4), length, 0.54, **waiting))
-                length = cells / perfect
+                own = cells / perfect
                 sent = {"facecolor": RANKS[owner], "alpha": 0.6, "linewidth": 0}
                 ax.add_patch(
                     Rectangle(
-                        (now, rank - 0.4), length, 0.54, facecolor=RANKS[owner], edgecolor="white"
+                        (now, rank - 0.4), own, 0.54, facecolor=RANKS[owner], edgecolor="white"
                     )
                 )
-                if length > 0.03:
+                if own > 0.03:
                     ax.text(
-                        now + length / 2,
+                        now + own / 2,
                         rank - 0.13,
                         f"K{owner}",
                         ha="center",

@@ -177,7 +177,7 @@ def _hop(log: Log, batch: Callable) -> Callable:
 def _computed(log: Log, kind: str, function: Callable) -> Callable:
     def noted(*arguments, **options):
         # a Mask, or the cells of one
-        masks = (getattr(x, "mask", x) for x in arguments)
+        masks = (getattr(x, "mask", x) for x in (*arguments, *options.values()))
         first, mask = arguments[0], next(x for x in masks if isinstance(x, Mask))
         area = Cells(mask, options.get("places")).area
         # or dout, which has the same heads

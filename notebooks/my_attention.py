@@ -11,6 +11,7 @@ those of the reference."""
 
 import argparse
 import io
+import logging
 import os
 import shlex
 import tempfile
@@ -61,6 +62,8 @@ from canon.route.algorithm import Algorithm, Declaration, Side
 
 FOLDER = Path(__file__).parent / "my_functions"
 interpreter.repair()
+# after an error it asks for a new process group, which each run of threads has
+logging.getLogger("canon.ranks.agreement").setLevel(logging.CRITICAL)
 
 
 class Row(NamedTuple):

@@ -2,11 +2,12 @@
 mask has the right owner.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,13 +19,14 @@ from canon.route.call import Call
 @dataclass(frozen=True)
 class SentHop:
     """A message of a ring, in the order of its sender. By its ``step`` the ``tensors`` belong to
-    the keys of ``owner``.
+    the keys of ``owner``. ``computed``: the parts of a backward pass before it, on the sender.
     """
 
     step: int
     sender: int
     owner: int
     tensors: tuple[Tensor, ...]
+    computed: int
 
     @property
     def nbytes(self) -> int:
@@ -46,16 +48,31 @@ class Part:
 
 @contextmanager
 def recorded_hops(ring: ModuleType) -> Iterator[list[SentHop]]:
-    """Yield a list of every hop that the ring sends inside the block, on all ranks."""
+    """Yield a list of every hop that the ring sends inside the block, on all ranks: of one pass, or
+    of both.
+    """
     hops: list[SentHop] = []
+    computed: Counter[int] = Counter()  # parts of the backward pass, by rank
+    tiled_backward, plus_received = ring.tiled_backward, ring._plus_received
 
     class RecordedHop(ring.Hop):
-        def __init__(self, tensors, owner, call):
-            step = (call.rank - owner - 1) % call.ranks
-            hops.append(SentHop(step, call.rank, (owner + 1) % call.ranks, tuple(tensors)))
+        def __init__(self, *given, **named):
+            tensors, owner, call = _of_a_hop(*given, **named)
+            step, sent = (call.rank - owner - 1) % call.ranks, (owner + 1) % call.ranks
+            hops.append(SentHop(step, call.rank, sent, tuple(tensors), computed[call.rank]))
             super().__init__(tensors, owner, call)
 
-    with mock.patch.object(ring, "Hop", RecordedHop):
+    def recorded_backward(*given, **options):
+        computed[torch.distributed.get_rank()] += 1
+        return tiled_backward(*given, **options)
+
+    def checked_sum(part, hop):
+        assert part[0] is not None, "own_part is (None, None): keep the part of step 0 there"
+        return plus_received(part, hop)
+
+    with mock.patch.multiple(
+        ring, Hop=RecordedHop, tiled_backward=recorded_backward, _plus_received=checked_sum
+    ):
         yield hops
 
 
@@ -75,7 +92,8 @@ def recorded_parts(ring: ModuleType) -> Iterator[list[Part]]:
         return mask
 
     class RecordedWait(ring.Hop):
-        def __init__(self, tensors, owner, call):
+        def __init__(self, *given, **named):
+            tensors, owner, call = _of_a_hop(*given, **named)
             self.of_rank = hops[call.rank]
             self.place = len(self.of_rank)
             self.of_rank.append(False)
@@ -106,9 +124,9 @@ def merged_dtypes(ring: ModuleType) -> Iterator[set[torch.dtype]]:
     dtypes: set[torch.dtype] = set()
     merged = ring.merged
 
-    def recorded(*parts: Tensor) -> tuple[Tensor, Tensor]:
-        dtypes.update(part.dtype for part in parts)
-        return merged(*parts)
+    def recorded(*parts: Tensor, **named: Tensor) -> tuple[Tensor, Tensor]:
+        dtypes.update(part.dtype for part in (*parts, *named.values()))
+        return merged(*parts, **named)
 
     with mock.patch.object(ring, "merged", recorded):
         yield dtypes
@@ -193,6 +211,10 @@ def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtyp
             f"{count}: the part of step 0 stays, and every later step sends"
         )
         for step, hop in enumerate(own, 1):
+            assert hop.computed == step + 1, (
+                f"rank {rank}: gradient hop {step} of {ranks - 1} starts in step "
+                f"{hop.computed - 1}, expected step {step}: the part of step 0 stays"
+            )
             where = f"rank {rank}, step {step}: the gradient hop"
             dtypes = {x.dtype for x in hop.tensors}
             assert dtypes == {dtype}, (
@@ -205,6 +227,20 @@ def require_gradient_hops(hops: Sequence[SentHop], ranks: int, dtype: torch.dtyp
             assert all(x.is_contiguous() for x in hop.tensors), (
                 f"{where} has tensors that are not contiguous"
             )
+
+
+def _of_a_hop(
+    tensors=None, owner=None, call=None, *more: Any
+) -> tuple[Sequence[Tensor], int, Call]:
+    """Return the arguments of a hop. Raise TypeError that names them if these are others."""
+    given, kinds = (tensors, owner, call, *more), ((list, tuple), int, Call)
+    if len(given) == 3 and all(map(isinstance, given, kinds)):
+        return tensors, owner, call
+    found = ", ".join(type(x).__name__ for x in given)
+    raise TypeError(
+        "a hop takes a list of tensors, the owner of those that arrive, and call, as "
+        f"Hop(held, owner - 1, call): found {found}"
+    )
 
 
 def _keys(owner: int | None) -> str:

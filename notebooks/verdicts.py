@@ -1,6 +1,7 @@
 """Verdicts of the judge on kernels, against `canon.reference` in float64."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -46,6 +47,26 @@ def equal(
         f"{name}: wrong at {len(tokens)} of {got.shape[dim]} tokens: {shown}. At the first there "
         f"is {found:.3g}, expected {right:.3g}"
     )
+
+
+def equal_cells(name: str, got: Tensor, expected: Tensor) -> None:
+    """Raise AssertionError that names the first cell of a mask that differs."""
+    wrong = (got != expected).nonzero().tolist()
+    if wrong:
+        query, key = wrong[0]
+        right, other = ("visible", "hidden") if expected[query, key] else ("hidden", "visible")
+        raise AssertionError(
+            f"{name}: the cell in row {query}, column {key} is {other}, expected {right}"
+        )
+
+
+@contextmanager
+def explained(reason: str) -> Iterator[None]:
+    """Raise AssertionError with the reason if a rank raises inside the block."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise AssertionError(reason) from error
 
 
 def require(

@@ -83,6 +83,11 @@ WRONG = {
             "^out of queries 10 to 23, .* see keys of both pieces: wrong at 14 of 14 tokens: 10,",
         ),
         (
+            "return (weighted(out, lse) +",
+            "return (weighted(out.nan_to_num(0), lse) +",
+            "^out of query 3, .* NaN must stay: found ",
+        ),
+        (
             ".to(out.dtype), whole",
             ", whole",
             "^bfloat16 parts, float32 lse: out must have the dtype of the first out, found torch.f",
@@ -104,6 +109,11 @@ WRONG = {
             "Hop(held, owner - 1",
             "Hop(held, owner",
             "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the",
+        ),
+        (
+            "Hop(held",
+            "Hop(*held",
+            r"a hop takes a list of tensors.* Hop\(held, owner - 1, call\): found Tensor, Tensor,",
         ),
         ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
         (
@@ -128,7 +138,26 @@ WRONG = {
             "if keys_need_grad",
             "^rank 0: 4 gradient hops, expected 3: the part of step 0 stays",
         ),
-        ("elif keys_need_grad", "else", "'NoneType' object has no attribute 'to'"),
+        (
+            "            own_part = part\n        elif keys_need_grad:",
+            "            own_part = part\n        if keys_need_grad and hop:",
+            "^rank 0: gradient hop 1 of 3 starts in step 0, expected step 1: the part of step 0 s",
+        ),
+        (
+            "            own_part = part\n",
+            "            pass\n",
+            r"own_part is \(None, None\): keep the part of step 0 there$",
+        ),
+        (
+            "elif keys_need_grad",
+            "else",
+            r"^only q needs a gradient, so part is \[None, None\]: start no gradient hop$",
+        ),
+        (
+            "Hop(\n                [x",
+            "Hop(\n                *[x",
+            "a hop takes a list of tensors, .*: found Tensor, Tensor, int, Call$",
+        ),
         (
             "x.to(call.reduce_dtype)",
             "x",
@@ -147,12 +176,38 @@ WRONG = {
         ),
         ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
     ],
-    "pick": [("(band.hi - offset) // step", "-((offset - band.hi) // step)", "^expected Band")],
+    "pick": [
+        (
+            "(band.hi - offset) // step",
+            "-((offset - band.hi) // step)",
+            "^example 2, every fourth token: expected Band",
+        ),
+        (
+            "(queries.start - band.q_stop)",
+            "(queries.start - band.q_stop + step - 1)",
+            r"^example 2, every fourth token: expected Band\(q 1:3, .* found Band\(q 1:2, ",
+        ),
+        (
+            "-((offset - band.lo) // step)",
+            "(band.lo - offset) // step",
+            r"^queries range\(0, 20, 2\), keys .*: the cell in row \d.* visible, expected hidden$",
+        ),
+    ],
     "zigzag": [
         (
             "pieces[2 * ranks - 1 - r]",
             "pieces[r + ranks]",
             r"^24 tokens, rank 0: expected tokens \[0, 1, 2, 21, 22, 23\], found \[0, 1, 2, 12, ",
+        ),
+        (
+            "[[pieces[r], pieces[2 * ranks - 1 - r]] for",
+            "[[*pieces[r], *pieces[2 * ranks - 1 - r]] for",
+            "^24 tokens, rank 0: expected a list of two ranges, found a list of int$",
+        ),
+        (
+            "[range(start, stop) for",
+            "[torch.arange(start, stop) for",
+            "^24 tokens, rank 0: expected a list of two ranges, found a list of Tensor$",
         ),
         (
             "i * size + min(i, larger)",

@@ -5,12 +5,13 @@ ring, and kernels without a line.
 import re
 from pathlib import Path
 
+import drawing
 import forward_runs
 import pytest
 import torch
 import torch.distributed as dist
 from event_log import recording
-from ring_hops import Part, require_parts
+from ring_hops import Part, merged_dtypes, require_parts
 from tile_claims import claims_of
 
 from canon import Layout, Mask, reference
@@ -110,3 +111,21 @@ def test_a_part_of_keys_whose_hop_was_not_awaited_is_named():
         match="^rank 0, step 1: it computes without waiting for the hop of its keys$",
     ):
         require_parts(parts(awaited=0), shards)
+
+
+def test_a_timeline_hatches_each_rank_to_the_end_of_the_step():
+    steps = [[(0, 2), (2, 1), (1, 1)], [(2, 0), (1, 3), (0, 1)]]
+    perfect = 8 / 3  # cells of a rank, the unit of time
+    ax = drawing.timelines.__wrapped__({"ring": steps}, hop=1).axes[0]
+    hatched = [(perfect * x.get_x(), perfect * x.get_width()) for x in ax.patches if x.get_hatch()]
+    assert hatched == [pytest.approx(span) for span in 3 * [(0, 2)] + 3 * [(2, 3)]]
+    assert ax.get_title(loc="left") == "ring: 53 % busy"  # of 5 cells of time
+
+
+def test_recordings_take_arguments_by_name():
+    x, mask, ring = torch.ones(1, 2, 1, 4), Mask.full(2), reference.ring
+    with recording(ring) as log, merged_dtypes(ring) as dtypes:
+        out, lse = ring.tiled_forward(x, x, x, mask=mask, scale=1.0, out_dtype=torch.float32)
+        ring.merged(out, lse, other_out=out, other_lse=lse)
+    assert [str(event) for event in log.events] == ["computed forward 0"]
+    assert dtypes == {torch.float32}
