@@ -140,8 +140,8 @@ FAULTS_BY_KIND = {
         "dk and dv are swapped": (
             LOCAL,
             "backward",
-            "grads = walk()",
-            "grads = [walk()[i] for i in (0, 2, 1)]",
+            "of_keys() if keys_need_grad",
+            "of_keys()[::-1] if keys_need_grad",
         ),
         "dlse is ignored": (LOCAL, "backward", "delta if dlse is None else delta - dlse", "delta"),
         "delta is computed in every hop from its own part": (

@@ -179,6 +179,7 @@ def test_equal_numbers_may_be_added_one_after_another():
     k, v = torch.zeros(2, 1, 250, 1, 4)
     given = q, k, v, dout, Mask.full(250), 0.0
     got, judged_by = dense(*given), (oracle(*given), orders(*given), roundings(*given))
+    assert got.dv is not None
     one_by_one = torch.zeros(())
     for _ in range(750):
         one_by_one += 1 / 250
