@@ -426,9 +426,10 @@ def mask_and_layout(
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        hint = (
-            transpose_hint((q, layout.size(rank)))
-            or ": pass the layout that divided the tokens" * is_default
+        hint = transpose_hint((q, layout.size(rank))) or (
+            ": pass the layout that divided the tokens"
+            if is_default
+            else ": divide q, k and v by this layout"
         )
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"

@@ -97,7 +97,9 @@ def one_mask(mask: Masks) -> tuple[Mask, int]:
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
     if not isinstance(masks, (tuple, list)):
-        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
+        raise TypeError(
+            f"dispatch: mask must be a Mask, got {shown(mask)}: pass Mask.causal(tokens), ..."
+        )
     for place, each in enumerate(masks):
         name = "mask" if each is mask else f"mask[{place}]"
         if not isinstance(each, Mask):
