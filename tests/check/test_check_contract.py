@@ -80,6 +80,7 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
 
 def test_help_names_the_conventions_and_every_feature(run):
     _, printed, _ = run("--help")
+    assert "\n      returns dq, dk, dv\n  merge(out, lse, other_out, other_lse)\n" in printed.out
     for word in (
         "q (b, t, h, d)",
         "natural logarithm",

@@ -1,4 +1,4 @@
-"""The code of "Divide a batch" in paper/in_your_program.md computes the gradients of one process."""
+"""The code of "Divide a batch" in paper/in_your_program.md has the gradients of one process."""
 
 import re
 from pathlib import Path

@@ -190,8 +190,8 @@ def warn_of_planned(
     is_default: bool,
     stacklevel: int = 7,
 ) -> bool:
-    """Warn, and return whether, `magi_attention` takes a default layout, but `dispatch` has planned another one that
-    fits: for all ranks, or for the rows of a mesh of ``columns``.
+    """Warn, and return True, if `magi_attention` takes a default layout, but `dispatch` has planned
+    another one that fits: for all ranks, or for the rows of a mesh of ``columns``.
     """
     if not is_default or function != "magi_attention":
         return False
