@@ -376,7 +376,7 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
 
 
 MOST = 16  # layouts; each is looked at once, as positions on a GPU take time to read
-_looked: set[int] = set()  # hashes of layouts
+_looked: set[tuple[int, bool]] = set()  # hashes of layouts, and whether a mask was given
 
 
 def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
@@ -384,14 +384,15 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
     tokens of the rank.
     """
     layout, whole = sharding.layout, _current.get()
-    if positions is None or whole is None or len(_looked) >= MOST or hash(layout) in _looked:
+    looked_at = hash(layout), sharding.given
+    if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
         return
     if not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
     if ranks != layout.ranks or positions.shape[1] != layout.size(rank):
         return  # attention raises on all ranks
-    _looked.add(hash(layout))
+    _looked.add(looked_at)
     positions, in_sequence = positions.cpu(), layout.positions(rank)
     restarts = (positions.diff() < 1) & (in_sequence.diff() == 1)
     if not sharding.given and bool(restarts.any()):
