@@ -238,7 +238,7 @@ def test_other_entries_are_named(batch, more, error, message):
 
 
 PLANNED = Mask.documents([0, 40, 60, 100])
-IDS = torch.arange(100)[None]
+TOKENS = torch.arange(100)[None]
 
 
 def positions(*ends):
@@ -249,11 +249,11 @@ def positions(*ends):
 @pytest.mark.parametrize(
     ("batch", "cu_seqlens"),
     [
-        ({"input_ids": IDS}, None),
-        ({"input_ids": IDS, "labels": IDS}, None),
-        ({"labels": IDS}, [0, 60, 100]),
-        ({"labels": IDS, "position_ids": positions(60)}, None),
-        ({"labels": IDS, "position_ids": positions(60)}, Mask.causal(100)),
+        ({"input_ids": TOKENS}, None),
+        ({"input_ids": TOKENS, "labels": TOKENS}, None),
+        ({"labels": TOKENS}, [0, 60, 100]),
+        ({"labels": TOKENS, "position_ids": positions(60)}, None),
+        ({"labels": TOKENS, "position_ids": positions(60)}, Mask.causal(100)),
     ],
 )
 def test_a_batch_without_the_documents_of_its_plan_warns_on_each_rank(
@@ -268,16 +268,16 @@ def test_a_batch_without_the_documents_of_its_plan_warns_on_each_rank(
 @pytest.mark.parametrize(
     ("mask", "batch", "cu_seqlens"),
     [
-        (PLANNED, {"input_ids": IDS, "labels": IDS}, PLANNED),
-        (PLANNED, {"labels": IDS}, [0, 40, 60, 80, 100]),
-        (PLANNED, {"labels": IDS, "position_ids": positions(40, 60)}, None),
-        (PLANNED, {"labels": IDS.expand(2, -1), "position_ids": positions(40, 60)}, None),
-        (PLANNED, {"input_ids": IDS, "position_ids": positions()}, None),
-        ((PLANNED, Mask.causal(100)), {"labels": IDS.expand(2, -1)}, None),
-        (Mask.causal(100), {"labels": IDS}, None),
-        (Mask.window(100, 7), {"labels": IDS}, None),
-        (Mask.padding([60], 100)[0], {"labels": IDS}, None),
-        (Mask.tree([-1, 0, 1, 0], [40, 20, 20, 20]), {"labels": IDS}, None),
+        (PLANNED, {"input_ids": TOKENS, "labels": TOKENS}, PLANNED),
+        (PLANNED, {"labels": TOKENS}, [0, 40, 60, 80, 100]),
+        (PLANNED, {"labels": TOKENS, "position_ids": positions(40, 60)}, None),
+        (PLANNED, {"labels": TOKENS.expand(2, -1), "position_ids": positions(40, 60)}, None),
+        (PLANNED, {"input_ids": TOKENS, "position_ids": positions()}, None),
+        ((PLANNED, Mask.causal(100)), {"labels": TOKENS.expand(2, -1)}, None),
+        (Mask.causal(100), {"labels": TOKENS}, None),
+        (Mask.window(100, 7), {"labels": TOKENS}, None),
+        (Mask.padding([60], 100)[0], {"labels": TOKENS}, None),
+        (Mask.tree([-1, 0, 1, 0], [40, 20, 20, 20]), {"labels": TOKENS}, None),
     ],
 )
 def test_batches_that_fit_their_plan_do_not_warn(half, mask, batch, cu_seqlens):
