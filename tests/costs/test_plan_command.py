@@ -78,7 +78,7 @@ def test_the_recipe_of_each_plan_runs_as_printed(capsys, mask):
 
 def run_recipe(recipe, mask):
     """Run a recipe on CPU ranks, and compare its result with attention on one rank."""
-    mask = shape_of("1,512,32,8,128", mask).mask
+    mask = shape_of(f"1,512,32,8,128,{mask}").mask
     x = torch.randn(1, 512, 8, 8, generator=torch.Generator().manual_seed(0)).double()
     names = {"mask": mask, "attn": reference, "Layout": Layout}
     names["init_device_mesh"] = dist.init_device_mesh
