@@ -126,6 +126,14 @@ def _fast_interpreter(pytestconfig):
         share_types()
 
 
+@pytest.fixture(autouse=True)
+def _no_cuts():
+    """Run each test as if no layout had divided a tensor before it."""
+    from canon.masks.cuts import forget_cuts
+
+    forget_cuts()
+
+
 @pytest.fixture(params=["reference", "fast"])
 def half(request):
     """Return the package of each half."""

@@ -22,4 +22,5 @@ def __getattr__(name):
     """Import a half on first use (PEP 562)."""
     if name in ("reference", "fast"):
         return import_module(f"canon.{name}")
-    raise AttributeError(f"module 'canon' has no attribute {name!r}")
+    where = f": canon.training.{name} exists" if hasattr(training, name) else ""
+    raise AttributeError(f"module 'canon' has no attribute {name!r}{where}")

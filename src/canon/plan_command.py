@@ -4,9 +4,10 @@ canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask 
 canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
 
 Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
-`canon bench schedules`, on meshes of tokens x heads. "exposed" is the time in which the busiest GPU
-runs no attention kernel. "NIC" is what a GPU exchanges with other hosts. "peak" are the tensors of
-a call and its gradients.
+`canon bench schedules`, on meshes of tokens x heads; --all shows more than the fastest of each
+function and mesh. "0 stages" is one step, "1 stages" are two, own keys first; "keys kept" is
+keep_kv=True. "exposed" is the time in which the busiest GPU runs no attention kernel. "NIC" is what
+a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
 """
 
 import argparse
@@ -32,7 +33,7 @@ RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``canon plan``."""
     add = parser.add_argument
-    add("--tokens", type=int, required=True, help="of the whole sequence")
+    add("--tokens", type=_tokens, required=True, help="of the whole sequence")
     add("--heads", default="32/8", metavar="H/G", help="query and key heads (default: 32/8)")
     add("--width", type=int, default=128, help="of a head (default: 128)")
     add("--gpus", type=int, required=True, help="in all")
@@ -40,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mask", default="causal", help=MASKS)
     add("--memory", type=float, default=float("inf"), help="GB of a GPU; larger plans are refused")
     add("--links", type=Path, help="a record of canon bench links")
-    add("--json", action="store_true", help="print JSON")
+    add("--all", action="store_true", help="show all schedules")
+    add("--json", action="store_true", help="print JSON, of all schedules")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -49,15 +51,53 @@ def run(options: argparse.Namespace) -> int:
     try:
         links = read_links(options.links) if options.links else ASSUMED
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
+    except FileNotFoundError as error:
+        print(
+            f"canon plan: there is no {error.filename}: run canon bench links first, or leave "
+            "--links out",
+            file=sys.stderr,
+        )
+        return MISUSED
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
     if options.json:
         print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
-    cells = [[x if isinstance(x, str) else f"{x:.2f}" for x in row.values()] for row in rows]
-    Console(width=180).print(table(f"model; links: {source}", list(rows[0]), cells))
+    fastest = {(row["mesh"], row["call"].partition("(")[0]): row for row in reversed(rows)}
+    shown = [row for row in rows if options.all or row in fastest.values()]
+    columns = [name for name in rows[0] if name != "layout"]
+    cells = [
+        [x if isinstance(x := row[name], str) else f"{x:.2f}" for name in columns] for row in shown
+    ]
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(table(f"model; links: {source}", columns, cells))
+    print(_recipe(rows[0], options))
     return 0
+
+
+def _tokens(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number: write it out, as 1048576"
+        ) from None
+
+
+def _recipe(row, given) -> str:
+    """Return the calls of the fastest plan, as Python, after a comment."""
+    if row["refused"]:
+        return f"no plan fits: the fastest needs {row['peak GB']:.2f} GB"
+    untested = ", no link between hosts was measured" * (given.hosts > 1 and not given.links)
+    lines = [f"# fastest: {row['schedule']} on {row['mesh']}; by a model{untested}"]
+    rows, columns = row["mesh"].split(" x ")
+    if columns != "1":
+        names = 'mesh_dim_names=("tokens", "heads")'
+        lines.append(f'mesh = init_device_mesh("cuda", ({rows}, {columns}), {names})')
+    function, _, named = row["call"].rstrip(")").partition("(")
+    call = ", ".join(["q, k, v, mask, layout", *filter(None, [named])])
+    return "\n".join([*lines, f"layout = {row['layout']}", f"out = attn.{function}({call})"])
 
 
 def _rows(given, links):
@@ -77,9 +117,16 @@ def _rows(given, links):
             gb = {name: 1e-9 * nbytes for name, nbytes in plan.tensors().items()}
             peak, largest = sum(gb.values()), max(gb, key=gb.__getitem__)
             named = [f"{x}={options[x]}" for x in options if x not in ("mask", "layout")]
+            named += ["group=mesh"] * (columns > 1)
+            kind = next((x for x in ("contiguous", "zigzag") if x in one.name), None)
+            layout = f"Layout.{kind}({given.tokens}, {given.gpus})"
+            if kind is None:
+                parts = f".divided({columns})" * (columns > 1)
+                layout = f"attn.dispatch(mask, {given.gpus // columns}){parts}"
             yield {
                 "schedule": one.name,
                 "mesh": f"{given.gpus // columns} x {columns}",
+                "layout": layout,
                 "call": f"{function}({', '.join(named)})",
                 "both ms": both,
                 "forward ms": forward,

@@ -2,6 +2,7 @@
 Ctrl-C keeps results.
 """
 
+import importlib
 import io
 import json
 import os
@@ -35,9 +36,9 @@ def attention(q, k, v):
 OFF = """
 from canon import reference
 
-def zigzag_attention(q, k, v, mask=None, **options):
+def zigzag_attention(q, k, v, mask=None, *, sink=None, **options):
     import torch.distributed as dist
-    out, lse = reference.zigzag_attention(q, k, v, mask, **options)
+    out, lse = reference.zigzag_attention(q, k, v, mask, sink=sink, **options)
     if dist.get_rank() == 1:
         out = out * torch_ones(out)
     return out, lse
@@ -60,7 +61,10 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
     status, printed, record = run("my_attention --tokens 200")
     assert status == 0, printed.out
     assert {name.split("/")[0]: verdict for name, verdict in verdicts(record).items()} == {
-        "attention": "agrees", "ring_attention": "declined"}  # fmt: skip
+        "attention": "agrees",
+        "ring_attention": "declined",
+        "zigzag_attention": "declined",
+    }
     lines = [
         line
         for line in printed.out.splitlines()
@@ -76,6 +80,7 @@ def test_the_template_passes_and_declines_what_it_leaves_open(run, write_module)
 
 def test_help_names_the_conventions_and_every_feature(run):
     _, printed, _ = run("--help")
+    assert "\n      returns dq, dk, dv\n  merge(out, lse, other_out, other_lse)\n" in printed.out
     for word in (
         "q (b, t, h, d)",
         "natural logarithm",
@@ -283,11 +288,37 @@ def test_the_most_specific_fault_is_printed_in_full_and_the_others_keep_their_re
     check_report.faults(results, console)
     printed = " ".join(console.file.getvalue().split())
     for line in (
-        "norms: out is worst at token 3 (and 1 more)",
+        "norms: out is worst at token 3 (and 1 more in the record)",
         f"deadlock: {waits}",
         "arguments: rank 0: ValueError: the ranks disagree: mask: rank 0: causal; rank 1: full",
     ):
         assert line in printed
+
+
+def test_a_fault_begins_with_the_tensors_that_are_wrong_and_right():
+    measures = [
+        {"tensor": tensor, "norm": norm, "ratio": ratio}
+        for tensor, norm, ratio in (
+            ("out", "l2", "0.1"), ("out", "max", "7"), ("lse", "l2", "0.5"), ("dq", "l2", "nan")
+        )
+    ]  # fmt: skip
+    result = {"case": "one", "verdict": "disagrees", "measures": measures}
+    console = Console(file=io.StringIO(), width=100)
+    check_report.faults([result | {"faults": ["out is worst at token 3"]}], console)
+    assert console.file.getvalue() == ("one: wrong: out, dq; right: lse; out is worst at token 3\n")
+
+
+def test_keywords_that_are_not_named_are_no_parameters(write_module):
+    write_module("with_options", "def ring_attention(q, k, v, mask=None, **options): ...")
+    module = importlib.import_module("with_options")
+    optional = [
+        case
+        for case in all_cases(["float64"], False)
+        if case.function == "ring_attention"
+        and set(dict(case.options)) & {"sink", "softcap", "columns"}
+    ]
+    assert optional
+    assert not any(cases.accepts(module, case) for case in optional)
 
 
 def test_ctrl_c_keeps_the_finished_cases(tmp_path):

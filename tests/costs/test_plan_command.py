@@ -1,11 +1,18 @@
 """`canon plan` orders schedules, refuses those that do not fit, and reads measured links."""
 
+import argparse
+import functools
 import json
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from canon import Layout, plan_command, reference
 from canon.__main__ import main
+from canon.bench.shapes import shape_of
 from canon.costs.network import ASSUMED, read_links
+from canon.testing import process_groups
 
 SMALL = ["plan", "--tokens", "8192", "--gpus", "8", "--hosts", "2"]
 
@@ -40,3 +47,60 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
 def test_invalid_arguments_are_refused(words, text, capsys):
     assert main([*SMALL, *words]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_the_fastest_of_each_function_and_mesh_is_shown_and_all_if_asked(capsys):
+    found = []
+    for words in ([], ["--all"]):
+        assert main([*SMALL, *words]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found.append([x.split("│")[1:4] for x in lines if x.startswith("│") and "_attention(" in x])
+    few, everything = ({tuple(map(str.strip, x)) for x in rows} for rows in found)
+    assert len(few) == 9 < len(everything)  # ring, strided and magi on three meshes
+    assert few < everything
+
+
+@pytest.mark.parametrize("mask", ["causal", "documents:128"])
+def test_the_recipe_of_each_plan_runs_as_printed(capsys, mask):
+    words = ["plan", "--tokens", "512", "--gpus", "4", "--mask", mask]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert main([*words, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    given = argparse.Namespace(hosts=1, links=None)
+    assert printed.endswith(plan_command._recipe(plans[0], given) + "\n")
+    kinds = {(x["mesh"], x["layout"].partition("(")[0]): x for x in reversed(plans)}
+    assert len(kinds) >= 6
+    for plan in kinds.values():
+        recipe = plan_command._recipe(plan, given)
+        process_groups.threads(functools.partial(run_recipe, recipe, mask), 4)
+
+
+def run_recipe(recipe, mask):
+    """Run a recipe on CPU ranks, and compare its result with attention on one rank."""
+    mask = shape_of(f"1,512,32,8,128,{mask}").mask
+    x = torch.randn(1, 512, 8, 8, generator=torch.Generator().manual_seed(0)).double()
+    names = {"mask": mask, "attn": reference, "Layout": Layout}
+    names["init_device_mesh"] = dist.init_device_mesh
+    setup, call = recipe.replace('"cuda"', '"cpu"').rsplit("\n", 1)
+    exec(setup, names)
+    names |= dict.fromkeys("qkv", names["layout"].shard(x, dist.get_rank()))
+    exec(call, names)
+    expected = names["layout"].shard(reference.attention(x, x, x, mask), dist.get_rank())
+    torch.testing.assert_close(names["out"], expected)
+
+
+def test_a_model_of_several_hosts_states_that_no_link_was_measured(capsys):
+    assert main(SMALL) == 0
+    assert "by a model, no link between hosts was measured" in capsys.readouterr().out
+    assert main([*SMALL, "--memory", "0.001"]) == 0
+    assert "no plan fits" in capsys.readouterr().out
+
+
+def test_a_missing_record_of_links_and_words_for_tokens_name_the_remedy(capsys):
+    assert main([*SMALL, "--links", "absent.json"]) == 2
+    assert (
+        "no absent.json: run canon bench links first, or leave --links" in capsys.readouterr().err
+    )
+    assert main(["plan", "--tokens", "1M", "--gpus", "8"]) == 2
+    assert "'1M' is no whole number: write it out, as 1048576" in capsys.readouterr().err

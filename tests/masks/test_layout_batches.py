@@ -235,3 +235,50 @@ def test_other_entries_are_named(batch, more, error, message):
     with pytest.raises(error) as raised:
         Layout.zigzag(8, 2).shard_batch(batch, **{"rank": 0, **more})
     assert message in str(raised.value)
+
+
+PLANNED = Mask.documents([0, 40, 60, 100])
+TOKENS = torch.arange(100)[None]
+
+
+def positions(*ends):
+    return torch.tensor(in_documents([0, *ends, 100])[0])[None]
+
+
+@pytest.mark.parametrize("divide", [lambda layout: layout, lambda layout: layout.divided(2)])
+@pytest.mark.parametrize(
+    ("batch", "cu_seqlens"),
+    [
+        ({"input_ids": TOKENS}, None),
+        ({"input_ids": TOKENS, "labels": TOKENS}, None),
+        ({"labels": TOKENS}, [0, 60, 100]),
+        ({"labels": TOKENS, "position_ids": positions(60)}, None),
+        ({"labels": TOKENS, "position_ids": positions(60)}, Mask.causal(100)),
+    ],
+)
+def test_a_batch_without_the_documents_of_its_plan_warns_on_each_rank(
+    half, divide, batch, cu_seqlens
+):
+    layout = divide(half.dispatch(PLANNED, 2))
+    for rank in range(2):
+        with pytest.warns(UserWarning, match="begins at token 40.*pass the mask as cu_seqlens"):
+            layout.shard_batch(batch, rank, cu_seqlens)
+
+
+@pytest.mark.parametrize(
+    ("mask", "batch", "cu_seqlens"),
+    [
+        (PLANNED, {"input_ids": TOKENS, "labels": TOKENS}, PLANNED),
+        (PLANNED, {"labels": TOKENS}, [0, 40, 60, 80, 100]),
+        (PLANNED, {"labels": TOKENS, "position_ids": positions(40, 60)}, None),
+        (PLANNED, {"labels": TOKENS.expand(2, -1), "position_ids": positions(40, 60)}, None),
+        (PLANNED, {"input_ids": TOKENS, "position_ids": positions()}, None),
+        ((PLANNED, Mask.causal(100)), {"labels": TOKENS.expand(2, -1)}, None),
+        (Mask.causal(100), {"labels": TOKENS}, None),
+        (Mask.window(100, 7), {"labels": TOKENS}, None),
+        (Mask.padding([60], 100)[0], {"labels": TOKENS}, None),
+        (Mask.tree([-1, 0, 1, 0], [40, 20, 20, 20]), {"labels": TOKENS}, None),
+    ],
+)
+def test_batches_that_fit_their_plan_do_not_warn(half, mask, batch, cu_seqlens):
+    half.dispatch(mask, 2).shard_batch(batch, 0, cu_seqlens)

@@ -2,6 +2,7 @@
 without its layout.
 """
 
+import pickle
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from meshes import mesh
 
-from canon import Layout, Mask
+from canon import Layout, Mask, reference
 from canon.testing import process_groups
 
 HEADS_FIRST = (
@@ -116,3 +117,138 @@ def test_sizes_that_no_default_layout_gives_name_the_remedy(half):
 
     for name in ("ring_attention", "strided_attention", "magi_attention"):
         process_groups.threads(lambda name=name: program(name), 2)
+
+
+CONTIGUOUS, ZIGZAG, STRIPED = (
+    make(100, 2) for make in (Layout.contiguous, Layout.zigzag, Layout.striped)
+)
+WHOLE = tensors(1, 100, 2, 8, seed=7)
+
+
+def called(name, cut, **options):
+    """Divide q, k and v by a layout, and call a function twice, on two ranks. Return the
+    warnings.
+    """
+
+    def program():
+        rank = dist.get_rank()
+        part = cut.shard_batch(dict(zip("qkv", WHOLE, strict=True)), rank)
+        for _ in range(2):
+            getattr(reference, name)(part["q"], part["k"], part["v"], **options)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        process_groups.threads(program, 2)
+    return [str(each.message) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("cut", "name", "options"),
+    [
+        (ZIGZAG, "magi_attention", {}),
+        (ZIGZAG, "ring_attention", {}),
+        (ZIGZAG, "strided_attention", {}),
+        (CONTIGUOUS, "zigzag_attention", {}),
+        (STRIPED, "zigzag_attention", {}),
+        (CONTIGUOUS, "ring_attention", {"layout": ZIGZAG}),
+    ],
+)
+def test_a_layout_that_has_not_divided_the_tokens_warns_once_on_each_rank(
+    empty_cache, cut, name, options
+):
+    found = called(name, cut, **options)
+    assert len(found) == 2
+    for message in found:
+        assert message.startswith(
+            f"{name}: tensors of 100 tokens on 2 ranks were divided here, but none by the layout"
+        )
+
+
+def test_other_layouts_of_the_same_size_do_not_warn_if_they_may_have_divided_the_tokens(
+    empty_cache, half
+):
+    """By shard, an index, redistribution, a data loader in another process, or in a batch."""
+    ahead = Layout.zigzag_documents([0, 50, 100], 2)
+    assert [ZIGZAG.shard(WHOLE[0], rank).shape[1] for rank in range(2)] == [50, 50]
+    arrived = pickle.loads(pickle.dumps(Layout([[range(50, 100)], [range(50)]], 100)))
+    short = Layout([[range(25, 50)], [range(25)]], 50)
+    several = Layout.concat([short] * 2)
+    halves = Layout([[range(0, 100, 2)], [range(1, 100, 2)]], 100)
+    halves.positions(0)
+    reverse = Layout([[range(75, 100), range(25, 50)], [range(25), range(50, 75)]], 100)
+
+    def program():
+        x = ZIGZAG.redistribute(ZIGZAG.shard(WHOLE[0], dist.get_rank()), reverse)
+        for layout in (arrived, several, halves, reverse, ZIGZAG):
+            half.ring_attention(x, x, x, layout=layout)
+        masks = [Mask.window(50, 9), Mask.causal(50)]
+        x = short.shard(WHOLE[0].view(2, 50, 2, 8), dist.get_rank())
+        half.ring_attention(x, x, x, masks, short)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        half.prepare("magi_attention", Mask.causal(100), ahead, rank=0, heads=(2, 2),
+                     widths=(8, 8), dtype=torch.float32, device="cpu")  # fmt: skip
+        process_groups.threads(program, 2)
+
+
+def test_a_mesh_takes_the_layout_that_was_divided(empty_cache, half):
+    layout, other = half.dispatch(Mask.causal(100), 2).divided(2), Layout.zigzag(100, 4)
+
+    def program():
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
+        for each in (layout, other):
+            x = each.shard(WHOLE[0], dist.get_rank())
+            half.magi_attention(x, x, x, layout=each, group=mesh)
+
+    process_groups.threads(program, 4)  # a warning is an error here
+
+
+def test_a_call_that_forgets_the_mask_of_its_plan_warns_on_each_rank(empty_cache, half):
+    mask = Mask.documents([0, 40, 100])
+    layout = half.dispatch(mask, 2)
+    x = torch.zeros(1, 100, 2, 8)
+
+    def program(layout, **options):
+        part = layout.shard(x, dist.get_rank())
+        half.ring_attention(part, part, part, layout=layout, **options)
+
+    with pytest.warns(UserWarning, match="mask=None is causal.* begins at token 40") as found:
+        process_groups.threads(lambda: program(layout), 2)
+    assert len(found) == 2
+    process_groups.threads(lambda: program(layout, mask=Mask.causal(100)), 2)
+    for other in (half.dispatch(Mask.window(100, 9), 2), Layout(layout.ranges_per_rank, 100)):
+        process_groups.threads(lambda other=other: program(other), 2)
+
+
+def test_a_passed_layout_of_other_sizes_names_the_remedy_without_a_second_traceback(half):
+    def program():
+        x = tensors(1, 48, 2, 8, seed=5)
+        with pytest.raises(ValueError, match="q holds 48: divide q, k and v by this lay") as raised:
+            half.ring_attention(*x, layout=ZIGZAG)
+        assert raised.value.__suppress_context__
+
+    process_groups.threads(program, 2)
+
+
+@pytest.mark.parametrize("name", ["mask", "layout"])
+def test_ranks_with_different_masks_or_layouts_name_the_remedy(half, name):
+    same = {"mask": Mask.causal(100), "layout": ZIGZAG}
+    other = {"mask": Mask.window(100, 5), "layout": STRIPED}
+
+    def program():
+        x = tensors(1, 50, 2, 8, seed=5)
+        given = same | ({name: other[name]} if dist.get_rank() else {})
+        remedy = rf"  {name}: .*: build it from the same arguments on every rank"
+        with pytest.raises(ValueError, match=remedy):
+            half.ring_attention(*x, **given)
+
+    process_groups.threads(program, 2)
+
+
+def test_dispatch_and_shard_batch_name_the_remedy_of_what_other_functions_take(half, own_errors):
+    with pytest.raises(TypeError, match=r"got None .*: pass Mask.causal\(tokens\)"):
+        half.dispatch(None, 2)
+    masks = (Mask.causal(100), Mask.documents([0, 40, 100]))
+    with pytest.raises(TypeError, match=r"put position_ids \(b, n\) into the batch"):
+        half.dispatch(masks, 2).shard_batch({"labels": torch.zeros(2, 100).long()}, 0, masks)

@@ -351,11 +351,7 @@ def accepts(module: Any, case: Case) -> bool:
     passed = [(case.function, name) for name in OPTIONAL if options.get(name)]
     passed += [("attention", "rank_invariant")] if options.get("rank_invariant") else []
     passed += [(case.function, "group")] if "columns" in options else []
-    for function, name in passed:
-        of = parameters_of(module, function)
-        if not (name in of or any(x.kind is x.VAR_KEYWORD for x in of.values())):
-            return False
-    return True
+    return all(name in parameters_of(module, function) for function, name in passed)
 
 
 def parameters_of(module: Any, function: str) -> Mapping[str, inspect.Parameter]:

@@ -111,12 +111,24 @@ def _grouped(
 
 def fault(result: dict[str, Any], console: Console, in_full: bool) -> None:
     """Print the faults of a case, or the beginning of the most specific one."""
-    texts, style = result["faults"], MARKS[result["verdict"]]
+    texts, style = [*result["faults"]], MARKS[result["verdict"]]
     if not in_full:
-        more = f" (and {len(texts) - 1} more)" * (len(texts) > 1)
+        more = f" (and {len(texts) - 1} more in the record)" * (len(texts) > 1)
         texts = [shorten(min(texts, key=_place), LINE, placeholder=" ...") + more]
+    texts[0] = _wrong_and_right(result) + texts[0]
     for text in texts:
         console.print(Text.assemble((result["case"], style), ": ", text), soft_wrap=not in_full)
+
+
+def _wrong_and_right(result: dict[str, Any]) -> str:
+    """Return the wrong and the right tensors, such as "wrong: out, dq; right: lse; ", or ""."""
+    agrees: dict[str, bool] = {}
+    for m in result.get("measures", ()):
+        agrees[m["tensor"]] = agrees.get(m["tensor"], True) and float(m["ratio"]) <= 1
+    wrong, right = (
+        ", ".join(x for x in agrees if agrees[x] is is_right) for is_right in (False, True)
+    )
+    return (f"wrong: {wrong}; " + f"right: {right}; " * bool(right)) if wrong else ""
 
 
 def _place(fault: str) -> int:

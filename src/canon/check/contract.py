@@ -54,15 +54,17 @@ ValueError and TypeError do, too.
 Parts of the algorithms are compared, too. Their arguments and results are those of canon.reference;
 for example, python -c "import canon; help(canon.reference.merge)" shows them:
 
-  attention_forward(q, k, v, mask, scale=, out_dtype=)                              returns out, lse
-  attention_backward(dout, q, k, v, out, lse, mask, scale=, method=, dlse=, ...)    returns dq, dk,
-  dv merge(out, lse, other_out, other_lse)                                             returns out,
-  lse
-      a row with lse -inf has the weight 0; its out holds NaN here
-  dispatch(mask, ranks, ...), cast_plan(mask, layout, casts=, own_keys_first=), plan_report(mask,
-  layout) group_cast(x, plan, stage), group_reduce(y, plan, stage, into), Layout(ranges_per_rank,
-  tokens) prepare(function, mask, layout, rank=, batch=, heads=, widths=, dtype=, device=)  returns
-  plans with load()
+  attention_forward(q, k, v, mask, scale=, out_dtype=)
+      returns out, lse
+  attention_backward(dout, q, k, v, out, lse, mask, scale=, method=, dlse=, ...)
+      returns dq, dk, dv
+  merge(out, lse, other_out, other_lse)
+      returns out, lse; a row with lse -inf has the weight 0, and its out holds NaN here
+  dispatch(mask, ranks, ...), cast_plan(mask, layout, casts=, own_keys_first=)
+  plan_report(mask, layout), Layout(ranges_per_rank, tokens)
+  group_cast(x, plan, stage), group_reduce(y, plan, stage, into)
+  prepare(function, mask, layout, rank=, batch=, heads=, widths=, dtype=, device=)
+      returns plans with load()
 
 --features takes a list of words, separated by commas. Each word states a limit of MODULE. Cases
 beyond the limits are changed to fit them, or left out:
@@ -131,9 +133,16 @@ def ring_attention(
     """Return the same for this rank's queries over the keys of all ranks.
 
     The ranks are those of torch.distributed's default group. ``layout.positions(rank)`` returns the
-    tokens of a rank.
+    tokens of a rank. A tuple holds a mask for each sequence, as above.
     """
     raise NotImplementedError("ring_attention is not written yet")
+
+
+def zigzag_attention(
+    q, k, v, mask=None, *, scale=None, backward="auto", reduce_dtype=None, return_lse=False
+):
+    """Return the same where rank r of W holds the pieces r and 2 W - 1 - r of 2 W pieces."""
+    raise NotImplementedError("zigzag_attention is not written yet")
 '''
 
 SHAPES = ("batched", "packed", "equal-heads", "equal-widths", "contiguous")

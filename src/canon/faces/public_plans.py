@@ -80,6 +80,8 @@ def dispatch(planned: Callable[..., Layout]):
         with recorded("dispatch"):
             layout = planned(one, sequences, *checked)
         PLANNED[one, layout.ranks] = layout
+        if sequences == 1:
+            object.__setattr__(layout, "_planned_for", one)
         return layout
 
     return bound(dispatch, planned)

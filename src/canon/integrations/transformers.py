@@ -28,17 +28,22 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers.masking_utils import causal_mask_function
 
 from canon.integrations.transformers_masks import (
@@ -114,19 +119,24 @@ def sharded(
 
     Raises TypeError or ValueError; for a wrong padding mask in the forward pass, on every rank.
     """
-    token = _current.set(
-        Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
-    )
+    sharding = Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
+    token = _current.set(sharding)
     try:
         yield
     finally:
         _current.reset(token)
+    if not sharding.called:
+        warnings.warn(
+            "canon: no model used Canon inside sharded, so each rank attended to its own tokens: "
+            'call register("canon") and model.set_attn_implementation("canon")',
+            stacklevel=3,
+        )
 
 
 class Sharding:
     """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
 
-    __slots__ = ("attention", "given", "group", "layout", "mask")
+    __slots__ = ("attention", "called", "given", "group", "layout", "mask")
     ndim = property(refuse_another_mask)
 
     def __init__(
@@ -137,6 +147,7 @@ class Sharding:
         group: Group,
         given: bool = True,
     ):
+        self.called = False  # whether a model has built a mask from it
         self.given = given and mask is not None  # else the mask is causal over the whole sequence
         mask = Mask.causal(layout.tokens) if mask is None else mask
         refuse_numbers(mask, "sharded: mask")
@@ -212,6 +223,7 @@ def build_mask(
     rows = range(int(q_offset), int(q_offset) + q_length)
     columns = range(kv_offset, kv_offset + kv_length)
     if sharding is not None:
+        sharding.called = True
         if pattern.blocks is not None:
             raise ValueError(
                 "canon: inside sharded its mask holds the blocks of images, for all ranks: pass "
@@ -243,6 +255,13 @@ def _check_whole(rows: range, columns: range) -> None:
     """Raise ValueError for a KV cache. Only its caller tells its first pass from training."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
+        if frame.f_code.co_name == "forward" and _computes_a_loss(frame.f_locals):
+            warnings.warn(
+                "canon: the model inside sharded gets labels, so its own loss is one of this rank "
+                "alone, and the labels are shifted inside its shard: pass no labels, and pass the "
+                "logits and shift_labels to canon.training.sequence_loss",
+                stacklevel=2,
+            )
         frame = frame.f_back
     if frame is not None or rows != columns or rows.start:
         raise ValueError(
@@ -250,6 +269,18 @@ def _check_whole(rows: range, columns: range) -> None:
             f"another length than this rank's tokens, and got {len(rows)} queries from token "
             f"{rows.start} on with {len(columns)} keys: generate on one process, outside sharded"
         )
+
+
+def _computes_a_loss(given: dict[str, Any]) -> bool:
+    """Return whether these locals of a ``forward`` are those of a model that makes a loss from
+    labels. One from shift_labels is right by another loss function, or divided by a number.
+    """
+    model, options = given.get("self"), given.get("kwargs", {})
+    if not isinstance(model, PreTrainedModel) or given.get("labels") is None:
+        return False
+    of_transformers = model.loss_function.__module__.startswith("transformers.")
+    divided = options.get("num_items_in_batch") is not None or not of_transformers
+    return not (divided and options.get("shift_labels") is not None)
 
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
@@ -295,8 +326,8 @@ def attend_layer(
             raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, Sharding):
-        if not (attention_mask.given or torch.compiler.is_compiling()):
-            _look_for_documents(options.get("position_ids"), attention_mask)
+        if not torch.compiler.is_compiling():
+            _look_at_positions(options.get("position_ids"), attention_mask)
         out = attention_mask.attention(
             q, k, v, attention_mask.mask, scale=scaling, softcap=softcap, sink=s_aux
         )
@@ -338,29 +369,49 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
                 "use_cache=False, or use canon.integrations.transformers.sharded with a Layout of "
                 "one rank and Mask.documents"
             )
-        if dist.is_initialized() and any(_sees(mask, token, max(0, token - 1)) for token in jumps):
+        # transformers begins a document at a jump; padding does not see itself
+        if dist.is_initialized() and any(_sees(mask, token, token) for token in jumps):
             _warn_of_a_shard()
     _checked[0] = ref(positions), (*known, masks)
 
 
-_looked: WeakSet[Layout] = WeakSet()  # so that positions on a GPU are read once
+MOST = 16  # layouts; each is looked at once, as positions on a GPU take time to read
+_looked: set[tuple[int, bool]] = set()  # hashes of layouts, and whether a mask was given
 
 
-def _look_for_documents(positions: Tensor | None, sharding: Sharding) -> None:
-    if positions is None or sharding.layout in _looked or not _are_readable(positions):
+def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
+    """Warn if this rank's positions restart, although no mask has documents, or if they count the
+    tokens of the rank.
+    """
+    layout, whole = sharding.layout, _current.get()
+    looked_at = hash(layout), sharding.given
+    if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
+        return
+    if not _are_readable(positions):
         return
     _, rank, ranks = place_in("sharded", sharding.group)
-    if ranks != sharding.layout.ranks or positions.shape[1] != sharding.layout.size(rank):
+    if ranks != layout.ranks or positions.shape[1] != layout.size(rank):
         return  # attention raises on all ranks
-    _looked.add(sharding.layout)
-    neighbours = sharding.layout.positions(rank).diff() == 1
-    if bool(((positions.cpu().diff() < 1) & neighbours).any()):
+    _looked.add(looked_at)
+    positions, in_sequence = positions.cpu(), layout.positions(rank)
+    restarts = (positions.diff() < 1) & (in_sequence.diff() == 1)
+    if not sharding.given and bool(restarts.any()):
         warnings.warn(
             "canon: position_ids restart, but without a mask sharded is causal over the whole "
             "sequence, so a document sees those before it: pass Mask.documents(cu_seqlens), or "
             "Mask.from_position_ids of the whole sequence",
             stacklevel=2,
         )
+    counted = torch.arange(layout.size(rank), device="cpu")
+    if not bool((positions == counted).all()) or in_sequence.equal(counted):
+        return
+    with suppress(ValueError):  # the mask has no documents, as in a tree
+        if not layout.document_positions(rank, whole.mask).equal(counted):
+            warnings.warn(
+                "canon: position_ids count the tokens of this rank from 0, not those of the "
+                "sequence: pass the position_ids that layout.shard_batch returns",
+                stacklevel=2,
+            )
 
 
 def _are_readable(positions: Tensor) -> bool:

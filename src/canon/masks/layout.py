@@ -24,6 +24,7 @@ from torch import Tensor
 
 from canon.masks.arguments import list_of, plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
+from canon.masks.cuts import note_cut, note_possible
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
 from canon.masks.opaque import OpaqueMeta
@@ -45,7 +46,7 @@ class Layout(metaclass=OpaqueMeta):
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
 
-    __slots__ = ("__weakref__", "_digest", "_hash", "ranges_per_rank", "tokens")
+    __slots__ = ("__weakref__", "_digest", "_hash", "_planned_for", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank
     tokens: int
 
@@ -56,6 +57,7 @@ class Layout(metaclass=OpaqueMeta):
         object.__setattr__(self, "tokens", tokens)
         object.__setattr__(self, "_hash", hash((held, tokens)))
         object.__setattr__(self, "_digest", None)
+        object.__setattr__(self, "_planned_for", None)  # the mask of `dispatch`
 
     def __setattr__(self, name, value):
         raise AttributeError(f"a Layout is immutable: cannot set {name}")
@@ -78,7 +80,9 @@ class Layout(metaclass=OpaqueMeta):
     @classmethod
     def _unpickled(cls, version: int, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
         check_format("Layout", version)
-        return cls(ranges_per_rank, tokens)
+        layout = cls(ranges_per_rank, tokens)
+        note_possible(layout)  # it may have divided tensors in another process
+        return layout
 
     # constructors
     @classmethod
@@ -145,7 +149,9 @@ class Layout(metaclass=OpaqueMeta):
             for own, ranges in zip(held, layout.ranges_per_rank, strict=True):
                 own += [range(tokens + r.start, tokens + r.stop, r.step) for r in ranges]
             tokens += layout.tokens
-        return cls(held, tokens)
+        together = cls(held, tokens)
+        note_possible(together)  # the tensors of each sequence were divided
+        return together
 
     # content
     def __repr__(self) -> str:
@@ -182,6 +188,7 @@ class Layout(metaclass=OpaqueMeta):
 
     def positions(self, rank: int) -> Tensor:
         """Return the position of each local token in the sequence: int64 [t], on the CPU."""
+        note_possible(self)  # as an index
         pieces = [torch.arange(r.start, r.stop, r.step, device="cpu") for r in self._held(rank)]
         return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -211,6 +218,7 @@ class Layout(metaclass=OpaqueMeta):
             raise ValueError(
                 f"shard: x holds {x.shape[dim]} tokens along dim {dim}, the layout {self.tokens}"
             )
+        note_cut(self, rank)
         return x.index_select(dim, positions_on(self, rank, x.device))
 
     def shard_batch(
@@ -298,7 +306,9 @@ class Layout(metaclass=OpaqueMeta):
         """
         from canon.masks.rows import divided
 
-        return divided(self, heads)
+        parts = divided(self, heads)
+        object.__setattr__(parts, "_planned_for", self._planned_for)
+        return parts
 
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the

@@ -41,6 +41,7 @@ from canon.ranks.group import (
     own_store,
 )
 
+BUILT = "mask", "layout"  # fields that are plans of a rank
 KNOWN = 65536  # the most digests that a group remembers
 ANSWER_SECONDS = 5.0
 POLL_SECONDS = 1.0
@@ -252,7 +253,8 @@ class GroupState:
                     f"rank {', '.join(map(str, ranks))}: {text or 'fine'}"
                     for text, ranks in holders.items()
                 )
-                lines.append(f"  {name}: {'; '.join(values)}")
+                remedy = ": build it from the same arguments on every rank" * (name in BUILT)
+                lines.append(f"  {name}: {'; '.join(values)}{remedy}")
         if missing := [str(rank) for rank in range(self.ranks) if rank not in by_rank]:
             lines.append(f"  rank {', '.join(missing)} did not write its arguments")
         return "\n".join(lines)
@@ -392,9 +394,11 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
         yield
     except (TypeError, ValueError, RuntimeError, Warning) as error:
         if ranks > 1:
-            group_state(group).agree(
-                name, (("function", name), ("arguments", str(error))), wait=True
-            )
+            fields = ("function", name), ("arguments", str(error))
+            try:
+                group_state(group).agree(name, fields, wait=True)
+            except ValueError as disagreement:  # it has the text of the error
+                raise disagreement from None
         raise
 
 

@@ -17,8 +17,10 @@ divides the sequence:
     position_ids                             0 1 0 1 2 3
 """
 
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from canon.masks.arguments import flag, plain_tensor, shown
+from canon.masks.cuts import note_cut
 from canon.masks.layout import Layout, check_size, positions_on
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, document_ends, position_ends
@@ -209,9 +212,20 @@ def sharded_batch(
     """Return this rank's part of the batch, as `Layout.shard_batch`."""
     dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
-    full = dict(batch)
+    note_cut(layout, rank)
+    full, starts = dict(batch), _at(layout, ends or [0])
     if "labels" in batch and "shift_labels" not in batch:
-        full["shift_labels"] = _shifted(batch["labels"], _starts(layout, batch, ends))
+        starts = _starts(layout, batch, ends)
+        full["shift_labels"] = _shifted(batch["labels"], starts)
+    elif "position_ids" in batch:
+        starts = None  # no document is looked for
+    if starts is not None and (token := missing_document(layout, starts)) is not None:
+        warnings.warn(
+            f"shard_batch: in the mask that dispatch has planned this layout for, a document "
+            f"begins at token {token}, but none begins there in this batch, so its labels and "
+            "positions are those of one with the tokens before: pass the mask as cu_seqlens",
+            stacklevel=3,
+        )
     part = {
         name: x.index_select(dims.get(name, 1), positions_on(layout, rank, x.device))
         for name, x in full.items()
@@ -235,14 +249,35 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
     return ends
 
 
+def missing_document(layout: Layout, starts: Tensor) -> int | None:
+    """Return the first token at which a document begins in the mask of `dispatch`, but in no row of
+    ``starts`` (b, n). None without such a mask, or if it has no documents, as a tree.
+    """
+    mask = layout._planned_for
+    if mask is None:
+        return None
+    itself = _sees(mask, 0)  # padding does not
+    begins = ~_sees(mask, 1)[1:] & itself[1:] & itself[:-1]
+    tokens = (begins & ~starts.any(0).cpu()[1:]).nonzero().flatten().tolist()
+    with suppress(ValueError):
+        return 1 + tokens[0] if tokens and _document_ends(mask) else None
+
+
+def _sees(mask: Mask, back: int) -> Tensor:
+    """Return whether each token sees the one ``back`` tokens before it: bool [keys], on the CPU."""
+    seen = torch.zeros(mask.keys, dtype=torch.bool, device="cpu")
+    for band in mask.bands:
+        if band.lo <= -back <= band.hi:
+            start = max(band.q_start, band.k_start + back)
+            seen[start : min(band.q_stop, band.k_stop + back)] = True
+    return seen
+
+
 def _document_ends(mask: Mask) -> list[int]:
     """Return the tokens that do not see the one before them, and the end. Raise ValueError if one
     of them sees others before it, as in a tree.
     """
-    starts = torch.ones(mask.keys, dtype=torch.bool, device="cpu")
-    for band in mask.bands:
-        if band.lo <= -1 <= band.hi:
-            starts[max(band.q_start, band.k_start + 1) : min(band.q_stop, band.k_stop + 1)] = False
+    starts = ~_sees(mask, 1)
     ends = [*starts.nonzero().flatten().tolist(), mask.keys]
     for band in mask.bands:
         first = bisect_right(ends, band.q_start) - 1
@@ -313,9 +348,14 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
             )
         position_ends(positions)  # raises unless documents are counted from 0 on
         return positions.to(labels.device) == 0
-    starts = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
-    starts[0, [start for start in ends or () if start < layout.tokens]] = True
-    return starts.to(labels.device)
+    return _at(layout, ends or []).to(labels.device)
+
+
+def _at(layout: Layout, starts: list[int]) -> Tensor:
+    """Return whether each token is one of ``starts``: bool (1, n), on the CPU."""
+    found = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
+    found[0, [start for start in starts if start < layout.tokens]] = True
+    return found
 
 
 def _shifted(labels: Tensor, starts: Tensor) -> Tensor:

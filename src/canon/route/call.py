@@ -36,7 +36,7 @@ from canon.route.checks import (
     warn_of_heads_first,
 )
 from canon.route.mesh_columns import check_heads, of_column
-from canon.route.plan_arguments import warn_of_planned
+from canon.route.plan_arguments import warn_of_another_cut, warn_of_documents, warn_of_planned
 from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
 
 # by `torch.get_deterministic_debug_mode`
@@ -413,6 +413,8 @@ def mask_and_layout(
         else ranks * q.shape[-3]
     )
     is_default = layout is None and declaration.layout is None
+    if mask is None and layout is not None:
+        warn_of_documents(declaration.name, layout)
     if layout is None:
         layout = cached(
             declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous),
@@ -424,12 +426,14 @@ def mask_and_layout(
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
     if q.shape[-3] != layout.size(rank):
-        hint = (
-            transpose_hint((q, layout.size(rank)))
-            or ": pass the layout that divided the tokens" * is_default
+        hint = transpose_hint((q, layout.size(rank))) or (
+            ": pass the layout that divided the tokens"
+            if is_default
+            else ": divide q, k and v by this layout"
         )
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"
         )
-    warn_of_planned(declaration.name, mask, layout, rank, columns, is_default)
+    if not warn_of_planned(declaration.name, mask, layout, rank, columns, is_default):
+        warn_of_another_cut(declaration.name, layout, rank)
     return mask, layout

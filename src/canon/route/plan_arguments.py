@@ -8,14 +8,18 @@ from numbers import Rational, Real
 from warnings import warn
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import flag, shown, whole
 from canon.masks.cast_plan import CastPlan
+from canon.masks.cuts import only_others_cut
 from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask, Masks
+from canon.masks.plan_cache import are_noted
 from canon.ranks.group import place_in
+from canon.ranks.movement import missing_document
 from canon.route.checks import refuse_numbers
 from canon.route.packing import block_diagonal, differ
 
@@ -93,7 +97,9 @@ def one_mask(mask: Masks) -> tuple[Mask, int]:
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
     if not isinstance(masks, (tuple, list)):
-        raise TypeError(f"dispatch: mask must be a Mask, got {shown(mask)}")
+        raise TypeError(
+            f"dispatch: mask must be a Mask, got {shown(mask)}: pass Mask.causal(tokens), ..."
+        )
     for place, each in enumerate(masks):
         name = "mask" if each is mask else f"mask[{place}]"
         if not isinstance(each, Mask):
@@ -183,20 +189,46 @@ def warn_of_planned(
     columns: int,
     is_default: bool,
     stacklevel: int = 7,
-) -> None:
-    """Warn if `magi_attention` takes a default layout, but `dispatch` has planned another one that
-    fits: for all ranks, or for the rows of a mesh of ``columns``.
+) -> bool:
+    """Warn, and return True, if `magi_attention` takes a default layout, but `dispatch` has planned
+    another one that fits: for all ranks, or for the rows of a mesh of ``columns``.
     """
     if not is_default or function != "magi_attention":
-        return
+        return False
     planned = [(PLANNED.get((mask, layout.ranks // heads)), heads) for heads in (1, columns)]
     divided = [one if heads == 1 else one.divided(heads) for one, heads in planned if one]
-    if any(one != layout and one.size(rank) == layout.size(rank) for one in divided):
+    found = any(one != layout and one.size(rank) == layout.size(rank) for one in divided)
+    if found:
         warn(
             f"{function}: dispatch has planned a layout for this mask, but none is passed, so "
             "tokens are taken to be contiguous: pass layout=, the result of dispatch, if it "
             "divided them, or layout=Layout.contiguous(tokens, ranks)",
             stacklevel=stacklevel,  # the caller's line
+        )
+    return found
+
+
+def warn_of_another_cut(function: str, layout: Layout, rank: int) -> None:
+    """Warn if other layouts have divided tensors of this size, but not that of the call."""
+    if not are_noted() and only_others_cut(layout, rank):  # plans may be made before the cut
+        warn(
+            f"{function}: tensors of {layout.tokens} tokens on {layout.ranks} ranks were divided "
+            "here, but none by the layout of this call: pass the layout that divided q, k and v "
+            "as layout= of ring_attention, strided_attention or magi_attention, or divide them "
+            "by this one",
+            stacklevel=7,
+        )
+
+
+def warn_of_documents(function: str, layout: Layout) -> None:
+    """Warn if a call without a mask takes a layout that `dispatch` has planned for documents."""
+    begun = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
+    if (token := missing_document(layout, begun)) is not None:
+        warn(
+            f"{function}: mask=None is causal, but in the mask that dispatch has planned this "
+            f"layout for, a document begins at token {token}: pass that mask, or else "
+            "Mask.causal(tokens)",
+            stacklevel=7,
         )
 
 
