@@ -1,7 +1,6 @@
 """Run the cases of `canon check` on process groups, and continue after a failure.
 
-Ranks that are threads share one core. So processes divide many cases: one for each core of the CPU,
-and a few for the GPU, which one process leaves idle most of the time.
+Ranks that are threads on the CPU share one core, so forks, one for each core, divide many cases.
 """
 
 import json
@@ -32,9 +31,6 @@ from canon.testing import process_groups
 
 Show = Callable[[Iterable[dict[str, Any]]], None]
 PART = 4  # cases of a fork: neighbours share inputs
-GPU_BYTES = 16 << 30  # for the dense attention of a process
-# A fork inherits the imported modules, and cannot use the GPU that its parent has touched.
-STARTS = {"cpu": "fork", "cuda": "spawn"}
 _RESTARTS = 5  # new groups of processes after failures
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 LIMITS = {  # part of an error: the word of --features
@@ -58,12 +54,12 @@ def run_cases(
     """Return the results of all cases, in order, from the function ``kind`` of `process_groups`.
     Raises Interrupted at Ctrl-C.
     """
-    workers = _workers(len(runner.cases), runner.device) if kind == "threads" else 1
+    forks = _forks(len(runner.cases)) if kind == "threads" and runner.device == "cpu" else 1
     results: dict[str, Any] = {}
     try:
         with _progress(before, total or len(runner.cases), verbose) as show:
-            if workers > 1:
-                _run_in_processes(workers, ranks, runner, results, show)
+            if forks > 1:
+                _run_in_forks(forks, ranks, runner, results, show)
             else:
                 _run(kind, ranks, runner, results, show)
     except KeyboardInterrupt:
@@ -146,22 +142,19 @@ def _following(sink: Path, results: dict[str, Any], show: Show) -> Iterator[None
         follower.join()
 
 
-def _workers(cases: int, device: str) -> int:
-    """Return the number of processes, 1 if so few cases would not gain."""
+def _forks(cases: int) -> int:
+    """Return the number of forks, 1 if so few cases would not gain."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    if device == "cuda":
-        cores = min(cores // 4, torch.cuda.mem_get_info()[0] // GPU_BYTES)
     return min(cores, cases // (4 * PART))
 
 
-def _run_in_processes(
-    workers: int, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show
+def _run_in_forks(
+    forks: int, ranks: int, runner: CaseRunner, results: dict[str, Any], show: Show
 ) -> None:
-    """Do what `_run` does, in processes that end at Ctrl-C."""
-    starts = range(0, len(runner.cases), PART)
+    """Do what `_run` does. Forks inherit the imported modules, and end at Ctrl-C."""
+    starts, fork = range(0, len(runner.cases), PART), multiprocessing.get_context("fork")
     parts = [replace(runner, cases=runner.cases[start : start + PART]) for start in starts]
-    start = multiprocessing.get_context(STARTS[runner.device])
-    with ProcessPoolExecutor(workers, start, _start_worker) as pool:
+    with ProcessPoolExecutor(forks, fork, _start_fork) as pool:
         submit = partial(pool.submit, run_cases, "threads", ranks, verbose=False)
         futures = {submit(part): part for part in parts}
         try:
@@ -177,7 +170,7 @@ def _run_in_processes(
             raise
 
 
-def _start_worker() -> None:
+def _start_fork() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -1,11 +1,10 @@
-"""Many cases of a check run in several processes, with the results of one process."""
+"""Many cases of a check on the CPU run in forks, with the results of one process."""
 
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from canon.check import check_command, run_cases
 from canon.check.case_runner import CaseRunner
@@ -20,16 +19,14 @@ CASES = tuple(
 RUNNER = CaseRunner("canon.reference", CASES, DOCUMENTS, "cpu", Path())
 
 
-def results_of(runner, workers, monkeypatch, start="fork"):
+def results_of(runner, forks, monkeypatch):
     monkeypatch.setattr(run_cases, "PART", 2)
-    monkeypatch.setattr(run_cases, "_workers", lambda cases, _: workers if cases > 2 else 1)
-    monkeypatch.setitem(run_cases.STARTS, "cpu", start)
+    monkeypatch.setattr(run_cases, "_forks", lambda cases: forks if cases > 2 else 1)
     return run_cases.run_cases("threads", 2, runner)
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_processes_give_the_results_of_one_in_the_order_of_the_cases(start, monkeypatch, capsys):
-    one, two = (results_of(RUNNER, workers, monkeypatch, start) for workers in (1, 2))
+def test_forks_give_the_results_of_one_process_in_the_order_of_the_cases(monkeypatch, capsys):
+    one, two = (results_of(RUNNER, forks, monkeypatch) for forks in (1, 2))
     assert len(CASES) > 4
     assert one == two
     assert [x["case"] for x in two] == [case.name for case in CASES]
@@ -49,7 +46,7 @@ def test_a_failing_case_is_named_and_the_others_run(monkeypatch, write_module):
     ]
 
 
-def test_a_case_that_ends_its_process_fails(monkeypatch, write_module):
+def test_a_case_that_ends_its_fork_fails(monkeypatch, write_module):
     write_module(
         "killing", "import os, signal\ndef merge(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -62,14 +59,9 @@ def test_a_case_that_ends_its_process_fails(monkeypatch, write_module):
 @pytest.mark.skipif(
     not hasattr(os, "sched_getaffinity"), reason="this system has no sched_getaffinity"
 )
-def test_few_cases_run_in_one_process_and_a_gpu_has_memory_for_all(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (40 << 30, 80 << 30))
-    counts = (1, 31, 32, 156, 1000)
-    assert [run_cases._workers(cases, "cpu") for cases in counts] == [0, 1, 2, 9, 16]
-    assert [run_cases._workers(cases, "cuda") for cases in counts] == [0, 1, 2, 2, 2]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (140 << 30, 140 << 30))
-    assert run_cases._workers(160, "cuda") == 4
+def test_few_cases_run_in_one_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    assert [run_cases._forks(cases) for cases in (1, 31, 32, 156, 1000)] == [0, 1, 2, 8, 8]
 
 
 def test_a_check_shares_the_types_of_interpreted_tensors_once():
