@@ -125,8 +125,9 @@ def pack(
     Args:
         sequences: lists or tensors of one axis.
         multiple_of: branches begin at depths and positions that are multiples of this number. Up to
-            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it: 8 answers
-            of 5 tokens to a prompt of 130 take 177 positions with 1, 1,031 with 128, 1,080 apart.
+            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it. 8
+            answers of 5 tokens to a prompt of 130 take 177 positions with 1, 1,031 with 128, and
+            1,080 apart.
         max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
             after tree keeps the order.
 
