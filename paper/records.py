@@ -22,12 +22,10 @@ PROFILER = "Nsight Compute"
 # name of a record, or of several: commit that holds the kernel or the record, date, GPUs, what made
 # it
 TEXTS = {
-    "check_cut_off_one_h200.txt": ("40ed6ab", "2026-11-28", "1 H200", "canon check"),
-    "check_later_cut_off_one_h200.txt": ("d19d5ba", "2026-11-28", "1 H200", "canon check"),
-    "check_cut_off_two_h200.txt": ("a16ff87", "2026-11-28", "2 H200", "canon check"),
+    "check_cut_off_two_h200.txt": ("5bdb6e8", "2026-11-28", "2 H200", "canon check"),
     "check_runs_cut_off_eight_h200.txt": ("3ce3ee2", "2026-11-22", "8 H200", "canon check"),
     "tests_cpu.txt": ("10399a3", "2026-11-28", "none", "make test"),
-    "tests_h200.txt": ("948a06a", "2026-11-28", "1 and 2 H200", "pytest --gpu tests"),
+    "tests_h200.txt": ("42d9715", "2026-11-28", "1 and 2 H200", "pytest --gpu tests"),
     "sanitizer_h200.txt": ("6112dcf", "2026-11-23", "1 H200", "compute-sanitizer"),
     "forward_plain_h100.txt": ("c01975e", "2026-11-25", "1 H100", "canon bench tune"),
     "ncu_first": ("54bacf9", "2026-11-20", "1 H200", PROFILER),
