@@ -76,8 +76,8 @@ def graded() -> dict[str, dict[str, tuple[str, str, str, str]]]:
             "", "local", last, f"{last}; out[:, -9] *= {factor!r}",
         )  # fmt: skip
         found["gradient"][f"dk is off by {percent} %"] = (
-            "", "backward", "grads = walk()",
-            f"grads = [x * y for x, y in zip(walk(), (1, {factor!r}, 1))]",
+            "", "backward", "of_keys() if keys_need_grad",
+            f"[x * y for x, y in zip(of_keys(), ({factor!r}, 1))] if keys_need_grad",
         )  # fmt: skip
     return found
 

@@ -79,10 +79,11 @@ def test_a_row_in_which_all_values_of_a_tensor_are_exempt_is_not_judged(of_heads
 
 def test_a_nan_that_reaches_another_key_head_disagrees(run, write_module):
     for name, added, expected in (("leaking", "0 * out.flip(-2)", 1), ("tight", "0", 0)):
-        text = "from canon import reference\n\ndef attention(q, k, v, mask=None, **options):\n"
-        text += (
-            "    out, lse = reference.attention(q, k, v, mask, **options)\n    return out + "
-            f"{added}, lse\n"
+        text = (
+            "from canon import reference\n\n"
+            "def attention(q, k, v, mask=None, sink=None, **options):\n"
+            "    out, lse = reference.attention(q, k, v, mask, sink=sink, **options)\n"
+            f"    return out + {added}, lse\n"
         )
         write_module(name, text)
         line = f"{name} --tokens 150 --runs 1 --only"

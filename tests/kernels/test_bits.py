@@ -263,7 +263,7 @@ def test_the_first_tile_of_a_row_may_not_depend_on_the_work_tile(kind, monkeypat
         if ON_HOPPER:
             return
         changed = copy.copy(stale_maximum.repeat_tile)
-        changed.raw_src = [line.replace("wg.KEY_ORDER", "False") for line in changed.raw_src]
+        changed.raw_src = [line.replace("wg.c.KEY_ORDER", "False") for line in changed.raw_src]
         monkeypatch.setattr(stale_maximum, "repeat_tile", changed)
         assert not same_bits(expected, together())
 
