@@ -32,8 +32,8 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
         collective. Not differentiable.
 
         Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the
-        number of the
-            cast, from 0; ``group``, a ProcessGroup or a DeviceMesh, None for all ranks.
+            number of the cast, from 0; ``group``, a ProcessGroup or a DeviceMesh, None for all
+            ranks.
         Raises ValueError if x, the group or the stage do not fit the plan. Source: Tao and Huang,
         MagiAttention (2025).
         """
@@ -65,8 +65,7 @@ def group_reduce(
         ``into``. A collective.
 
         Args: ``y`` (received, ...), one row for each token that this rank received in cast
-        ``stage``, in
-            that order; ``into`` (t, ...), this rank's tokens, changed in place.
+            ``stage``, in that order; ``into`` (t, ...), this rank's tokens, changed in place.
         Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in
         rank order, and rounded once. Errors and Source: those of `group_cast`.
         """

@@ -43,8 +43,7 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         result, or a part to `merge`. Not differentiable.
 
         Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts
-        to be
-            merged should be float32, so that the merged result is rounded once.
+            to be merged should be float32, so that the merged result is rounded once.
         Raises ValueError if the arguments do not fit together. Source: Dao, FlashAttention-2
         (2023), algorithm 1.
         """

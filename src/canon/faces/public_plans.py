@@ -101,8 +101,7 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
         is sent.
 
         Args: as in `magi_attention`. There are fewer casts if every rank sends fewer than ``casts``
-        tokens
-            to each other rank.
+            tokens to each other rank.
         Raises ValueError if mask and layout differ in their number of tokens, or the options do not
         fit together; TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
         """
@@ -121,8 +120,7 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
         that it receives and sends.
 
         Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
-        chunk is not
-            divided, so its area is a lower bound of the largest work.
+            chunk is not divided, so its area is a lower bound of the largest work.
         Raises ValueError or TypeError as `cast_plan`, or if chunk < 1. Source: Tao and Huang,
         MagiAttention (2025).
         """

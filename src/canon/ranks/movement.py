@@ -213,13 +213,15 @@ def sharded_batch(
     dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     note_cut(layout, rank)
-    full, starts = dict(batch), _at(layout, ends or [0])
+    full, starts, token = dict(batch), None, None
     if "labels" in batch and "shift_labels" not in batch:
         starts = _starts(layout, batch, ends)
-        full["shift_labels"] = _shifted(batch["labels"], starts)
-    elif "position_ids" in batch:
-        starts = None  # no document is looked for
-    if starts is not None and (token := missing_document(layout, starts)) is not None:
+        full["shift_labels"] = _shifted(batch["labels"], starts.to(batch["labels"].device))
+    elif "position_ids" not in batch:
+        starts = _at(layout, ends or [])
+    if starts is not None and cu_seqlens is not layout._planned_for:
+        token = missing_document(layout, starts)
+    if token is not None:
         warnings.warn(
             f"shard_batch: in the mask that dispatch has planned this layout for, a document "
             f"begins at token {token}, but none begins there in this batch, so its labels and "
@@ -249,16 +251,18 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
     return ends
 
 
-def missing_document(layout: Layout, starts: Tensor) -> int | None:
+def missing_document(layout: Layout, starts: Tensor | None = None) -> int | None:
     """Return the first token at which a document begins in the mask of `dispatch`, but in no row of
-    ``starts`` (b, n). None without such a mask, or if it has no documents, as a tree.
+    ``starts`` (b, n), if given. None without such a mask, or if it has no documents, as a tree.
     """
     mask = layout._planned_for
     if mask is None:
         return None
     itself = _sees(mask, 0)  # padding does not
     begins = ~_sees(mask, 1)[1:] & itself[1:] & itself[:-1]
-    tokens = (begins & ~starts.any(0).cpu()[1:]).nonzero().flatten().tolist()
+    if starts is not None:
+        begins &= ~starts.any(0).cpu()[1:]
+    tokens = begins.nonzero().flatten().tolist()
     with suppress(ValueError):
         return 1 + tokens[0] if tokens and _document_ends(mask) else None
 
@@ -347,8 +351,8 @@ def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None)
                 f"{tuple(positions.shape)}: pass cu_seqlens or the mask"
             )
         position_ends(positions)  # raises unless documents are counted from 0 on
-        return positions.to(labels.device) == 0
-    return _at(layout, ends or []).to(labels.device)
+        return positions == 0
+    return _at(layout, ends or [])
 
 
 def _at(layout: Layout, starts: list[int]) -> Tensor:

@@ -8,7 +8,6 @@ from numbers import Rational, Real
 from warnings import warn
 from weakref import WeakValueDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -195,7 +194,7 @@ def warn_of_planned(
     """
     if not is_default or function != "magi_attention":
         return False
-    planned = [(PLANNED.get((mask, layout.ranks // heads)), heads) for heads in (1, columns)]
+    planned = [(PLANNED.get((mask, layout.ranks // heads)), heads) for heads in {1, columns}]
     divided = [one if heads == 1 else one.divided(heads) for one, heads in planned if one]
     found = any(one != layout and one.size(rank) == layout.size(rank) for one in divided)
     if found:
@@ -222,8 +221,7 @@ def warn_of_another_cut(function: str, layout: Layout, rank: int) -> None:
 
 def warn_of_documents(function: str, layout: Layout) -> None:
     """Warn if a call without a mask takes a layout that `dispatch` has planned for documents."""
-    begun = torch.zeros(1, layout.tokens, dtype=torch.bool, device="cpu")
-    if (token := missing_document(layout, begun)) is not None:
+    if (token := missing_document(layout)) is not None:
         warn(
             f"{function}: mask=None is causal, but in the mask that dispatch has planned this "
             f"layout for, a document begins at token {token}: pass that mask, or else "
