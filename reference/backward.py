@@ -27,8 +27,8 @@ every method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
 notebooks/09_grouped_heads.md.
 
 Cost: nothing is sent. Hidden cells of a computed tile cost as much as visible ones. float32 memory,
-beyond inputs and outputs: dq, dk, dv ("head_parallel": of every query head), b h tiles of scores,
-and the boolean tiles of one row or column of tiles.
+beyond inputs and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of
+every query head), b h tiles of scores, and the boolean tiles of one row or column of tiles.
 
 Limits: those of `local.py`. Second derivatives are not supported.
 
@@ -43,11 +43,11 @@ from torch import Tensor
 from canon.faces import public_parts
 from canon.masks.mask import Mask
 from canon.reference.tiles import (
+    heads_first,
     in_whole_tiles,
     mask_in_whole_tiles,
     over_visible,
     read,
-    read_keys,
     scores_of,
     slope_of,
     visible_tiles,
@@ -132,8 +132,7 @@ def tiled_backward(
         lse = in_whole_tiles(lse, 2, -torch.inf)
         delta = in_whole_tiles(delta, 2)
         mask = mask_in_whole_tiles(mask)
-    heads_first = (x.transpose(1, 2) for x in (q, k, v, dout))
-    tiles = _Backward(mask, scale, *heads_first, lse, delta)
+    tiles = _Backward(mask, scale, q, k, v, dout, lse, delta)
     keys_need_grad = any(needs_grad[1:])
     if method == "fused" and needs_grad[0] and keys_need_grad:
         grads = tiles.fused()
@@ -151,62 +150,66 @@ class _Backward:
     """The loops over the visible tiles, of tensors (b, heads, tokens, width)."""
 
     def __init__(self, mask, scale, q, k, v, dout, lse, delta):
-        self.mask, self.scale = mask, scale
-        self.q, self.k, self.v, self.dout, self.lse, self.delta = q, k, v, dout, lse, delta
-        self.share, self.accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
+        self.mask, self.scale, self.share = mask, scale, q.shape[2] // k.shape[2]
+        self.q, self.dout, self.lse, self.delta = heads_first(q), heads_first(dout), lse, delta
+        self.k, self.v = (heads_first(x, self.share) for x in (k, v))
+        self.all_finite = all(bool(x.isfinite().all()) for x in (q, k, dout))
 
     def fused(self):
         """Return dq, dk, dv by one loop over key tiles."""
-        dq, dk, dv = self._zeros(self.q), self._zeros(self.k), self._zeros(self.v)
+        dq, dk, dv = torch.zeros_like(self.q), *self._zeros_of_keys()
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, k, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
-                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
-                dq[:, :, queries] += over_visible(ds, k, visible)
+                dv[:, :, keys] += self._over_share(self._product(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(self._product(ds.mT, q, visible.mT))
+                dq[:, :, queries] += self._product(ds, k, visible)
         return dq, dk, dv
 
     def split_keys(self):
         """Return dk, dv. The query heads of a key head are added in each tile."""
-        dk, dv = self._zeros(self.k), self._zeros(self.v)
+        dk, dv = self._zeros_of_keys()
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
-                dv[:, :, keys] += self._over_share(over_visible(p.mT, dout, visible.mT))
-                dk[:, :, keys] += self._over_share(over_visible(ds.mT, q, visible.mT))
+                dv[:, :, keys] += self._over_share(self._product(p.mT, dout, visible.mT))
+                dk[:, :, keys] += self._over_share(self._product(ds.mT, q, visible.mT))
         return dk, dv
 
     def head_parallel_keys(self):
         """Return dk, dv: a sum for each query head, then over the query heads of each key head, in
         order.
         """
-        heads = self.q.shape[1]
-        dk_heads, dv_heads = self._zeros(self.k, heads), self._zeros(self.v, heads)
+        dk_heads, dv_heads = torch.zeros_like(self.k), torch.zeros_like(self.v)
         for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
-                dv_heads[:, :, keys] += over_visible(p.mT, dout, visible.mT)
-                dk_heads[:, :, keys] += over_visible(ds.mT, q, visible.mT)
+                dv_heads[:, :, keys] += self._product(p.mT, dout, visible.mT)
+                dk_heads[:, :, keys] += self._product(ds.mT, q, visible.mT)
         return self._over_share(dk_heads), self._over_share(dv_heads)
 
     def dq(self):
-        dq = self._zeros(self.q)
+        dq = torch.zeros_like(self.q)
         for queries, strip in visible_tiles(self.mask, self.q.device):
             for keys, visible in strip:
                 _, ds, visible, _, k, _ = self._scores(queries, keys, visible)
-                dq[:, :, queries] += over_visible(ds, k, visible)
+                dq[:, :, queries] += self._product(ds, k, visible)
         return dq
 
     def _scores(self, queries, keys, visible):
         """Return p, slope * ds and the visible cells of one tile, and its q, k and dout."""
-        q, dout = (read(x, queries) for x in (self.q, self.dout))
-        k, v = read_keys(self.k, self.v, keys, self.share)
+        q, dout = read(self.q, queries), read(self.dout, queries)
+        k, v = read(self.k, keys), read(self.v, keys)
         lse, delta = (x[:, :, queries, None] for x in (self.lse, self.delta))
         visible = visible & (lse != -torch.inf)
         scores = scores_of(q, k, self.scale)
         p = torch.exp(scores - lse).masked_fill(~visible, 0)
-        ds = (p * (dout @ v.mT - delta)).masked_fill(~visible, 0)
-        return p, slope_of(scores.masked_fill(~visible, 0), self.scale) * ds, visible, q, k, dout
+        ds = slope_of(scores, self.scale) * (p * (dout @ v.mT - delta))
+        ds = ds.masked_fill(~visible, 0)
+        return p, ds, visible, q, k, dout
+
+    def _product(self, weights, x, visible):
+        return over_visible(weights, x, visible, self.all_finite)
 
     def _over_share(self, x):
         """Add the query heads of each key head, in head order."""
@@ -215,6 +218,5 @@ class _Backward:
             first = first + other
         return first
 
-    def _zeros(self, like, heads=None):
-        b, own_heads, tokens, width = like.shape
-        return like.new_zeros(b, heads or own_heads, tokens, width, dtype=self.accumulate)
+    def _zeros_of_keys(self):
+        return (torch.zeros_like(x[:, :: self.share]) for x in (self.k, self.v))

@@ -17,9 +17,9 @@ Cost: nothing is sent. area counts the visible cells of the mask; hidden cells o
 cost as much:
 
     FLOPs           2 b h area (d + dv), and b h area exponentials
-    peak memory     float32 out, b h tiles of scores, the boolean tiles of one row of tiles; beyond
-                    inputs and outputs; with a sink a second (b, t, h, dv), because the backward
-                    pass reads out_keys
+    peak memory     float32 q and out, k and v of every query head, b h tiles of scores, the boolean
+                    tiles of one row of tiles; beyond inputs and outputs; with a sink a second (b,
+                    t, h, dv), because the backward pass reads out_keys
 
 Limits: no dropout or bias.
 
@@ -39,17 +39,17 @@ from canon.faces import public_attention, public_parts
 from canon.masks.mask import Mask
 from canon.reference.backward import attention_backward, gradients
 from canon.reference.tiles import (
+    heads_first,
     in_whole_tiles,
     mask_in_whole_tiles,
     over_visible,
     read,
-    read_keys,
     scores_of,
     visible_tiles,
 )
 from canon.route.algorithm import Algorithm, Gradients, NeedsGrad, Side
 from canon.route.call import Call
-from canon.route.checks import Scale, accumulate_dtype
+from canon.route.checks import Scale
 from canon.route.sink_weights import over_width, sigmoid, sink_weight
 from canon.route.sink_weights import weighted as with_sink
 
@@ -75,15 +75,16 @@ def tiled_forward(
     tokens = q.shape[1]
     if whole_tiles:
         q, k, v, mask = *map(in_whole_tiles, (q, k, v)), mask_in_whole_tiles(mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # heads first: (b, heads, tokens, width)
-    share, accumulate = q.shape[1] // k.shape[1], accumulate_dtype(q.dtype)
-    out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=accumulate)
-    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=accumulate)
+    share, all_finite = q.shape[2] // k.shape[2], bool(v.isfinite().all())
+    q, k, v = heads_first(q), heads_first(k, share), heads_first(v, share)
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full(q.shape[:-1], -torch.inf)
     for queries, strip in visible_tiles(mask, q.device):
+        q_tile = read(q, queries)
         highest = lse[:, :, queries].clone()  # m, so far -inf
         total, weighted = torch.zeros_like(highest), torch.zeros_like(out[:, :, queries])
         for keys, visible in strip:
-            q_tile, k_tile, v_tile = read(q, queries), *read_keys(k, v, keys, share)
+            k_tile, v_tile = read(k, keys), read(v, keys)
             scores = scores_of(q_tile, k_tile, scale).masked_fill(~visible, -torch.inf)
             highest_now = torch.maximum(highest, scores.amax(-1))
             # exp(-inf - 0) = 0: no key seen yet
@@ -91,7 +92,8 @@ def tiled_forward(
             p = torch.exp(scores - shift[..., None])
             shrink = torch.exp(highest - shift)
             total = shrink * total + p.sum(-1)
-            weighted = shrink[..., None] * weighted + over_visible(p, v_tile, scores > -torch.inf)
+            product = over_visible(p, v_tile, scores > -torch.inf, all_finite)
+            weighted = shrink[..., None] * weighted + product
             highest = highest_now
         if max_logits is not None and highest.numel():
             max_logits.copy_(torch.maximum(max_logits, highest.amax((0, 2))))

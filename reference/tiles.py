@@ -64,19 +64,19 @@ def mask_in_whole_tiles(mask: Mask) -> Mask:
     return Mask.concat([mask, Mask([], *missing)]) if any(missing) else mask
 
 
+def heads_first(x: Tensor, share: int = 1) -> Tensor:
+    """Return x (b, tokens, heads, width) as (b, heads, tokens, width) in the accumulation dtype.
+    Each key head is repeated for the ``share`` query heads that use it.
+    """
+    x = x.transpose(1, 2).to(accumulate_dtype(x.dtype))
+    return x if share == 1 else x.repeat_interleave(share, dim=1)
+
+
 def read(x: Tensor, tokens: slice) -> Tensor:
-    """Return these tokens of ``x`` (b, heads, tokens, width) in the accumulation dtype, contiguous:
-    strides may change bits.
+    """Return these tokens of ``x`` (b, heads, tokens, width), contiguous: strides may change
+    bits.
     """
-    return x[:, :, tokens].to(accumulate_dtype(x.dtype)).contiguous()
-
-
-def read_keys(k: Tensor, v: Tensor, keys: slice, share: int) -> tuple[Tensor, Tensor]:
-    """Return a tile of k and of v, with each key head repeated for the ``share`` query heads that
-    use it.
-    """
-    k, v = (read(x, keys).repeat_interleave(share, dim=1) for x in (k, v))
-    return k, v
+    return x[:, :, tokens].contiguous()
 
 
 def scores_of(q: Tensor, k: Tensor, scale: Scale) -> Tensor:
@@ -94,12 +94,11 @@ def slope_of(scores: Tensor, scale: Scale) -> Tensor | float:
     return number if softcap is None else number * (1 - (scores / softcap) ** 2)
 
 
-def over_visible(weights: Tensor, x: Tensor, visible: Tensor) -> Tensor:
+def over_visible(weights: Tensor, x: Tensor, visible: Tensor, all_finite: bool) -> Tensor:
     """Return weights @ x over the visible cells. Tokens of ``x`` with NaN or infinities are
-    multiplied cell by cell.
+    multiplied cell by cell; with ``all_finite`` there are none.
     """
-    finite = x.isfinite()
-    if finite.all():
+    if all_finite or (finite := x.isfinite()).all():
         return weights @ x
     rest = (~finite).any(-1).flatten(0, 1).any(0)
     cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]

@@ -161,8 +161,8 @@ FAULTS_BY_KIND = {
         "out is accumulated in bfloat16": (
             FULL,
             "local",
-            "weighted + over_visible(p, v_tile, scores > -torch.inf)",
-            "weighted.bfloat16() + (p @ v_tile).bfloat16()",
+            "weighted + product",
+            "weighted.bfloat16() + product.bfloat16()",
         ),
         "parts are merged in bfloat16": (
             FULL,
@@ -173,8 +173,8 @@ FAULTS_BY_KIND = {
         "dk and dv are accumulated in bfloat16": (
             FULL,
             "backward",
-            "dtype=self.accumulate",
-            "dtype=torch.bfloat16",
+            "torch.zeros_like(x[:, :: self.share])",
+            "torch.zeros_like(x[:, :: self.share], dtype=torch.bfloat16)",
         ),
         "the ring sums gradients in bfloat16": (
             FULL,

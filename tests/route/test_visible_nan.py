@@ -86,7 +86,7 @@ def test_where_owners_compute(function, planted):
 
 def test_a_sum_over_all_cells_of_a_tile_disagrees(monkeypatch):
     """The planted fault: 0 * NaN is NaN."""
-    monkeypatch.setattr("canon.reference.local.over_visible", lambda weights, x, _: weights @ x)
+    monkeypatch.setattr("canon.reference.local.over_visible", lambda weights, x, *_: weights @ x)
     with pytest.raises(AssertionError, match="out has 52 values that are not finite"):
         test_on_one_rank("split", "nan in v")
 

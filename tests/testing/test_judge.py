@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from band_strategies import masks
+from hypothesis import given
 from planted_faults import CAST, FAULTS, FULL, LOCAL, REDUCE, RING, with_fault
 
 from canon.check.case_runner import CaseRunner
@@ -18,6 +20,7 @@ from canon.check.inputs import FromDocuments
 from canon.reference import Band, Mask
 from canon.route.checks import CappedScale
 from canon.testing import agreement, dense, oracle, orders, process_groups
+from canon.testing.judge import seen_tokens
 from canon.testing.roundings import roundings
 
 SHORT, LONG = (
@@ -220,3 +223,10 @@ def test_verdicts_name_the_tensor_and_the_fault(name, change, message):
     assert not verdict.agrees
     assert message in str(verdict)
     assert all(name in fault for fault in verdict.faults)
+
+
+@given(masks())
+def test_seen_tokens_are_the_rows_and_columns_with_a_cell(mask):
+    queries, keys = seen_tokens(mask, "cpu")
+    assert torch.equal(queries, mask.dense().any(1))
+    assert torch.equal(keys, mask.dense().any(0))

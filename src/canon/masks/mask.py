@@ -332,10 +332,9 @@ class Mask(metaclass=OpaqueMeta):
                 torch.arange(*x, device="cpu")
                 for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop))
             )
-            offset = keys - queries[:, None]
-            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= (offset >= b.lo) & (
-                offset <= b.hi
-            )
+            lowest, highest = (queries[:, None] + offset for offset in (b.lo, b.hi))
+            seen = (keys >= lowest).logical_and_(keys <= highest)
+            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= seen
         return matrix
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "Mask":
