@@ -165,9 +165,10 @@ class _PickedMask(NamedTuple):
 _tiles_of = visible_tiles  # of the reference
 
 
-def visible_tiles(mask, device, by_keys=False):
+def visible_tiles(mask, device, by_keys=False, whole_tiles=False):
     """Yield the tiles of a mask, as `canon.reference.tiles` does."""
-    return _tiles_of(_PickedMask(list(mask.bands), mask.queries, mask.keys), device, by_keys)
+    picked = _PickedMask(list(mask.bands), mask.queries, mask.keys)
+    return _tiles_of(picked, device, by_keys, whole_tiles)
 
 
 class GroupCast:

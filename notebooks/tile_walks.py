@@ -45,9 +45,11 @@ class TileWalk(TorchFunctionMode):
             self.added.append((by_keys, name, args[1][2].start // TILE, column if by_keys else row))
         return function(*args, **(kwargs or {}))
 
-    def visible_tiles(self, mask: Mask, device: torch.device, by_keys: bool = False):
+    def visible_tiles(
+        self, mask: Mask, device: torch.device, by_keys: bool = False, whole_tiles: bool = False
+    ):
         """Replace `canon.reference.tiles.visible_tiles`."""
-        for outer, strip in self._visible_tiles(mask, device, by_keys):
+        for outer, strip in self._visible_tiles(mask, device, by_keys, whole_tiles):
             yield outer, self._recorded(outer, strip, by_keys)
 
     def _recorded(self, outer, strip, by_keys):

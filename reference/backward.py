@@ -36,6 +36,8 @@ Sources: Tri Dao, FlashAttention-2 (2023), algorithm 2; split: jax-ml/jax-triton
 head_parallel: TensorAuto/OpenTau pull request 376.
 """
 
+from functools import partial
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -132,7 +134,7 @@ def tiled_backward(
         lse = in_whole_tiles(lse, 2, -torch.inf)
         delta = in_whole_tiles(delta, 2)
         mask = mask_in_whole_tiles(mask)
-    tiles = _Backward(mask, scale, q, k, v, dout, lse, delta)
+    tiles = _Backward(mask, scale, q, k, v, dout, lse, delta, whole_tiles)
     keys_need_grad = any(needs_grad[1:])
     if method == "fused" and needs_grad[0] and keys_need_grad:
         grads = tiles.fused()
@@ -149,8 +151,9 @@ def tiled_backward(
 class _Backward:
     """The loops over the visible tiles, of tensors (b, heads, tokens, width)."""
 
-    def __init__(self, mask, scale, q, k, v, dout, lse, delta):
-        self.mask, self.scale, self.share = mask, scale, q.shape[2] // k.shape[2]
+    def __init__(self, mask, scale, q, k, v, dout, lse, delta, whole_tiles):
+        self.tiles = partial(visible_tiles, mask, q.device, whole_tiles=whole_tiles)
+        self.scale, self.share = scale, q.shape[2] // k.shape[2]
         self.q, self.dout, self.lse, self.delta = heads_first(q), heads_first(dout), lse, delta
         self.k, self.v = (heads_first(x, self.share) for x in (k, v))
         self.all_finite = all(bool(x.isfinite().all()) for x in (q, k, dout))
@@ -158,7 +161,7 @@ class _Backward:
     def fused(self):
         """Return dq, dk, dv by one loop over key tiles."""
         dq, dk, dv = torch.zeros_like(self.q), *self._zeros_of_keys()
-        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+        for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, k, dout = self._scores(queries, keys, visible)
                 dv[:, :, keys] += self._over_share(self._product(p.mT, dout, visible.mT))
@@ -169,7 +172,7 @@ class _Backward:
     def split_keys(self):
         """Return dk, dv. The query heads of a key head are added in each tile."""
         dk, dv = self._zeros_of_keys()
-        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+        for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
                 dv[:, :, keys] += self._over_share(self._product(p.mT, dout, visible.mT))
@@ -181,7 +184,7 @@ class _Backward:
         order.
         """
         dk_heads, dv_heads = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        for keys, strip in visible_tiles(self.mask, self.q.device, by_keys=True):
+        for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
                 p, ds, visible, q, _, dout = self._scores(queries, keys, visible)
                 dv_heads[:, :, keys] += self._product(p.mT, dout, visible.mT)
@@ -190,7 +193,7 @@ class _Backward:
 
     def dq(self):
         dq = torch.zeros_like(self.q)
-        for queries, strip in visible_tiles(self.mask, self.q.device):
+        for queries, strip in self.tiles():
             for keys, visible in strip:
                 _, ds, visible, _, k, _ = self._scores(queries, keys, visible)
                 dq[:, :, queries] += self._product(ds, k, visible)

@@ -79,7 +79,7 @@ def tiled_forward(
     q, k, v = heads_first(q), heads_first(k, share), heads_first(v, share)
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full(q.shape[:-1], -torch.inf)
-    for queries, strip in visible_tiles(mask, q.device):
+    for queries, strip in visible_tiles(mask, q.device, whole_tiles=whole_tiles):
         q_tile = read(q, queries)
         highest = lse[:, :, queries].clone()  # m, so far -inf
         total, weighted = torch.zeros_like(highest), torch.zeros_like(out[:, :, queries])

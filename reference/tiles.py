@@ -1,7 +1,8 @@
 """The tiles of a mask that hold a visible cell, and the tokens of a tile.
 
-A tile is at most 128 queries x 128 keys, cut at multiples of 128. Tiles without a visible cell are
-skipped:
+A tile is at most 128 queries x 128 keys, cut at multiples of 128. (On a GPU it is 512 x 512, unless
+bits must not depend on the number of ranks: there a launch costs more than hidden cells.) Tiles
+without a visible cell are skipped:
 
     causal, 384 tokens        keys 0-127    128-255    256-383       x  all cells are visible
     queries   0-127           /             .          .             /  some are
@@ -22,18 +23,21 @@ from canon.masks.layout import TILE
 from canon.masks.mask import Mask
 from canon.route.checks import Scale, accumulate_dtype, split_scale
 
+GPU_TILE = 512
+
 
 def visible_tiles(
-    mask: Mask, device: torch.device, by_keys: bool = False
+    mask: Mask, device: torch.device, by_keys: bool = False, whole_tiles: bool = False
 ) -> Iterator[tuple[slice, list]]:
     """Yield (queries, [(keys, visible), ...]) for each tile of queries; with ``by_keys``, queries
     and keys change roles.
 
-    ``queries`` and ``keys`` are slices of at most 128 tokens. ``visible`` (queries, keys) is the
-    boolean mask of a tile.
+    ``queries`` and ``keys`` are slices of at most 128 tokens, or 512 on a GPU without
+    ``whole_tiles``. ``visible`` (queries, keys) is the boolean mask of a tile.
     """
+    size = TILE if whole_tiles or device.type == "cpu" else GPU_TILE
     tiles = [
-        [range(a, min(a + TILE, n)) for a in range(0, n, TILE)]
+        [range(a, min(a + size, n)) for a in range(0, n, size)]
         for n in ((mask.keys, mask.queries) if by_keys else (mask.queries, mask.keys))
     ]
     for outer in tiles[0]:

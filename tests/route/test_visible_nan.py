@@ -10,6 +10,7 @@ from sharded import on_this_rank, whole
 
 from canon import Layout, Mask, reference
 from canon.check.planted_values import TENSORS, plant
+from canon.reference.tiles import visible_tiles
 from canon.testing import process_groups
 from canon.testing.judge import Attended, agreement, dense, oracle
 
@@ -99,3 +100,22 @@ def test_scores_of_minus_infinity_alone_count_as_no_visible_key():
     assert (lse[..., 20] == -torch.inf).all()
     assert not out[:, 20].any()
     assert not dq[:, 20].any()
+
+
+@pytest.mark.parametrize(
+    ("device", "whole", "size"), [("cpu", False, 128), ("meta", False, 512), ("meta", True, 128)]
+)
+def test_tiles_of_the_reference_are_larger_on_a_gpu_unless_ranks_must_not_show(device, whole, size):
+    tiles = visible_tiles(Mask.causal(1100), torch.device(device), whole_tiles=whole)
+    assert [x.stop - x.start for x, _ in tiles] == [size] * (1100 // size) + [1100 % size]
+
+
+def test_larger_tiles_compute_the_same(monkeypatch):
+    q, k, v = (torch.randn(1, 1100, 2, 8, dtype=torch.float64, requires_grad=True) for _ in "qkv")
+    results = []
+    for size in (128, 512):
+        monkeypatch.setattr("canon.reference.tiles.TILE", size)
+        out = reference.attention(q, k, v, Mask.window(1100, 200))
+        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    for small, large in zip(*results, strict=True):
+        torch.testing.assert_close(small, large, rtol=0, atol=1e-12)
