@@ -1,17 +1,12 @@
 """`canon bench` reads its shapes and measures nothing that disagrees."""
 
-from functools import partial
-
 import pytest
-import torch
 from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
 from canon.bench import bench_command, decoding, kernels, mask_time, shapes, timing
 from canon.bench.on_ranks import OnRanks
 from canon.bench.packs import sampled_packs
-from canon.fast.kernels.launcher import Gpu
-from canon.masks.plan_cache import PLANS
 from canon.testing import process_groups
 
 pytestmark = pytest.mark.interpreted
@@ -29,29 +24,11 @@ def test_shapes_and_masks_are_read():
     assert shapes.shape_of("1,4096,4,2,16,pack:2").mask == Mask.documents(sampled_packs(4096, 3)[2])
     assert shapes.shape_of("1,40,4,2,16,prefix:9").mask == Mask.prefix(40, 9)
     assert shapes.shape_of("1,8,4,2,16,tree:4+2x2").mask == Mask.tree([-1, 0, 0], [4, 2, 2])
-    for text in (
-        "1,2,3,causal",
-        "1,64,4,2,16,triangle",
-        "1,64,4,2,16,window",
-        "x,1,1,1,1,full",
-        "1,64,4,2,16,pack",
-        "1,64,4,2,16,prefix:65",
-        "1,64,4,2,16,tree:60+2x3",
-        "1,64,4,2,16,tree:60+4x",
-        "1,64,4,3,16,full",
-        "1,64,4,2,16,full,causal",
-        "1,0,1,1,16,full",
-    ):
+    sizes = ("1,2,3,causal", "1,64,4,3,16,full", "1,0,1,1,16,full")
+    masks = ("triangle", "window", "prefix:65", "tree:60+2x3", "tree:60+4x", "full,causal")
+    for text in (*sizes, *(f"1,64,4,2,16,{mask}" for mask in masks)):
         with pytest.raises(ValueError, match="expected"):
             shapes.shape_of(text)
-
-
-def test_a_sweep_has_shapes_of_its_own():
-    of = lambda *words: bench_command._shapes(options_of("kernels", *words), kernels)
-    assert [len(of(*words)) for words in ([], ["--sweep", "64"], ["--sweep"])] == [9, 9, 27]
-    for words in (["--sweep", "wide"], ["--sweep", "64", "--shape", "1,8,1,1,16"]):
-        with pytest.raises(ValueError, match="--sweep"):
-            of(*words)
 
 
 def test_an_option_of_another_subject_is_refused(capsys):
@@ -100,30 +77,13 @@ def test_decoding_is_judged_on_ranks_and_its_bits_compared(monkeypatch):
     assert decoding.tables(rows)[0].row_count == len(rows)
 
 
-def test_new_masks_are_timed_on_ranks_too():
-    """The plans and the passes of a new mask; a known one is no part of them."""
-    shape = shapes.shape_of("1,96,4,2,16,documents:30")
-    lists = [[0, 20, 96], [0, 50, 70, 96]]
-    program = partial(mask_time.magi_on_ranks, shape, torch.float32, lists, "cpu")
-    times, others = process_groups.threads(program, 2)
-    assert times == others, "those of the slowest rank"
-    for row in times:
-        parts = row["made_ms"] + row["dispatch_ms"] + row["first_ms"] - row["repeated_ms"]
-        assert row["new_mask_ms"] == pytest.approx(parts)
-
-
-def test_plans_made_ahead_are_those_of_another_process(empty_cache):
-    """Only the plans of the mask are dropped: a trainer keeps its recordings."""
-    shape = shapes.shape_of("1,512,4,2,64,documents:100")
-    rows = mask_time.measure(shape, on_cpu())
-    assert [row["case"] for row in rows] == ["one GPU", "magi, 8 ranks"]
-    assert all(len(row["plan_ms"]) == 2 for row in rows)
-    mask = Mask.documents([0, 100, 512])
-    given = {"heads": (4, 2), "widths": (64, 64), "device": Gpu(*mask_time.H200)}
-    PLANS.clear()
-    PLANS.put("a recording", 1)
-    _, copy = mask_time._planned("attention", mask, None, None, given)
-    assert set(PLANS.plans) == {"a recording", *(key for key, _ in copy.plans)}
+def test_the_time_of_a_new_mask_has_no_repeated_call(monkeypatch):
+    monkeypatch.setattr(mask_time, "peak_mb", lambda *_: 1.0)
+    (row,) = mask_time.measure(shapes.shape_of("1,96,4,2,16,documents:30"), on_cpu())
+    assert mask_time.tables([row])[0].row_count == 1
+    names = "new_mask_ms", "made_ms", "first_ms", "repeated_ms"
+    for new, made, first, repeated in zip(*(row[name] for name in names), strict=True):
+        assert new == made + first - repeated
 
 
 def test_a_cold_run_follows_a_read_of_another_buffer(monkeypatch):

@@ -2,7 +2,7 @@
 
     canon bench kernels      one GPU: forward, every backward, peers
     canon bench host         one GPU: wall and host time of eager calls
-    canon bench masks        one GPU, or none: plans of a new mask
+    canon bench masks        one GPU: calls with a new mask
     canon bench schedules    several GPUs: ring, strided and Magi
     canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
@@ -32,7 +32,7 @@ from canon.testing import process_groups, record
 # tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
 # ranks take part.
 SUBJECTS = {
-    "kernels": ("kernels", "shape only dtype rounds cold sweep"),
+    "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),
     "masks": ("mask_time", "shape dtype rounds"),
     "schedules": ("schedules", "shape only dtype rounds ranks"),
@@ -40,7 +40,6 @@ SUBJECTS = {
     "plans": ("plans", "ranks packs"),
     "links": ("links", "ranks rounds"),
 }
-WIDTHS = "64,128,256"
 OPTIONS: dict[str, dict[str, Any]] = {
     "shape": {
         "action": "append",
@@ -60,13 +59,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "how often all are timed (default 10)",
     },
     "cold": {"action": "store_true", "help": "L2 holds none of the inputs before a timed run"},
-    "sweep": {
-        "nargs": "?",
-        "const": WIDTHS,
-        "metavar": "D,D",
-        "help": f"512 to 131072 causal tokens, {shapes.SWEEP_TOKENS} in all, for these widths "
-        f"(default {WIDTHS})",
-    },
     "ranks": {
         "type": int,
         "action": "append",
@@ -135,54 +127,26 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         if (ranks := max(options.ranks or [2])) < 2:
             raise ValueError(f"--ranks {ranks}: expected two or more")
         return links.batches(ranks, options.rounds), Settings()
-    on_gpu = torch.cuda.is_available()
-    if not (on_gpu or options.what == "masks"):
+    if not torch.cuda.is_available():
         raise ValueError("it measures GPUs, and there is none here")
-    if on_gpu and not process_groups.kernel_gpus():
+    if not process_groups.kernel_gpus():
         raise ValueError(
             "it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU"
         )
-    several = hasattr(module, "on_ranks")
-    device = _device(several) if on_gpu else torch.device("cpu")
     names = ("rounds", "only", "cold")
     given = {name: getattr(options, name) for name in names if name in options}
-    settings = Settings(getattr(torch, options.dtype), device, **given)
-    found = _shapes(options, module)
-    if not several:
-        return _by_shape(module, found, settings), settings
-    (count,) = options.ranks if options.ranks and len(options.ranks) == 1 else (None,)
-    if options.ranks and (count or sys.maxsize) > torch.cuda.device_count():
-        raise ValueError(
-            f"--ranks {options.ranks}: expected one number, of the "
-            f"{torch.cuda.device_count()} GPUs here"
-        )
-    program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
-    return module.on_ranks(program, count), settings
-
-
-def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
-    if "sweep" in options and options.sweep:
-        if options.shape:
-            raise ValueError("--sweep has shapes of its own: leave --shape out")
-        widths = options.sweep.split(",")
-        if not all(width.strip().isdigit() and int(width) for width in widths):
-            raise ValueError(f"--sweep {options.sweep!r}: expected widths, for example 64,128")
-        return shapes.sweep([int(width) for width in widths])
+    settings = Settings(getattr(torch, options.dtype), **given)
     found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
     for shape in found if hasattr(module, "check") else ():
         module.check(shape)
-    return found
-
-
-def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings) -> Batches:
-    for shape in found:
-        yield module.measure(shape, settings)
-        if settings.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def _device(several: bool) -> torch.device:
-    return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
+    if not hasattr(module, "on_ranks"):
+        return (module.measure(shape, settings) for shape in found), settings
+    gpus = torch.cuda.device_count()
+    count, *more = options.ranks or [gpus]
+    if more or count > gpus:
+        raise ValueError(f"--ranks {options.ranks}: expected one number, of the {gpus} GPUs here")
+    program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
+    return module.on_ranks(program, count), settings
 
 
 def _record_path(options: argparse.Namespace) -> Path:

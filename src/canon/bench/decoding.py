@@ -69,7 +69,7 @@ def _contenders(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call
     }
 
 
-def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
+def on_ranks(program: OnRanks, ranks: int) -> Iterator[list[dict]]:
     """Yield all rows."""
     yield program.on_gpus(ranks, LIMIT)
 

@@ -44,7 +44,7 @@ class Contender:
     forward: str = ""  # contenders with equal names here share one forward pass, timed once
     declines: bool = False  # errors of `DECLINED` are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
-    bound: float | None = 1.0  # the largest ratio to the judge's bound; None: not judged
+    judged: bool = True
 
     @property
     def canon(self) -> bool:
@@ -89,7 +89,6 @@ class Judge:
         dv: Tensor | None = None,
         *,
         lse: Tensor | None = None,
-        bound: float = 1.0,
     ) -> dict[str, Any]:
         """Return the fields of a row, from results of all heads."""
         group = self.group, self.group, 1, 1
@@ -100,9 +99,8 @@ class Judge:
         out, *gradients = last
         lse = None if lse is None else lse.detach()[-1:, -self.group :]
         verdict = agreement(Attended(out, lse, *gradients), self.exact, self.honest)
-        agrees = verdict.agrees or bool(verdict.worst and verdict.worst.ratio <= bound)
-        row = {"agrees": agrees, "worst": str(verdict.worst or "")}
-        return row if agrees else row | {"failed": f"disagrees: {verdict}"}
+        row = {"agrees": verdict.agrees, "worst": str(verdict.worst or "")}
+        return row if verdict.agrees else row | {"failed": f"disagrees: {verdict}"}
 
 
 def reason(error: Exception) -> str:
@@ -144,8 +142,8 @@ def _agreeing(contender: Contender, row: dict, make: Callable, judge: Judge) -> 
         declined = contender.declines and isinstance(error, DECLINED)
         row["declined" if declined else "failed"] = reason(error)
         return None
-    if contender.bound is not None:
-        row |= judge.verdict(*made.results, bound=contender.bound)
+    if contender.judged:
+        row |= judge.verdict(*made.results)
     return None if "failed" in row else made
 
 

@@ -1,10 +1,9 @@
 """Run a bench of several GPUs: a process for each, all shapes in turn."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from canon.bench.measuring import Settings
@@ -23,16 +22,13 @@ class OnRanks:
     keep: Callable[[list[dict]], object] | None = None
 
     def __call__(self) -> list[dict[str, Any]]:
-        settings, rows = self.settings, []
-        if settings.device.type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-            settings = replace(settings, device=device)
+        rows = []
         for shape in self.shapes:
-            rows += self.measure(shape, settings)
+            rows += self.measure(shape, self.settings)
             if self.keep and not dist.get_rank():
                 self.keep(rows)
         return rows
 
-    def on_gpus(self, ranks: int | None, timeout: float) -> list[dict[str, Any]]:
+    def on_gpus(self, ranks: int, timeout: float) -> list[dict[str, Any]]:
         """Return the rows. Raises what `process_groups.gpus` raises."""
         return process_groups.gpus(self, ranks, timeout=timeout)[0]

@@ -5,7 +5,7 @@ canon BACKEND METHOD             forced; "in order": with deterministic algorith
 canon auto                       a call without options; the same with deterministic algorithms;
                                  and with ``rank_invariant=True``
 SDPA cudnn, SDPA flash           torch's attention, causal or full
-SDPA mask, eager, eager float32  dense masks, small shapes
+SDPA mask                        a dense mask, small shapes
 torch varlen                     packed documents
 FlexAttention                    compiled, with a BlockMask
 flash-attn-4 (deterministic)     where it is installed
@@ -32,9 +32,7 @@ from canon.testing.deterministic import deterministic
 FLASH4 = "flash-attn-4"
 SDPA = {"CUDNN_ATTENTION": "cudnn", "FLASH_ATTENTION": "flash"}  # torch's kernels
 LARGEST_DENSE = 1 << 32  # cells of a mask that may be written out to make a BlockMask
-# of "eager", which rounds scores: a score s changes its weight by s roundings, not by one
-EAGER_BOUND = 8.0
-LARGEST_EAGER = 1 << 28  # cells of the scores of all heads, for contenders with dense masks
+LARGEST_SCORES = 1 << 28  # cells of all heads, for "SDPA mask"
 
 
 def contenders(shape: Shape, settings: Settings) -> list[Contender]:
@@ -125,38 +123,20 @@ def sdpa(backend: str, shape: Shape) -> Attend:
 
 
 def _dense(shape: Shape, device: torch.device) -> Iterator[Contender]:
-    if shape.b * shape.h * shape.n * shape.keys <= LARGEST_EAGER:
-        yield Contender("SDPA mask", partial(masked_sdpa, shape, device))
-        eager = partial(_eager, shape, device)
-        yield Contender("eager", partial(eager, None), bound=EAGER_BOUND)
-        yield Contender("eager float32", partial(eager, torch.float32))
+    if shape.b * shape.h * shape.n * shape.keys <= LARGEST_SCORES:
+        yield Contender("SDPA mask", partial(_masked_sdpa, shape, device))
 
 
-def _eager(shape: Shape, device: torch.device, scores_dtype: torch.dtype | None) -> Attend:
-    """Return attention as models write it."""
-    hidden = ~shape.mask.dense().to(device)
+def _masked_sdpa(shape: Shape, device: torch.device) -> Attend:
+    seen, repeated = shape.mask.dense().to(device), shape.h // shape.g
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = _by_query_head(q, k, v)
-        wide_q, wide_k = (x.to(scores_dtype or x.dtype) for x in (q, k))
-        scores = torch.matmul(wide_q, wide_k.mT) * shape.d**-0.5
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-        return torch.matmul(weights.to(v.dtype), v).transpose(1, 2)
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        k, v = (x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return out.transpose(1, 2)
 
     return attend
-
-
-def masked_sdpa(shape: Shape, device: torch.device) -> Attend:
-    """Return SDPA with a dense mask."""
-    seen = shape.mask.dense().to(device)
-    attention = torch.nn.functional.scaled_dot_product_attention
-    return lambda q, k, v: attention(*_by_query_head(q, k, v), attn_mask=seen).transpose(1, 2)
-
-
-def _by_query_head(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    repeated = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return [q, *(x.repeat_interleave(repeated, 1) if repeated > 1 else x for x in (k, v))]
 
 
 def _varlen(shape: Shape, device: torch.device) -> Attend:

@@ -221,15 +221,14 @@ def check(shape: Shape) -> None:
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
 
 
-def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
+def on_ranks(program: OnRanks, ranks: int) -> Iterator[list[dict]]:
     """Yield Canon's rows, then those of the peers."""
     yield program.on_gpus(ranks, LIMIT)
-    ranks = torch.cuda.device_count() if ranks is None else ranks
     if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
         yield peer_rows(replace(program, measure=partial(measure, peers=True), keep=None), ranks)
 
 
-def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
+def peer_rows(program: OnRanks, ranks: int) -> list[dict]:
     """Return the rows of the peers, or their failure."""
     try:
         return program.on_gpus(ranks, PEERS_LIMIT)

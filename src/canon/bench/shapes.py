@@ -8,7 +8,7 @@
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -31,8 +31,6 @@ KERNELS = [  # shapes on which peers have been measured before
     "2,1024,8,1,256,full",
     "1,65536,64,8,128,documents:4096",
 ]
-SWEEP_TOKENS = 131_072  # b * n of every shape of a sweep
-SWEEP_WIDTH = 2048  # h * d of every shape of a sweep
 MASKS = (
     "causal, full, full:KEYS, window:LEFT, prefix:TOKENS, documents:MEAN, pack:NUMBER, tree:A+BxC"
 )
@@ -151,14 +149,3 @@ def shape_of(text: str) -> Shape:
         )
     b, n, h, g, d = map(int, numbers)
     return Shape(b, n, h, g, d, name, mask_of(n, name))
-
-
-def sweep(widths: Sequence[int]) -> list[Shape]:
-    """Return causal shapes of 512 to 131072 tokens."""
-    lengths = [512 << i for i in range(9)]
-    heads = {d: max(1, SWEEP_WIDTH // d) for d in widths}
-    return [
-        shape_of(f"{SWEEP_TOKENS // n},{n},{heads[d]},{heads[d]},{d},causal")
-        for d in widths
-        for n in lengths
-    ]
