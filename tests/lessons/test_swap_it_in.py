@@ -32,18 +32,6 @@ def swapping():
     return importlib.import_module("swapping")
 
 
-def distance(found, expected):
-    """Return the largest difference of the losses, and the largest relative difference of the
-    gradient norms.
-    """
-    numbers = [
-        torch.tensor([x["loss"], x["gradient_norm"]], dtype=torch.float64)
-        for x in (found, expected)
-    ]
-    (loss, norm), (loss_1, norm_1) = numbers
-    return (loss - loss_1).abs().max().item(), (norm / norm_1 - 1).abs().max().item()
-
-
 # four steps of Adam enlarge float64 roundings of 1e-16 to 1e-13; a fault is above 1e-4
 ROUNDING = 1e-9
 
@@ -58,7 +46,7 @@ def test_a_step_in_fixed_order_has_the_bits_of_one_rank(swapping):
     for name in ("loss", "gradient_norm", "weights"):
         assert two[name] == one[name]
     assert two_usual["weights"] != one_usual["weights"]
-    assert max(distance(one, one_usual)) < 1e-4  # float32
+    assert one["loss"] == pytest.approx(one_usual["loss"], abs=1e-4)  # float32
 
 
 # --- a checkpoint
@@ -137,44 +125,23 @@ def test_it_runs_alone_with_the_variables_of_torchrun_and_writes_a_record(tmp_pa
     options = ["--steps", "2", "--tokens", "128", "--width", "32", "--function", "zigzag", "magi"]
     options += ["--record", str(tmp_path / "run.json")]
     output = on_forked_ranks(FOLDER / "swap_it_in.py", 2, *options)
-    assert (
-        len(
-            re.findall(
-                r"^step \d: loss \d\.\d{6}, gradient "
-                r"\d\.\d{4}$",
-                output,
-                re.MULTILINE,
-            )
-        )
-        == 4
-    )
+    step = r"^step \d: loss \d\.\d{6}, gradient \d\.\d{4}$"
+    assert len(re.findall(step, output, re.MULTILINE)) == 4
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record.keys() >= {"command", "commit", "date", "machine"}
     assert record["command"].startswith("swap_it_in.py --steps 2")
-    for entry, function in zip(record["results"], ("zigzag", "magi"), strict=True):
-        assert (entry["function"], entry["ranks"], entry["tokens"], entry["peak_bytes"]) == (
-            function,
-            2,
-            128,
-            None,
-        )
-        assert len(entry["loss"]) == len(entry["seconds"]) == 2
-        assert entry["tokens_per_second"] > 0
+    assert [entry["function"] for entry in record["results"]] == ["zigzag", "magi"]
+    assert all(len(entry["loss"]) == entry["ranks"] == 2 for entry in record["results"])
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("function", "options", "message"),
     [
-        (dict(function="sdpa"), "add --causal"),
-        (dict(function="torch"), "add --causal"),
-        (dict(function="zigzag", rank_invariant=True), "has no rank_invariant"),
-        (dict(function="magi", fixed_order=True), "needs rank_invariant"),
-        (
-            dict(function="magi", rank_invariant=True, fixed_order=True, tokens=200),
-            "multiples of 128",
-        ),
+        ("torch", {}, "add --causal"),
+        ("zigzag", dict(rank_invariant=True), "has no rank_invariant"),
+        ("magi", dict(fixed_order=True), "needs rank_invariant"),
+        ("magi", dict(rank_invariant=True, fixed_order=True, tokens=200), "multiples of 128"),
     ],
 )
-def test_options_that_contradict_each_other_raise(swapping, options, message):
+def test_options_that_contradict_each_other_raise(swapping, function, options, message):
     with pytest.raises(ValueError, match=message):
-        swapping.Run(**options)
+        swapping.Run(function, **options)
