@@ -4,10 +4,8 @@ import pytest
 from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, decoding, kernels, mask_time, shapes, timing
-from canon.bench.on_ranks import OnRanks
+from canon.bench import bench_command, kernels, mask_time, shapes, timing
 from canon.bench.packs import sampled_packs
-from canon.testing import process_groups
 
 pytestmark = pytest.mark.interpreted
 
@@ -65,16 +63,6 @@ def test_a_method_that_disagrees_gets_no_figure(factor, monkeypatch):
     rows = kernels.measure(shape, on_cpu("canon triton split"))
     assert "disagrees" in rows[0]["failed"]
     assert "backward_ms" not in rows[0]
-
-
-def test_decoding_is_judged_on_ranks_and_its_bits_compared(monkeypatch):
-    monkeypatch.setattr(timing, "MOST_CALLS", 1)
-    program = OnRanks(decoding.measure, (shapes.shape_of("1,3,4,2,64,full:300"),), on_cpu())
-    rows, others = process_groups.threads(program, 2)
-    assert rows == others
-    assert [row["schedule"] for row in rows] == ["parts", "sums travel", "keys travel", "one GPU"]
-    assert all(row["agrees"] and len(row["wall_ms"]) == 2 and "failed" not in row for row in rows)
-    assert decoding.tables(rows)[0].row_count == len(rows)
 
 
 def test_the_time_of_a_new_mask_has_no_repeated_call(monkeypatch):

@@ -3,7 +3,6 @@
 A stub with the functions of `magi_attention.api` computes by the reference.
 """
 
-import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -14,7 +13,6 @@ from benching import no_clock_of_schedules, on_cpu  # noqa: F401 (a fixture)
 
 from canon import Layout, Mask, reference
 from canon.bench import peers, schedule_peers, schedules, shapes
-from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
@@ -62,8 +60,7 @@ def no_magi():
 
 
 def peer_rows():
-    measure = functools.partial(schedules.measure, peers=True)
-    return process_groups.threads(OnRanks(measure, (SHAPE,), on_cpu("", 1)), 2)[0]
+    return process_groups.threads(schedules.OnRanks((SHAPE,), on_cpu("", 1), peers=True), 2)[0]
 
 
 def test_magi_attention_agrees_before_it_is_timed(monkeypatch):

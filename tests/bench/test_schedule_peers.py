@@ -21,7 +21,6 @@ from canon.bench import (
     schedules,
     shapes,
 )
-from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
@@ -35,9 +34,9 @@ def no_switch(monkeypatch):
     monkeypatch.setattr(schedule_peers, "deterministic", contextlib.nullcontext)
 
 
-def of(*given, only="", **options):
+def of(*given, only=""):
     """Return a program of one round for ranks on the CPU."""
-    return OnRanks(functools.partial(schedules.measure, **options), given, on_cpu(only, 1))
+    return schedules.OnRanks(given, on_cpu(only, 1))
 
 
 def test_schedules_agree_before_they_are_timed():
@@ -48,10 +47,7 @@ def test_schedules_agree_before_they_are_timed():
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", mesh} <= found
     assert {"one GPU", "magi, repeatable"} <= found
     assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
-    assert all(
-        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5]
-        for row in rows
-    )
+    assert all(row["forward_tflops"] > 0 and row["both_ms"] == [1.0] for row in rows)
     assert not any(row["peer"] for row in rows)
     assert schedules.tables(rows)[0].row_count == len(rows)
 
@@ -89,49 +85,25 @@ def test_exposed_is_what_no_kernel_covers():
     assert schedules.uncovered([]) == 0
 
 
-def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes(monkeypatch):
-    """A profiler that delays the host once changes nothing. One that always does leaves a reason
-    instead of a time.
-    """
+def test_exposed_is_the_median_of_several_runs(monkeypatch):
+    """A profiler that delays the host once changes nothing."""
     delays = iter([300.0, 1.0, 0.5, 400.0, 0.25])
-
-    def profiled(run, device):
-        run()
-        return [(0.0, 1e3 * next(delays), "ncclDevKernel_SendRecv"), (0.0, 0.0, "forward_kernel")]
-
+    profiled = lambda *_: [(0.0, 1e3 * next(delays), "ncclDevKernel"), (0.0, 0.0, "forward_kernel")]
     monkeypatch.setattr(schedules, "_profiled", profiled)
-    runs = []
-    assert process_groups.threads(lambda: EXPOSED(lambda: runs.append(0), CPU), 1) == [1.0]
-    assert len(runs) == 1 + schedules.PROFILED
-    for exposed, kept in ((0.75, True), (237.76, False)):
-        monkeypatch.setattr(schedules, "_exposed", lambda run, device, exposed=exposed: exposed)
-        (row,) = process_groups.threads(of(SHORT, only="ring zigzag"), 1)[0]
-        assert (row.get("exposed_ms") == exposed) is kept
-        assert ("237.76 ms, longer than both passes" in row.get("exposed_failed", "")) is not kept
+    assert process_groups.threads(lambda: EXPOSED(int, CPU), 1) == [1.0]
 
 
 def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     def found(text, ranks, only=""):
-        return [
-            each.name
-            for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, on_cpu(only))
-        ]
+        shape = shapes.shape_of(text)
+        return [each.name for each in schedule_peers.peer_schedules(shape, ranks, on_cpu(only))]
 
-    ways = [
-        "torch cudnn allgather",
-        "torch cudnn alltoall",
-        "torch flash allgather",
-        "torch flash alltoall",
-    ]
+    rotations = "allgather", "alltoall"
+    ways = [f"torch {kernel} {rotation}" for kernel in ("cudnn", "flash") for rotation in rotations]
     assert found("1,64,4,2,16,causal", 4) == ways
-    assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
     assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
-    assert (
-        found("1,60,4,2,16,causal", 4)
-        == found("1,64,4,2,16,full", 4)
-        == found("1,64,4,2,16,causal", 1)
-        == []
-    )
+    for text, ranks in (("60,4,2,16,causal", 4), ("64,4,2,16,full", 4), ("64,4,2,16,causal", 1)):
+        assert found(f"1,{text}", ranks) == []
 
 
 def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):

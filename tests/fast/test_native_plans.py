@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from canon import Mask, fast
 from canon.bench.packs import sampled_packs
-from canon.bench.plans import tree
 from canon.bench.shapes import documents
 from canon.fast import planner
 from canon.masks.plan_cache import PLANS
@@ -53,6 +52,12 @@ def test_plans_from_c_are_equal(mask, ranks, chunk, imbalance, rates, swaps):
     assert_equal(mask, ranks, chunk=chunk, imbalance=imbalance, swaps_per_chunk=swaps, **rates)
 
 
+def tree(depth):
+    """Return a tree of 400 nodes: branches of so many nodes at one root."""
+    parents = [-1, *(node - 1 if node % depth else 0 for node in range(1, 400))]
+    return Mask.tree(parents, [100 + node % 128 for node in range(400)])
+
+
 @pytest.mark.parametrize("ranks", [2, 8, 33])
 @pytest.mark.parametrize(
     "mask",
@@ -61,8 +66,8 @@ def test_plans_from_c_are_equal(mask, ranks, chunk, imbalance, rates, swaps):
         *map(Mask.documents, sampled_packs(65536, 2)),
         Mask.causal(65536),
         Mask.window(65536, 3000, 0),
-        tree(65536, 4, 400),
-        tree(65536, 100, 400),
+        tree(4),
+        tree(100),
     ],
     ids=["4096", "1024", "256", "a pack", "another", "causal", "window", "wide", "deep"],
 )

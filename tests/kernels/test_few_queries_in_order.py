@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from hopper import FEW, HOPPER_ONLY, assert_exact, hopper, inputs
-from invariant_worlds import bits
 from sharded import DEVICE
 
 from canon import Band, Mask, fast
@@ -18,6 +17,7 @@ from canon.fast.kernels.gluon.few_queries_plan import few_queries_plan as plan_o
 from canon.fast.kernels.gluon.few_queries_plan import is_few, tokens_of_tile
 from canon.fast.tables.cells import Cells, Places, in_place
 from canon.masks.plan_cache import PLANS
+from canon.testing.bit_patterns import patterns
 from canon.testing.judge import Attended
 
 pytestmark = HOPPER_ONLY
@@ -84,7 +84,7 @@ def assert_bits_of_the_whole_forward(monkeypatch, q, k, v, mask, **options):
         patch.setattr(few_queries_launch, "few_queries", lambda *_: None)
         expected = attend(q, k, v, mask, **options)
     for one, other in zip(got, expected, strict=True):
-        assert torch.equal(bits(one), bits(other))
+        assert torch.equal(patterns(one), patterns(other))
     return any(repeated)
 
 

@@ -105,13 +105,6 @@ def test_prints_come_in_rank_order(start, capsys):
 
 
 def test_context_variables_reach_the_ranks():
-    token = BACKEND.set("gluon")
-    try:
-        assert process_groups.threads(BACKEND.get, 2) == ["gluon", "gluon"]
-    finally:
-        BACKEND.reset(token)
-
-
-def test_more_ranks_than_gpus_raise():
-    with pytest.raises(ValueError, match="ranks need as many GPUs"):
-        process_groups.gpus(dist.get_rank, torch.cuda.device_count() + 1)
+    context = contextvars.copy_context()
+    context.run(BACKEND.set, "gluon")
+    assert context.run(process_groups.threads, BACKEND.get, 2) == ["gluon", "gluon"]

@@ -16,54 +16,33 @@ gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into
 scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def place():
-    return dist.get_rank(), dist.get_world_size()
-
-
 def collectives():
     """Call every collective that the library uses, synchronous or not, and return plain numbers."""
-    rank, ranks = place()
-    mine = torch.full((2, 3), float(rank))
-    found = {}
-    parts = [torch.empty(2, 3) for _ in range(ranks)]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine, whole = torch.full((2,), float(rank)), torch.empty(2 * ranks)
+    parts, objects = [torch.empty(2) for _ in range(ranks)], [None] * ranks
+    total, largest, share = mine.clone(), torch.tensor([rank]), torch.empty(1)
     dist.all_gather(parts, mine)
-    found["all_gather"] = torch.cat(parts)[:, 0].tolist()
-    whole = torch.empty(2 * ranks, 3)
-    work = gather_single(whole, mine, async_op=True)
-    work.wait()
-    found["all_gather_single"] = whole[:, 0].tolist()
-    objects = [None] * ranks
+    gather_single(whole, mine, async_op=True).wait()
     dist.all_gather_object(objects, {"rank": rank})
-    found["all_gather_object"] = objects
-    total = mine.clone()
     dist.all_reduce(total)
-    found["all_reduce"] = total.tolist()
-    largest = torch.tensor([rank])
     dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True).wait()
-    found["max"] = largest.tolist()
-    share = torch.empty(1)
     dist.reduce_scatter(share, [torch.tensor([10.0 * rank + i]) for i in range(ranks)])
-    found["reduce_scatter"] = share.tolist()
+    found = [torch.cat(parts), whole, total, largest, share.clone()]
     scatter_single(share, torch.arange(ranks).float() + rank)
-    found["reduce_scatter_single"] = share.tolist()
-    root = mine.clone() if rank == 1 else torch.empty(2, 3)
+    root = mine.clone() if rank == 1 else torch.empty(2)
     dist.broadcast(root, 1)
-    found["broadcast"] = root.tolist()
     dist.barrier()
-    return found
+    return objects, [x.tolist() for x in (*found, share, root)]
 
 
 @pytest.mark.parametrize("start", LAUNCHERS)
 def test_collectives(start):
-    results = start(collectives, 3)
-    for rank, found in enumerate(results):
-        assert found["all_gather"] == found["all_gather_single"] == [0, 0, 1, 1, 2, 2]
-        assert found["all_gather_object"] == [{"rank": r} for r in range(3)]
-        assert found["all_reduce"] == [[3.0] * 3] * 2
-        assert found["max"] == [2]
-        assert found["reduce_scatter"] == [30.0 + 3 * rank]
-        assert found["reduce_scatter_single"] == [3.0 + 3 * rank]
-        assert found["broadcast"] == [[1.0] * 3] * 2
+    for rank, (objects, found) in enumerate(start(collectives, 3)):
+        gathered = [0, 0, 1, 1, 2, 2]
+        reduced = [30 + 3 * rank], [3 + 3 * rank]
+        assert objects == [{"rank": r} for r in range(3)]
+        assert found == [gathered, gathered, [3, 3], [2], *reduced, [1, 1]]
 
 
 def test_backward_stays_in_the_thread_of_its_rank():

@@ -4,7 +4,6 @@
     canon bench host         one GPU: wall and host time of eager calls
     canon bench masks        one GPU: calls with a new mask
     canon bench schedules    several GPUs: ring, strided and Magi
-    canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
     canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
@@ -25,18 +24,16 @@ import torch
 
 from canon.bench import links, plans, shapes
 from canon.bench.measuring import Settings
-from canon.bench.on_ranks import OnRanks
+from canon.bench.schedules import OnRanks
 from canon.testing import process_groups, record
 
 # The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
-# tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
-# ranks take part.
+# tables(rows). It may have check(shape), and fields of the record.
 SUBJECTS = {
     "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),
     "masks": ("mask_time", "shape dtype rounds"),
     "schedules": ("schedules", "shape only dtype rounds ranks"),
-    "decode": ("decoding", "shape only dtype rounds ranks"),
     "plans": ("plans", "ranks packs"),
     "links": ("links", "ranks rounds"),
 }
@@ -63,7 +60,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "action": "append",
         "metavar": "N",
-        "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
+        "help": "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all); links: 2",
     },
     "packs": {
         "type": int,
@@ -110,14 +107,8 @@ def run(options: argparse.Namespace) -> int:
     for name, value in more.items():
         console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
     console.print(f"record: {_record_path(options)}", markup=False)
-    return DISAGREES if any(map(_wrong, rows)) else 0
-
-
-def _wrong(row: dict) -> bool:
-    """Return whether Canon failed."""
-    return "failed" in row and (
-        row.get("peer") is False or row.get("contender", "").startswith("canon")
-    )
+    wrong = ("failed" in row and row.get("canon", row.get("peer") is False) for row in rows)
+    return DISAGREES if any(wrong) else 0
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
@@ -139,14 +130,13 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
     found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
     for shape in found if hasattr(module, "check") else ():
         module.check(shape)
-    if not hasattr(module, "on_ranks"):
+    if options.what != "schedules":
         return (module.measure(shape, settings) for shape in found), settings
     gpus = torch.cuda.device_count()
     count, *more = options.ranks or [gpus]
     if more or count > gpus:
         raise ValueError(f"--ranks {options.ranks}: expected one number, of the {gpus} GPUs here")
-    program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
-    return module.on_ranks(program, count), settings
+    return OnRanks(tuple(found), settings, keep=partial(_keep, options)).on_gpus(count), settings
 
 
 def _record_path(options: argparse.Namespace) -> Path:

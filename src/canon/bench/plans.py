@@ -1,11 +1,8 @@
-"""`canon bench plans`: measure balance, volume (`PlanReport`) and processor time of plans."""
+"""`canon bench plans`: measure balance, volume (`PlanReport`) and processor time of plans of
+packed documents."""
 
 import statistics
 import time
-from itertools import pairwise
-from random import Random
-
-import torch
 
 from canon.bench.packs import sampled_packs
 from canon.bench.timing import table
@@ -18,52 +15,24 @@ LARGE = 1024, 10_000_000  # ranks, tokens
 
 
 def measure(counts: list[int] | None, packs: int) -> list[dict]:
-    """Return a row for each number of ranks and kind of sequence, and by default a large one."""
+    """Return a row for each number of ranks, and by default one of a large pack."""
     rows = []
     for ranks in counts or [8, 16, 32, 64]:
         tokens = TOKENS * ranks
-        even = torch.linspace(0, tokens, 1001, dtype=torch.float64).round().long()
-        cuts = torch.randperm(tokens - 1, generator=torch.Generator().manual_seed(0))[:999] + 1
-        random = [0, *sorted(cuts.tolist()), tokens]
-        rows += [
-            _row(
-                "packs",
-                ranks,
-                [Mask.documents(ends) for ends in sampled_packs(tokens, packs)],
-            ),
-            _row("one causal document", ranks, [Mask.causal(tokens)]),
-            _row("a window of 1024", ranks, [Mask.window(tokens, 1024, 0)]),
-            _row("1000 documents", ranks, [Mask.documents(even)]),
-            _row("1000 documents, cut at random", ranks, [Mask.documents(random)]),
-            *(
-                _row(f"a tree of 2000 nodes, depth {depth}", ranks, [tree(tokens, depth, 2000)])
-                for depth in (4, 200)
-            ),
-        ]
+        rows.append(_row("packs", ranks, sampled_packs(tokens, packs)))
     if not counts:
         ranks, tokens = LARGE
-        rows.append(_row("a large pack", ranks, [Mask.documents(sampled_packs(tokens, 1)[0])]))
+        rows.append(_row("a large pack", ranks, sampled_packs(tokens, 1)))
     return rows
 
 
-def tree(tokens: int, depth: int, nodes: int) -> Mask:
-    """Return a random tree: a chain of ``depth`` nodes, then nodes that follow one of a path."""
-    draw, parents, path = Random(depth), [], [-1]
-    for node in range(nodes):
-        path = path if node < depth else path[: draw.randint(1, min(depth, len(path)))]
-        parents.append(path[-1])
-        path.append(node)
-    cuts = sorted(draw.randint(0, tokens) for _ in range(nodes - 1))
-    return Mask.tree(parents, [stop - start for start, stop in pairwise([0, *cuts, tokens])])
-
-
-def _row(kind: str, ranks: int, masks: list[Mask]) -> dict:
+def _row(kind: str, ranks: int, packs: list[list[int]]) -> dict:
     from canon.fast import magi, planner  # loads Triton: not before it is needed
     from canon.masks.plan_cache import PLANS
 
-    row: dict = {"kind": kind, "ranks": ranks, "tokens": masks[0].queries, "chunk": CHUNK}
+    row: dict = {"kind": kind, "ranks": ranks, "tokens": packs[0][-1], "chunk": CHUNK}
     row |= {name: [] for name in (*MEASURES, "ms")}
-    for mask in masks:
+    for mask in map(Mask.documents, packs):
         PLANS.clear()
         start = time.process_time()
         layout = planner.dispatch(mask, ranks, chunk=CHUNK)

@@ -12,7 +12,7 @@ A schedule that raises on one rank is left out on all.
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,12 +30,12 @@ from canon.bench.measuring import (
     reason,
     verdict_of,
 )
-from canon.bench.on_ranks import OnRanks
 from canon.bench.peers import installed
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, shape_of
 from canon.bench.timing import Eager, eager_rounds, median_of, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
+from canon.testing import process_groups
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -87,16 +87,7 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
-        _refuse_impossible(row)
     return rows
-
-
-def _refuse_impossible(row: dict) -> None:
-    if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
-        row["exposed_failed"] = (
-            f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
-            "host"
-        )
 
 
 def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
@@ -221,19 +212,35 @@ def check(shape: Shape) -> None:
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
 
 
-def on_ranks(program: OnRanks, ranks: int) -> Iterator[list[dict]]:
-    """Yield Canon's rows, then those of the peers."""
-    yield program.on_gpus(ranks, LIMIT)
-    if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
-        yield peer_rows(replace(program, measure=partial(measure, peers=True), keep=None), ranks)
+@dataclass(frozen=True)
+class OnRanks:
+    """A program for every rank, which can be pickled. All ranks return the same rows."""
 
+    shapes: tuple[Shape, ...]
+    settings: Settings
+    peers: bool = False
+    # called on rank 0 after each shape, with all rows so far
+    keep: Callable[[list[dict]], object] | None = None
 
-def peer_rows(program: OnRanks, ranks: int) -> list[dict]:
-    """Return the rows of the peers, or their failure."""
-    try:
-        return program.on_gpus(ranks, PEERS_LIMIT)
-    except (RuntimeError, TimeoutError) as error:
-        return [{"schedule": "torch", "shape": "all", "peer": True, "failed": reason(error)}]
+    def __call__(self) -> list[dict[str, Any]]:
+        rows = []
+        for shape in self.shapes:
+            rows += measure(shape, self.settings, peers=self.peers)
+            if self.keep and not dist.get_rank():
+                self.keep(rows)
+        return rows
+
+    def on_gpus(self, ranks: int) -> Iterator[list[dict]]:
+        """Yield Canon's rows, then those of the peers or their failure. Raises as
+        `process_groups.gpus`.
+        """
+        yield process_groups.gpus(self, ranks, timeout=LIMIT)[0]
+        if any(peer_schedules(shape, ranks, self.settings) for shape in self.shapes):
+            program = replace(self, peers=True, keep=None)
+            try:
+                yield process_groups.gpus(program, ranks, timeout=PEERS_LIMIT)[0]
+            except (RuntimeError, TimeoutError) as error:
+                yield [{"schedule": "torch", "shape": "all", "peer": True, "failed": reason(error)}]
 
 
 def fields(settings: Settings) -> dict[str, Any]:
