@@ -5,7 +5,6 @@ complete.
 import ast
 import importlib
 import inspect
-import json
 import re
 import sys
 from functools import cache
@@ -56,9 +55,7 @@ PACKAGES = {
     "reference": "canon.reference",
     "fast": "canon.fast",
     "src/canon": "canon",
-    "tests": "tests",
     "notebooks": "notebooks",
-    "paper": "paper",
 }
 
 
@@ -102,12 +99,6 @@ def imports(tree, module, is_package=False):
 def imports_of_file(path, module):
     is_package = path.name == "__init__.py"
     return set(imports(parsed(path), module.removesuffix(".__init__"), is_package))
-
-
-def notebook_code(path):
-    cells = json.loads(path.read_text())["cells"]
-    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    return "\n".join(line for line in source.splitlines() if not line.startswith(("%", "!")))
 
 
 # --- twins ---
@@ -262,22 +253,6 @@ def documented_elsewhere(node):
     return isinstance(name, ast.Name) and name.id in ("twin_of", "overload")
 
 
-def test_nothing_imports_tests_or_a_half_by_its_folder_name():
-    forbidden = {
-        "tests",
-        "conftest",
-        "reference",
-        "fast",
-        *(path.stem for path in (ROOT / "tests").rglob("test_*.py")),
-    }
-    found = {path: imports_of_file(path, module) for path, module in python_files(*PACKAGES)}
-    for path in (ROOT / "notebooks").glob("*.ipynb"):
-        found[path] = set(imports(ast.parse(notebook_code(path)), "notebook"))
-    for path, names in found.items():
-        for name in names:
-            assert name.split(".")[0] not in forbidden, f"{path.relative_to(ROOT)} imports {name}"
-
-
 # --- docstrings ---
 
 
@@ -340,18 +315,11 @@ PROSE = ("README.md and STYLE.md", "reference", "fast", "src/canon", "notebooks"
 
 def prose_files(folder):
     """Return the Markdown and Typst files of a folder and, in a package, its Python files."""
-    if folder not in PACKAGES:
+    if folder == PROSE[0]:
         return [ROOT / "README.md", ROOT / "STYLE.md"]
-    python = (
-        [path for path, _ in python_files(folder)]
-        if folder in ("reference", "fast", "src/canon")
-        else []
-    )
-    return [
-        *sorted((ROOT / folder).glob("*.md")),
-        *sorted((ROOT / folder).glob("canon.typ")),
-        *python,
-    ]
+    pages = [*(ROOT / folder).glob("*.md"), *(ROOT / folder).glob("canon.typ")]
+    modules = [path for path, _ in python_files(folder)] if folder in PROSE[1:4] else []
+    return sorted(pages) + modules
 
 
 @pytest.mark.parametrize("folder", PROSE)

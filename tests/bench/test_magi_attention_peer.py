@@ -83,15 +83,12 @@ def test_magi_attention_must_hold_each_token_once(monkeypatch):
 
 
 def test_magi_attention_is_for_packed_documents_where_it_is_installed(monkeypatch):
-    names = lambda text, ranks=2: [
-        each.name for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, on_cpu())
-    ]
+    def names(text, ranks=2):
+        shape = shapes.shape_of(text)
+        return [each.name for each in schedule_peers.peer_schedules(shape, ranks, on_cpu())]
+
     assert names("1,64,2,2,16,documents:20") == []
-    assert schedules.fields(on_cpu())["peers"]["MagiAttention"].startswith(
-        "not installed (No module named"
-    )
     magi_stub(monkeypatch)
     assert names("1,64,2,2,16,documents:20") == ["MagiAttention"]
     assert names("1,64,2,2,16,documents:20", 1) == names("2,64,2,2,16,documents:20") == []
     assert names("1,64,2,2,16,full") == []
-    assert schedules.fields(on_cpu())["peers"]["MagiAttention"] == "unknown version"

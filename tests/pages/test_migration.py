@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_mask
-from torch.nn.functional import scaled_dot_product_attention
 
 import canon
-from canon import Layout, Mask, fast, reference
-from canon.testing import process_groups
+from canon import Band, Layout, Mask, fast, reference
+from canon.testing import oracle, process_groups
 
 PAGE = (Path(__file__).resolve().parents[2] / "paper" / "migration.md").read_text()
 BLOCKS = re.findall(r"^```python\n# ([^\n]*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -35,31 +34,13 @@ def whole(tokens: int) -> list[torch.Tensor]:
     return [torch.randn(size, dtype=torch.float64, generator=drawn) for size in sizes]
 
 
-def documents(ends: list[int], key_ends: list[int]) -> torch.Tensor:
-    """Return the cells of packed documents, causal and aligned at the lower right corner, from
-    their definition.
-    """
-    cells = torch.zeros(ends[-1], key_ends[-1], dtype=torch.bool)
-    for (a, b), (c, d) in zip(pairwise(ends), pairwise(key_ends), strict=True):
-        cells[a:b, c:d] = torch.ones(b - a, d - c).tril(d - c - (b - a))
-    return cells
-
-
-CAUSAL = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-DOCUMENTS = documents(ENDS, ENDS)
+CAUSAL, DOCUMENTS = Mask.causal(TOKENS), Mask.documents(ENDS)
+# causal and aligned at the lower right corner
+OF_KEYS = Mask([Band(0, 8, 0, 12, -99, 4), Band(8, 32, 12, 36, -99, 4)], TOKENS, KEY_ENDS[-1])
 # of each block of Canon, in the order of the page
-EXPECTED = [CAUSAL, *[DOCUMENTS] * 2, *[CAUSAL] * 4, *[DOCUMENTS] * 2]
-EXPECTED += [documents(ENDS, KEY_ENDS), CAUSAL.triu(-LEFT)]
+EXPECTED = [CAUSAL, *[DOCUMENTS] * 2, *[CAUSAL] * 4, *[DOCUMENTS] * 2, OF_KEYS]
+EXPECTED += [Mask.window(TOKENS, LEFT, 0)]
 SCALED = 4  # the block of Pith-Train has a scale
-
-
-def dense(cells: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out (1, n, h, dv) and lse (1, h, n) of dense attention."""
-    q, (k, v) = whole(cells.shape[0])[0], whole(cells.shape[1])[1:]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, attn_mask=cells, scale=scale, enable_gqa=True)
-    scores = q @ k.repeat_interleave(2, 1).mT * (scale or q.shape[-1] ** -0.5)
-    return out.transpose(1, 2), scores.masked_fill(~cells, -torch.inf).logsumexp(-1)
 
 
 def names_of_the_page(rank: int, ranks: int) -> dict:
@@ -87,7 +68,9 @@ def names_of_the_page(rank: int, ranks: int) -> dict:
 @pytest.mark.parametrize("place", range(len(EXPECTED)))
 def test_a_call_of_canon_runs_as_printed_and_equals_dense_attention(place, ranks):
     code = CANON[place]
-    expected_out, expected_lse = dense(EXPECTED[place], SCALE if place == SCALED else None)
+    mask, scale = EXPECTED[place], SCALE if place == SCALED else None
+    q, (k, v) = whole(TOKENS)[0], whole(mask.keys)[1:]
+    expected_out, expected_lse, *_ = oracle(q, k, v, torch.zeros_like(q[..., :8]), mask, scale)
 
     def program():
         rank = dist.get_rank()

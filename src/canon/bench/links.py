@@ -58,7 +58,7 @@ def measure(times: int) -> list[dict]:
 
 
 def _milliseconds(run: Run, times: int, device: torch.device) -> float:
-    """On a GPU, the host's time for a launch is longer than a short message: time a queue."""
+    """On a GPU, time a queue: a launch takes longer than a short message."""
     run()  # connects the two
     if device.type != "cuda":
         return eager(run, times, device)[0]

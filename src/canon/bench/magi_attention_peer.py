@@ -19,7 +19,7 @@ NAME = "MagiAttention"
 
 
 def api() -> tuple[Any, str]:
-    """Return its module, or None, and its version, or why it is absent."""
+    """Return its module or None, and its version or the reason."""
     return peer_module("magi_attention.api", "magi_attention")
 
 
@@ -29,8 +29,8 @@ def takes(shape: Shape) -> bool:
 
 
 def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., Any]]:
-    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width). A
-    collective. Raises ValueError if it pads the sequence.
+    """Return its layout, and its function of q, k, v (1, t, heads, width). A collective. Raises
+    as `layout_of`.
     """
     module, group = api()[0], dist.group.WORLD
     ends = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=device)
@@ -55,8 +55,8 @@ def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., A
 
 
 def layout_of(positions: list[int], tokens: int) -> Layout:
-    """Return the layout of all ranks, from the positions of this rank's tokens. A collective.
-    Raises ValueError unless each token is on one rank: it pads some lengths.
+    """Return the layout from the positions of each rank's tokens. A collective. Raises
+    ValueError unless each token is on one rank: it pads some lengths.
     """
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, positions)

@@ -1,6 +1,4 @@
-"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU. The row of
-another contender has the reason.
-"""
+"""Judge contenders, then time those that agree. The row of another one has the reason."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +29,7 @@ class Settings:
     cold: bool = False
 
     def wants(self, name: str) -> bool:
-        """Return whether a name has one of the texts of ``--only``."""
+        """Return whether ``--only`` has a part of the name."""
         return any(part in name for part in self.only.split("|"))
 
 
@@ -90,7 +88,7 @@ class Judge:
         *,
         lse: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return the fields of a row, from results of all heads."""
+        """Return fields of a row."""
         group = self.group, self.group, 1, 1
         last = (
             None if x is None else x.detach()[-1:, :, -heads:]
@@ -168,7 +166,7 @@ def verdict_of(row: dict[str, Any]) -> str:
 
 
 def leaves_of(shape: Shape, settings: Settings) -> tuple[list[Tensor], Tensor, Judge]:
-    """Return the leaves q, k and v, dout, and the judge."""
+    """Return q, k and v; dout; the judge."""
     inputs = shape.inputs(settings.dtype, settings.device)
     judge = Judge(shape, *inputs)
     return [x.requires_grad_() for x in inputs[:3]], inputs[3], judge

@@ -43,7 +43,7 @@ def contenders(shape: Shape, settings: Settings) -> list[Contender]:
 
 
 def installed() -> dict[str, str]:
-    """Return the version of each peer outside torch, or why it is absent."""
+    """Return the version of each peer outside torch, or the reason."""
     return {FLASH4: peer_module("flash_attn.cute", FLASH4)[1]}
 
 
@@ -210,7 +210,7 @@ def visible(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 @functools.cache
 def peer_module(name: str, package: str) -> tuple[Any, str]:
-    """Return the module ``name``, or None, and the version of its package, or why it is absent."""
+    """Return the module or None, and the version of its package or the reason."""
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:

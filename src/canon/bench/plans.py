@@ -15,7 +15,7 @@ LARGE = 1024, 10_000_000  # ranks, tokens
 
 
 def measure(counts: list[int] | None, packs: int) -> list[dict]:
-    """Return a row for each number of ranks, and by default one of a large pack."""
+    """Return a row for each number of ranks, by default also for a large pack."""
     rows = []
     for ranks in counts or [8, 16, 32, 64]:
         tokens = TOKENS * ranks
@@ -44,7 +44,7 @@ def _row(kind: str, ranks: int, packs: list[list[int]]) -> dict:
 
 
 def tables(rows: list[dict]) -> list:
-    """Return a table of means over the packs, and of the median time."""
+    """Return a table of means, and of the median time."""
     lines = []
     for row in rows:
         means = [f"{statistics.mean(row[name]):.3f}" for name in MEASURES]

@@ -51,7 +51,7 @@ AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results 
 
 
 def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[dict[str, Any]]:
-    """Return a row for each of Canon's schedules, or of the ``peers``; the same on all ranks."""
+    """Return a row for each schedule of Canon, or of the ``peers``."""
     device, rounds, ranks = settings.device, settings.rounds, dist.get_world_size()
     # it works even if a GPU's communicator does not
     group = dist.new_group(backend="gloo", timeout=AGREEING) if device.type == "cuda" else None
@@ -100,7 +100,7 @@ def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result of ``call``, or the reason if it fails on any rank."""
+    """Return the result, or the reason if any rank fails."""
     result: dict[str, Any] = {}
     error = ""
     try:
@@ -174,7 +174,7 @@ def _profiled(run: Callable[[], object], device: torch.device) -> list[tuple[flo
 
 
 def meet(device: torch.device) -> None:
-    """Let all GPUs wait until launches are queued, and then for one another."""
+    """Let GPUs wait for their launches, and for one another."""
     dist.barrier()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD)

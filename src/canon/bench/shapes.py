@@ -38,7 +38,7 @@ MASKS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """b sequences of n tokens, h query heads and g key heads, d wide; one mask for all."""
+    """b sequences of n tokens with one mask, h query heads, g key heads, d wide."""
 
     b: int
     n: int

@@ -47,7 +47,7 @@ def milliseconds(
 
 
 def flush_of(device: torch.device) -> Run:
-    """Return a run after which L2 holds lines of another buffer."""
+    """Return a run that fills L2 with another buffer."""
     buffer, total = torch.ones(FLUSHED // 4, device=device), torch.empty((), device=device)
     return partial(torch.sum, buffer, 0, out=total)
 
@@ -128,12 +128,12 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 
 
 def median_of(row: dict, name: str, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return the column with the median of a list of a row, "-" without one."""
+    """Return the median of a list of a row, "-" without one."""
     return format(scale * statistics.median(row[name]), form) if row.get(name) else "-"
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the column with the median wall time of a pass, and its host time."""
+    """Return the median wall time of a pass, and its host time."""
     wall, host = (median_of(row, f"{name}_{clock}_ms", ".3f") for clock in ("wall", "host"))
     return wall if wall == "-" else f"{wall} ({host})"
 

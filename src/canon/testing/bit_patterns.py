@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Place(NamedTuple):
-    """The first token and head with other bits, and the largest `distance` there."""
+    """The first token and head with other bits, and `distance` there."""
 
     token: int
     head: int

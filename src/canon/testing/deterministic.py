@@ -13,7 +13,7 @@ _open: list[tuple[bool, bool, bool]] = []  # the settings before each open block
 @contextmanager
 def deterministic(warn_only: bool = False) -> Iterator[None]:
     """Use deterministic algorithms, without filling new memory with NaN. Threads as ranks share the
-    switch: they enter before one needs it, and leave after all have used it.
+    switch.
     """
     filling = torch.utils.deterministic
     with _lock:

@@ -18,7 +18,7 @@ PLAIN = {
 
 
 def share_types() -> None:
-    """Let tensors of one shape share what Triton computes from it. A second call does nothing."""
+    """Let tensors of one shape share Triton's results for it. A second call does nothing."""
     if core.block_type.__init__.__module__ == __name__:
         return
     unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__

@@ -9,8 +9,7 @@
 roundings of a kernel. For float64 the bound is 1e-12.
 
 **Norms.** L2, maximum, and worst token: ``max_t |error_t| / max(|oracle_t|, median_t |oracle_t|)``,
-with L2 over heads and width. The first two may miss a late token, because attention over n keys has
-size 1 / sqrt(n).
+with L2 over heads and width. It finds an error in a late token, which has size 1 / sqrt(n).
 
 **Roundings of `dense`.** Operands of matrix products are rounded to the dtype; sums, the softmax
 and lse are float32, in base 2. For 16-bit inputs q k^T is summed as a tensor core does: 16 products
@@ -20,8 +19,8 @@ at a time, truncated (Fasi, Higham, Mikaitis, Pranesh, Numerical behavior of NVI
 **Sinks.** With a = sigmoid(lse - z), out has the factor a, and dsink is -sum of (1 - a) rowsum(dO *
 out).
 
-**NaN and infinities** reach exactly the results of the cells that see them. The judge compares
-their places, and the errors everywhere else. Hidden tokens may hold NaN.
+**NaN and infinities** reach exactly the cells that see them. The judge compares their places, and
+errors elsewhere. Hidden tokens may hold NaN.
 
 ``mask=None`` is causal.
 """
@@ -72,7 +71,7 @@ Results = Attended | AttendedWithSink
 
 
 def results_of(five: Iterable[Tensor | None], dsink: Tensor | None) -> Results:
-    """Return all results, with dsink if there is one."""
+    """Return results, with dsink if there is one."""
     return Attended(*five) if dsink is None else AttendedWithSink(*five, dsink)
 
 
@@ -234,7 +233,7 @@ def _softmax(
 
 
 def _over_seen(weights: Tensor, x: Tensor, seen: Tensor) -> Tensor:
-    """Return weights @ x over the cells that are ``seen``: a weight of 0 does not hide a NaN."""
+    """Return weights @ x over ``seen`` cells: a weight of 0 does not hide a NaN."""
     finite = x.isfinite()
     rest = (~finite).any(-1).flatten(0, 1).any(0)
     cells = weights[..., rest, None] * x.masked_fill(finite, 0)[:, :, None, rest]
@@ -266,7 +265,7 @@ def row_blocks(mask: Mask, q: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def seen_tokens(mask: Mask, device) -> tuple[Tensor, Tensor]:
-    """Return which queries see a key, and which keys a query sees, as booleans."""
+    """Return, as booleans, queries that see a key, and keys that a query sees."""
     queries = torch.zeros(mask.queries, dtype=torch.bool, device="cpu")
     keys = torch.zeros(mask.keys, dtype=torch.bool, device="cpu")
     for band in mask.bands:  # it has a cell in each of its rows and columns
@@ -331,7 +330,7 @@ class Measure:
 
 
 def short(ratio: float) -> str:
-    """Return a ratio with two decimals, from 10^6 on as a power of ten."""
+    """Return a ratio as text."""
     return f"{ratio:.2f}" if ratio < 1e6 else f"{ratio:.0e}"
 
 

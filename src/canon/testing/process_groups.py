@@ -4,9 +4,8 @@
     process_groups.processes(program, ranks=4)    processes on the CPU, over gloo: takes seconds
     process_groups.gpus(program)                  processes with a GPU each, over NCCL
 
-Results and output are in rank order. RuntimeError names the first rank that fails, with its
-exception as the cause. Threads that all wait for each other raise at once. Processes end at a
-timeout, with their stacks.
+Results and output are in rank order. RuntimeError names the first rank that fails. Threads that all
+wait for each other raise at once. Processes end at a timeout, with their stacks.
 """
 
 import contextvars
@@ -30,9 +29,7 @@ Program = Callable[[], Any]
 
 
 def threads(program: Program, ranks: int = 4) -> list[Any]:
-    """Run ``program()`` on threads, on the CPU or one shared GPU, with the caller's context
-    variables. Raises RuntimeError.
-    """
+    """Run ``program()`` on threads, with the caller's context variables. Raises RuntimeError."""
     _check_ranks(ranks)
     if hasattr(_thread, "rank"):
         raise RuntimeError("a rank cannot start a group of threads inside its own group")

@@ -88,7 +88,7 @@ def _results(reports: list, stuck: dict[int, str], codes: list, timeout: float) 
 
 
 def _starter(backend: str):
-    """On the CPU, a server that has imported torch forks the ranks."""
+    """On the CPU, a server with torch forks the ranks."""
     if backend == "nccl" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -167,7 +167,7 @@ def _write(path: Path, report: dict[str, Any]) -> None:
 
 
 def _stack(path: Path) -> str:
-    """Return the innermost calls of a rank at the timeout, which begins before the parent's."""
+    """Return the innermost calls of a rank at the timeout."""
     lines = path.read_text().splitlines() if path.exists() else []
     calls = [line for line in lines if line.startswith("  File")]
     end = next((i for i, line in enumerate(calls) if line.endswith("in _child")), len(calls))

@@ -25,7 +25,7 @@ def write(path: Path, command: str, results: Sequence[dict[str, Any]], **more: A
 
 
 def head(command: str) -> dict[str, Any]:
-    """Return the provenance of a run, with the date and time in UTC."""
+    """Return the provenance of a run, in UTC."""
     return {
         "command": command,
         "canon": canon.__version__,

@@ -122,7 +122,7 @@ def roundings(
 
 
 def _of_sink(p, v, dy, sizes, lse, sink) -> tuple[Tensor, Tensor]:
-    """Return the sum and the rss of each row of dsink, without the factor a (1 - a)."""
+    """Return the sum and the rss of dsink by rows, without a (1 - a)."""
     out, sizes = p @ v, 1 + sizes
     weights = p * (sizes + lse.abs()[..., None])
     through_weight = (dy * out).sum(-1).abs()
@@ -168,7 +168,7 @@ def _narrow(
 
 
 class _Cap(NamedTuple):
-    """The ratios t of scores to a soft-cap and the slopes of tanh; without one 0 and 1."""
+    """The ratios t and the slopes of a soft-cap; without one 0 and 1."""
 
     softcap: float
     ratio: Tensor | float
@@ -195,7 +195,7 @@ def _partial_sums(q: Tensor, k: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
-    """Return q k^T, -inf in hidden cells. No distance that depends on a NaN is read."""
+    """Return q k^T, -inf in hidden cells. Distances of a NaN are not read."""
     return (q @ k.mT).masked_fill(~visible, -torch.inf).nan_to_num(0.0, 0.0, -torch.inf)
 
 

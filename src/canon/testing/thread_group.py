@@ -1,9 +1,8 @@
 """Implement a torch.distributed backend with threads of one process as ranks: the collectives of
 canon, DDP and FSDP2.
 
-The last rank that posts its tensors moves the data of all. torch's own group of threads has no send
-and receive, and waits forever for a returned rank. Sends are buffered. A receive must name its
-source. Reductions are in rank order.
+The last rank that posts its tensors moves the data of all; reductions are in rank order. Sends are
+buffered. A receive names its source. torch's own group of threads has no send and receive.
 """
 
 from collections import Counter
@@ -115,7 +114,7 @@ def _reduced(tensors: list[Tensor], op: Any) -> Tensor:
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """A process group of threads, with the method names that torch 2.11, 2.13 and 2.15 call."""
+    """A process group of threads, with the method names of torch 2.11, 2.13 and 2.15."""
 
     def __init__(self, rendezvous: Rendezvous, global_rank: int, rank: int, size: int):
         super().__init__(rank, size)
