@@ -4,7 +4,7 @@ import pytest
 from benching import no_clock, on_cpu, options_of  # noqa: F401 (a fixture)
 
 from canon import Mask
-from canon.bench import bench_command, kernels, mask_time, shapes, timing
+from canon.bench import kernels, mask_time, shapes, timing
 from canon.bench.packs import sampled_packs
 
 pytestmark = pytest.mark.interpreted
@@ -27,15 +27,6 @@ def test_shapes_and_masks_are_read():
     for text in (*sizes, *(f"1,64,4,2,16,{mask}" for mask in masks)):
         with pytest.raises(ValueError, match="expected"):
             shapes.shape_of(text)
-
-
-def test_an_option_of_another_subject_is_refused(capsys):
-    for what in bench_command.SUBJECTS:
-        options_of(what)
-    for words in (("host", "--cold"), ("plans", "--rounds", "3")):
-        with pytest.raises(SystemExit):
-            options_of(*words)
-        assert f"unrecognized arguments: {words[1]}" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- measuring

@@ -5,7 +5,6 @@ ring, and kernels without a line.
 import re
 from pathlib import Path
 
-import drawing
 import forward_runs
 import pytest
 import torch
@@ -53,12 +52,3 @@ def test_the_simulator_explains_the_absence_of_each_wait_and_arrival_of_the_plai
     assert forward_runs.fault_without(line, *tensors) == message
     # new barriers are visible at once here
     assert not forward_runs.fault_without("fence_async_shared()", *tensors)
-
-
-def test_a_timeline_hatches_each_rank_to_the_end_of_the_step():
-    steps = [[(0, 2), (2, 1), (1, 1)], [(2, 0), (1, 3), (0, 1)]]
-    perfect = 8 / 3  # cells of a rank, the unit of time
-    ax = drawing.timelines.__wrapped__({"ring": steps}, hop=1).axes[0]
-    hatched = [(perfect * x.get_x(), perfect * x.get_width()) for x in ax.patches if x.get_hatch()]
-    assert hatched == [pytest.approx(span) for span in 3 * [(0, 2)] + 3 * [(2, 3)]]
-    assert ax.get_title(loc="left") == "ring: 53 % busy"  # of 5 cells of time

@@ -58,13 +58,6 @@ def test_the_training_program_runs_under_torchrun_and_gives_the_loss_of_one_rank
     assert two[-1] < last
 
 
-@pytest.mark.gpus(2)
-def test_the_training_program_runs_on_gpus_unchanged():
-    found = losses_of(under_torchrun(TRAIN, 2))
-    assert len(found) == 20
-    assert found[-1] < 0.5 * found[0]
-
-
 # --- the other code
 
 

@@ -77,21 +77,6 @@ def test_loop_bounds_may_be_loaded():
     assert out.item() == 4
 
 
-def test_tensors_of_one_shape_share_their_types():
-    """interpreted_types.py makes them once, with the values of Triton and its errors."""
-    sizes = [16, 32], (tl.constexpr(16), 32)
-    one, other = (tl.tensor(None, tl.block_type(tl.float32, shape)) for shape in sizes)
-    assert one.shape is other.shape
-    assert one.type == other.type != tl.block_type(tl.int32, sizes[0])
-    assert [size.value for size in one.shape] == list(one.type.shape) == sizes[0]
-    assert one.numel.value == one.type.numel == 512
-    assert one.dtype == one.type.scalar == tl.float32
-    assert tl.tensor(None, tl.float32).numel.value == 1
-    for _ in range(2):
-        with pytest.raises(ValueError, match="power of 2"):
-            tl.block_type(tl.float32, [16, 24])
-
-
 # ---------------------------------------------------------------------- in a fresh process
 def fresh(program, **variables):
     """Run a program in a process that has TRITON_INTERPRET from ``variables`` alone. Return the
