@@ -105,18 +105,13 @@ def test_the_record_has_all_steps_beside_the_formula(tmp_path):
     path = tmp_path / "long.json"
     output = on_forked_ranks(FOLDER / "long_training.py", 2, *chain(*pairs), "--record", str(path))
     record = json.loads(path.read_text())
-    assert record.keys() >= {"command", "commit", "date", "machine"}
+    assert record["command"].startswith("long_training.py")
     assert [entry["tokens"] for entry in record["results"]] == [128, 256]
     for entry in record["results"]:
         formula = script().Formula(run_of(tokens=entry["tokens"], steps=1), 2)
         assert str(formula) in output
-        assert (entry["ranks"], entry["parameters"]) == (2, formula.parameters)
-        assert len(entry["loss"]) == len(entry["seconds"]) == 2
-        assert entry["predicted"] == {
-            "seconds": formula.seconds,
-            "peak_bytes": formula.peak_bytes,
-            "tensors": formula.tensors(),
-        }
+        assert len(entry["loss"]) == len(entry["seconds"]) == entry["ranks"] == 2
+        assert entry["predicted"]["tensors"] == formula.tensors()
 
 
 def held_bytes():

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from canon.bench.packs import sampled_packs
-from canon.masks.band import Band
 from canon.masks.mask import Mask
 
 KERNELS = [  # shapes on which peers have been measured before
@@ -62,9 +61,10 @@ class Shape:
     @cached_property
     def lengths(self) -> list[int]:
         """The lengths of packed documents."""
-        if self.kind not in ("documents", "pack"):
+        if self.kind not in PACKED:
             return []
-        return [stop - start for start, stop in pairwise(_packed(self.n, self.mask_name))]
+        ends = PACKED[self.kind](self.n, *self.numbers)
+        return [stop - start for start, stop in pairwise(ends)]
 
     @property
     def keys(self) -> int:
@@ -97,14 +97,8 @@ def _numbers(name: str) -> list[int]:
     return [int(x) for x in re.findall(r"\d+", name)]
 
 
-def _packed(n: int, name: str) -> list[int]:
-    kind, (number,) = name.partition(":")[0], _numbers(name)
-    return documents(n, number) if kind == "documents" else sampled_packs(n, number + 1)[-1]
-
-
-def _full(n: int, keys: int | None = None) -> Mask:
-    keys = n if keys is None else keys
-    return Mask([Band(0, n, 0, keys)], n, keys)
+def _pack(n: int, number: int) -> list[int]:
+    return sampled_packs(n, number + 1)[-1]
 
 
 def _tree(n: int, trunk: int, branches: int, tokens: int) -> Mask | None:
@@ -115,14 +109,15 @@ def _tree(n: int, trunk: int, branches: int, tokens: int) -> Mask | None:
 
 # The pattern of a name, and its mask from n and the numbers; None if they do not fit n.
 KINDS: dict[str, Callable[..., Mask | None]] = {
-    r"causal": lambda n: Mask.causal(n),
-    r"full(:\d+)?": _full,
+    r"causal": Mask.causal,
+    r"full(:\d+)?": Mask.full,
     r"window:\d+": lambda n, left: Mask.window(n, left, 0),
     r"prefix:\d+": lambda n, end: Mask.prefix(n, end) if end <= n else None,
     r"tree:\d+\+\d+x\d+": _tree,
     r"documents:\d+": lambda n, mean: Mask.documents(documents(n, mean)) if mean else None,
-    r"pack:\d+": lambda n, number: Mask.documents(sampled_packs(n, number + 1)[-1]),
+    r"pack:\d+": lambda n, number: Mask.documents(_pack(n, number)),
 }
+PACKED = {"documents": documents, "pack": _pack}
 
 
 def mask_of(n: int, name: str) -> Mask:
