@@ -51,16 +51,15 @@ def names_of_the_page(rank: int, ranks: int) -> dict:
         return [x[:, part["input_ids"][0]] for x in whole(TOKENS)]
 
     q, k, v = (whole(TOKENS)[0], *whole(KEY_ENDS[-1])[1:])
-    packed = dict(packed_q=q[0], packed_k=k[0], packed_v=v[0], left=LEFT, prefix_length=PREFIX)
-    ends = dict(cu_seqlens=ENDS, cu_seqlens_q=ENDS, cu_seqlens_k=KEY_ENDS, sm_scale=SCALE)
-    ranges = dict(q_ranges=[(0, 8), (8, 32)], k_ranges=[(0, 8), (8, 32)], types=["causal", 1])
     ids = torch.arange(TOKENS)[None]
     return dict(
-        zip(("whole_q", "whole_k", "whole_v"), whole(TOKENS), strict=True),
         **dict(attn=reference, Mask=Mask, Layout=Layout, pairwise=pairwise, project=project),
-        **dict(group=None, rank=rank, ranks=ranks, tokens=TOKENS),
-        **dict(batch={"input_ids": ids, "labels": ids}),
-        **(packed | ends | ranges),
+        **dict(group=None, rank=rank, ranks=ranks, tokens=TOKENS, sm_scale=SCALE, left=LEFT),
+        **dict(cu_seqlens=ENDS, cu_seqlens_q=ENDS, cu_seqlens_k=KEY_ENDS, prefix_length=PREFIX),
+        **dict(q_ranges=[(0, 8), (8, 32)], k_ranges=[(0, 8), (8, 32)], types=["causal", 1]),
+        **dict(zip(("whole_q", "whole_k", "whole_v"), whole(TOKENS), strict=True)),
+        **dict(packed_q=q[0], packed_k=k[0], packed_v=v[0]),
+        batch={"input_ids": ids, "labels": ids},
     )
 
 

@@ -30,11 +30,6 @@ def section(title: str) -> str:
     return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)[1]
 
 
-def heading(title: str) -> str:
-    """Return the anchor of a heading, as GitHub makes it."""
-    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
-
-
 CALLS = re.findall(r"`(attn\.\w+\(.*?\))`", section("Which function\\?"))
 
 
@@ -74,20 +69,19 @@ def test_the_first_program_runs_as_pasted(half, tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_calls_of_which_function_run_as_printed(half, ranks):
     """One rank runs all calls. Two ranks run the calls for several GPUs, each on its shard."""
-    ends, attn = [0, 5, 32], HALVES[half]
-    documents, causal = Mask.documents(ends), Mask.causal(32)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(1, 32, heads, 16) for heads in (8, 4, 4))
-    given = list(zip(CALLS, [documents] * 2 + [causal] * 2, strict=True))[ranks > 1 :]
+    attn, documents, causal = HALVES[half], Mask.documents([0, 5, 32]), Mask.causal(32)
+    masks = {"attention": documents, "magi": documents, "strided": causal, "zigzag": causal}
+    tensors = {name: torch.randn(1, 32, heads, 16) for name, heads in dict(q=8, k=4, v=4).items()}
 
     def program():
         rank = dist.get_rank()
-        for call, mask in given:
-            layout = attn.dispatch(mask, ranks) if "magi" in call else Layout.zigzag(32, ranks)
-            names = {"attn": attn, "Layout": Layout, "mask": mask, "ranks": ranks, "tokens": 32}
-            names |= {name: layout.shard(x, rank) for name, x in (("q", q), ("k", k), ("v", v))}
-            expected = layout.shard(reference.attention(q, k, v, mask), rank)
-            torch.testing.assert_close(eval(call, names), expected)
+        for call, (name, mask) in [*zip(CALLS, masks.items(), strict=True)][ranks > 1 :]:
+            assert call.startswith(f"attn.{name}")
+            layout = attn.dispatch(mask, ranks) if name == "magi" else Layout.zigzag(32, ranks)
+            shards = {x: layout.shard(tensor, rank) for x, tensor in tensors.items()}
+            given = dict(attn=attn, Layout=Layout, mask=mask, ranks=ranks, tokens=32)
+            expected = layout.shard(reference.attention(**tensors, mask=mask), rank)
+            torch.testing.assert_close(eval(call, given | shards), expected)
 
     process_groups.threads(program, ranks)
 
@@ -130,10 +124,10 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     assert [path for path, _ in links if not (page.parent / path).exists()] == []
     for path, anchor in links:
         if anchor and (not path or path.endswith(".md")):
-            titles = re.findall(
-                r"^#+ (.*)$", (page.parent / path if path else page).read_text(), re.MULTILINE
-            )
-            assert anchor in map(heading, titles), f"{path}#{anchor}"
+            text = (page.parent / path if path else page).read_text()
+            titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            anchors = [re.sub(r"[^\w -]", "", x.lower()).replace(" ", "-") for x in titles]
+            assert anchor in anchors, f"{path}#{anchor}"
 
 
 def test_the_numbers_of_speed_follow_from_records(scripts):

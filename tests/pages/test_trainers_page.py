@@ -3,6 +3,7 @@ systems are layouts of Canon.
 """
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,34 +16,28 @@ PAGE = (ROOT / "paper" / "in_your_program.md").read_text()
 SECTION = PAGE.split("\n## Trainers\n")[1].split("\n## ")[0]
 
 
-def pieces(n, count):
-    """Return ``count`` pieces of equal length."""
-    return list(torch.arange(n).view(count, n // count))
-
-
 def test_the_tests_that_the_section_names_exist():
     for name in re.findall(r"test_\w+\.py", SECTION):
         assert list((ROOT / "tests").rglob(name)), name
 
 
+def zigzag(start, length, rank, ranks):
+    """Return a rank's two of 2 W equal pieces of a sample."""
+    pieces = torch.arange(start, start + length).chunk(2 * ranks)
+    return [pieces[rank], pieces[2 * ranks - 1 - rank]]
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_layouts_are_the_cuts_of_torchtitan_megatron_verl_and_slime(ranks):
     """Two of 2 W equal pieces, of one sequence or of each padded sample. One of W equal pieces."""
-    lengths = [2 * ranks * k for k in (3, 1, 5)]
-    starts = [sum(lengths[:i]) for i in range(4)]
+    starts = [0, 6 * ranks, 8 * ranks, 18 * ranks]
     n = starts[-1]
     for rank in range(ranks):
-        both = rank, 2 * ranks - 1 - rank
-        zigzag = torch.cat([pieces(n, 2 * ranks)[piece] for piece in both])
-        assert Layout.zigzag(n, ranks).positions(rank).equal(zigzag)
-        samples = [
-            start + pieces(length, 2 * ranks)[piece]
-            for start, length in zip(starts, lengths, strict=False)
-            for piece in both
-        ]
-        of_samples = Layout.zigzag_documents(starts, ranks).positions(rank)
-        assert of_samples.equal(torch.cat(samples))
-        assert Layout.contiguous(n, ranks).positions(rank).equal(pieces(n, ranks)[rank])
+        whole = torch.cat(zigzag(0, n, rank, ranks))
+        samples = [piece for a, b in pairwise(starts) for piece in zigzag(a, b - a, rank, ranks)]
+        assert Layout.zigzag(n, ranks).positions(rank).equal(whole)
+        assert Layout.zigzag_documents(starts, ranks).positions(rank).equal(torch.cat(samples))
+        assert Layout.contiguous(n, ranks).positions(rank).equal(torch.arange(n).chunk(ranks)[rank])
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

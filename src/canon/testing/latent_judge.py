@@ -39,7 +39,7 @@ def keys_of(
 
 
 def latent_oracle(q, latent, k_rope, up_weight, dout, *options: Any) -> AttendedLatent:
-    """Return dense latent attention and its gradients in float64. ``options``: those of `oracle`."""
+    """Return dense latent attention and its gradients in float64. ``options``: as `oracle`'s."""
     tensors = (x.detach().double() for x in (q, latent, k_rope, up_weight, dout))
     return _attend(oracle, torch.float64, torch.float64, *tensors, *options)
 
