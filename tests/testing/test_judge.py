@@ -65,8 +65,8 @@ PART = "attention_forward/window/part"
     ("case", "replacement", "message"),
     [
         (LOCAL, ".float()", "out is torch.float32, expected torch.bfloat16"),
-        (PART, ".to(q.dtype)", "out is torch.bfloat16, expected torch.float32"),
-        (PART, ".to(q.dtype).to(out_dtype)", "but was rounded to"),
+        (PART, ".bfloat16()", "out is torch.bfloat16, expected torch.float32"),
+        (PART, ".bfloat16().to(out_dtype)", "but was rounded to"),
     ],
 )
 def test_results_in_another_dtype_are_caught(case, replacement, message, result_of):
