@@ -1,14 +1,10 @@
-"""List the contenders of `canon bench kernels`: Canon's kernel backends and backward methods, and
-the peers.
+"""List the contenders of `canon bench kernels`: Canon and the peers.
 
-canon BACKEND METHOD             forced; "in order": with deterministic algorithms
-canon auto                       a call without options; the same with deterministic algorithms;
-                                 and with ``rank_invariant=True``
-SDPA cudnn, SDPA flash           torch's attention, causal or full
-SDPA mask                        a dense mask, small shapes
-torch varlen                     packed documents
-FlexAttention                    compiled, with a BlockMask
-flash-attn-4 (deterministic)     where it is installed
+canon BACKEND METHOD      forced; "in order": with deterministic algorithms
+canon auto                no options; "repeatable": with deterministic algorithms
+SDPA cudnn, SDPA flash    torch's attention, causal or full
+SDPA mask                 a dense mask, small shapes
+torch varlen              packed documents
 """
 
 import functools

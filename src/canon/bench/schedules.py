@@ -1,12 +1,10 @@
-"""`canon bench schedules`: time every schedule of `canon.fast`, and the peers, on several GPUs.
+"""`canon bench schedules`: time schedules and peers on several GPUs.
 
-Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
+Each must agree with float64 on a short sequence, on all ranks. Times are those of the slowest rank:
 
     wall, host    eager calls back to back
-    GPU           between events; the GPUs first wait until launches are queued, and for one another
+    GPU           between events, after `meet`
     exposed       the part of both passes in which no kernel computes, by the profiler
-
-A schedule that raises on one rank is left out on all.
 """
 
 import statistics
@@ -43,8 +41,7 @@ LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 250.0  # seconds for Canon, and for its peers
 PROFILED = 5  # runs under the profiler, which delays the host now and then
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
-# Elements of the message that synchronises the ranks. The first message after a pause is 75 us
-# slower on H200s.
+# elements of a message: the first one after a pause is 75 us slower on H200s
 MEETING = 1 << 22
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others

@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds; a longer run is its own warm-up
-# clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
+# clocks (about 2 ms) that the device waits for launches before timed runs
 LEAD = 4_000_000
 CLOCKS = 3e9  # further clocks for each second of launching
 FLUSHED = 256 << 20  # bytes that a kernel reads to fill L2 with other lines
 SPAN = 20.0  # milliseconds of eager calls in one measurement
-MOST_CALLS = 100  # in one measurement, so that the queue of launches never fills up
+MOST_CALLS = 100  # in one measurement: the queue of launches must not fill up
 
 
 def milliseconds(

@@ -178,8 +178,8 @@ def processes(program: Program, ranks: int = 4, *, timeout: float = 120) -> list
 
 
 def gpus(program: Program, ranks: int | None = None, *, timeout: float = 600) -> list[Any]:
-    """Run the picklable ``program()`` on processes with a GPU each. Results come to the CPU. Raises
-    as `processes`, and ValueError for too few GPUs.
+    """Run it on processes with a GPU each. Results come to the CPU. Raises as `processes`, and
+    ValueError for too few GPUs.
     """
     ranks = torch.cuda.device_count() if ranks is None else ranks
     if ranks > torch.cuda.device_count():

@@ -40,15 +40,11 @@ def command(*words: str, **options: Any) -> str:
     line = [*words]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
-            if not (one is None or one is False or one in ("", ())):
-                line += [
-                    f"--{name}",
-                    *(
-                        map(str, one if isinstance(one, tuple) else [one])
-                        if one is not True
-                        else []
-                    ),
-                ]
+            if one is None or one is False or one in ("", ()):
+                continue
+            line.append(f"--{name}")
+            if one is not True:
+                line += map(str, one if isinstance(one, tuple) else [one])
     return shlex.join(line)
 
 
