@@ -18,7 +18,7 @@ FUNCTIONS = (
 
 def test_random_cases_agree(run, monkeypatch):
     monkeypatch.setattr(draws, "WEIGHTS", {name: draws.WEIGHTS[name] for name in FUNCTIONS})
-    number = 80 if sampling.ALL else 16
+    number = 80 if sampling.ALL else 10
     words = ("canon.fast", "--backend", "gluon", "--ranks", 3, "--random", number, "--seed", 3)
     status, printed, record = run(*words)
     assert status == 0, printed.out
