@@ -1,14 +1,15 @@
-"""Options and a constant clock for tests of `canon bench`."""
+"""Options, ceilings and a constant clock for tests of `canon bench`."""
 
 from argparse import ArgumentParser
 
 import pytest
 import torch
 
-from canon.bench import bench_command, schedules, timing
+from canon.bench import bench_command, kernels, schedules, timing
 from canon.bench.measuring import Settings
 
 CPU = torch.device("cpu")
+CEILINGS = {"matmul_tflops": 800.0, "copy_tbs": 4.0}
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,7 @@ def no_clock(monkeypatch):
         return [1.0] * times
 
     monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(kernels, "ceilings", lambda dtype, device: CEILINGS)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 A stub with the functions of `magi_attention.api` computes by the reference.
 """
 
+import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -13,6 +14,7 @@ from benching import no_clock_of_schedules, on_cpu  # noqa: F401 (a fixture)
 
 from canon import Layout, Mask, reference
 from canon.bench import peers, schedule_peers, schedules, shapes
+from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
@@ -60,7 +62,8 @@ def no_magi():
 
 
 def peer_rows():
-    return process_groups.threads(schedules.OnRanks((SHAPE,), on_cpu("", 1), peers=True), 2)[0]
+    measure = functools.partial(schedules.measure, peers=True)
+    return process_groups.threads(OnRanks(measure, (SHAPE,), on_cpu("", 1)), 2)[0]
 
 
 def test_magi_attention_agrees_before_it_is_timed(monkeypatch):
@@ -76,19 +79,30 @@ def test_magi_attention_agrees_before_it_is_timed(monkeypatch):
     assert "both_ms" not in row
 
 
-def test_magi_attention_must_hold_each_token_once(monkeypatch):
-    magi_stub(monkeypatch, positions=lambda x: torch.cat([x, x[-1:]]))
-    with pytest.raises(RuntimeError, match="ValueError"):
+@pytest.mark.parametrize(
+    ("positions", "found"),
+    [
+        (lambda x: torch.cat([x, x[-1:]]), "66 tokens of a sequence of 64, 64 of them distinct"),
+        (lambda x: x[1:], "62 tokens of a sequence of 64, 62 of them distinct"),
+    ],
+    ids=["padding", "lost tokens"],
+)
+def test_magi_attention_must_hold_each_token_once(positions, found, monkeypatch):
+    magi_stub(monkeypatch, positions=positions)
+    with pytest.raises(RuntimeError, match=found):
         peer_rows()
 
 
 def test_magi_attention_is_for_packed_documents_where_it_is_installed(monkeypatch):
-    def names(text, ranks=2):
-        shape = shapes.shape_of(text)
-        return [each.name for each in schedule_peers.peer_schedules(shape, ranks, on_cpu())]
-
+    names = lambda text, ranks=2: [
+        each.name for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, on_cpu())
+    ]
     assert names("1,64,2,2,16,documents:20") == []
+    assert schedules.fields(on_cpu())["peers"]["MagiAttention"].startswith(
+        "not installed (No module named"
+    )
     magi_stub(monkeypatch)
     assert names("1,64,2,2,16,documents:20") == ["MagiAttention"]
     assert names("1,64,2,2,16,documents:20", 1) == names("2,64,2,2,16,documents:20") == []
     assert names("1,64,2,2,16,full") == []
+    assert schedules.fields(on_cpu())["peers"]["MagiAttention"] == "unknown version"

@@ -10,7 +10,6 @@ import pickle
 import sys
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 from benching import CPU, no_clock_of_schedules, on_cpu, options_of  # noqa: F401 (a fixture)
@@ -22,6 +21,7 @@ from canon.bench import (
     schedules,
     shapes,
 )
+from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups
 
 SHAPE = shapes.shape_of("1,64,2,2,16,documents:20")
@@ -35,9 +35,9 @@ def no_switch(monkeypatch):
     monkeypatch.setattr(schedule_peers, "deterministic", contextlib.nullcontext)
 
 
-def of(*given, only=""):
+def of(*given, only="", **options):
     """Return a program of one round for ranks on the CPU."""
-    return schedules.OnRanks(given, on_cpu(only, 1))
+    return OnRanks(functools.partial(schedules.measure, **options), given, on_cpu(only, 1))
 
 
 def test_schedules_agree_before_they_are_timed():
@@ -48,7 +48,10 @@ def test_schedules_agree_before_they_are_timed():
     assert {"ring zigzag", "strided zigzag 2, small ends", "magi, 2 stages", mesh} <= found
     assert {"one GPU", "magi, repeatable"} <= found
     assert all(row["agrees"] for row in rows if row["schedule"] != "one GPU")
-    assert all(row["forward_tflops"] > 0 and row["both_ms"] == [1.0] for row in rows)
+    assert all(
+        row["forward_tflops"] > 0 and row["both_ms"] == [1.0] and row["both_launches_ms"] == [0.5]
+        for row in rows
+    )
     assert not any(row["peer"] for row in rows)
     assert schedules.tables(rows)[0].row_count == len(rows)
 
@@ -86,25 +89,49 @@ def test_exposed_is_what_no_kernel_covers():
     assert schedules.uncovered([]) == 0
 
 
-def test_exposed_is_the_median_of_several_runs(monkeypatch):
-    """A profiler that delays the host once changes nothing."""
+def test_exposed_is_the_median_of_several_runs_and_never_longer_than_both_passes(monkeypatch):
+    """A profiler that delays the host once changes nothing. One that always does leaves a reason
+    instead of a time.
+    """
     delays = iter([300.0, 1.0, 0.5, 400.0, 0.25])
-    profiled = lambda *_: [(0.0, 1e3 * next(delays), "ncclDevKernel"), (0.0, 0.0, "forward_kernel")]
+
+    def profiled(run, device):
+        run()
+        return [(0.0, 1e3 * next(delays), "ncclDevKernel_SendRecv"), (0.0, 0.0, "forward_kernel")]
+
     monkeypatch.setattr(schedules, "_profiled", profiled)
-    assert process_groups.threads(lambda: EXPOSED(int, CPU), 1) == [1.0]
+    runs = []
+    assert process_groups.threads(lambda: EXPOSED(lambda: runs.append(0), CPU), 1) == [1.0]
+    assert len(runs) == 1 + schedules.PROFILED
+    for exposed, kept in ((0.75, True), (237.76, False)):
+        monkeypatch.setattr(schedules, "_exposed", lambda run, device, exposed=exposed: exposed)
+        (row,) = process_groups.threads(of(SHORT, only="ring zigzag"), 1)[0]
+        assert (row.get("exposed_ms") == exposed) is kept
+        assert ("237.76 ms, longer than both passes" in row.get("exposed_failed", "")) is not kept
 
 
 def test_torch_context_parallel_is_for_causal_sequences_that_it_can_balance():
     def found(text, ranks, only=""):
-        shape = shapes.shape_of(text)
-        return [each.name for each in schedule_peers.peer_schedules(shape, ranks, on_cpu(only))]
+        return [
+            each.name
+            for each in schedule_peers.peer_schedules(shapes.shape_of(text), ranks, on_cpu(only))
+        ]
 
-    rotations = "allgather", "alltoall"
-    ways = [f"torch {kernel} {rotation}" for kernel in ("cudnn", "flash") for rotation in rotations]
+    ways = [
+        "torch cudnn allgather",
+        "torch cudnn alltoall",
+        "torch flash allgather",
+        "torch flash alltoall",
+    ]
     assert found("1,64,4,2,16,causal", 4) == ways
+    assert found("1,64,4,2,16,causal", 4, "flash") == ways[2:]
     assert found("1,64,4,2,16,causal", 4, "flash allgather|cudnn") == ways[:3]
-    for text, ranks in (("60,4,2,16,causal", 4), ("64,4,2,16,full", 4), ("64,4,2,16,causal", 1)):
-        assert found(f"1,{text}", ranks) == []
+    assert (
+        found("1,60,4,2,16,causal", 4)
+        == found("1,64,4,2,16,full", 4)
+        == found("1,64,4,2,16,causal", 1)
+        == []
+    )
 
 
 def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
@@ -112,25 +139,25 @@ def test_ring_flash_attn_runs_on_flash_attn_4(monkeypatch):
     on.
     """
     calls, options = [], (0.0, 1.0, True, -1, -1, 0.0, None, False)
+    names = "flash_attn", "flash_attn.cute.interface", "ring_flash_attn"
+    _, kernels, ring = modules = [ModuleType(name) for name in names]
     noting = lambda *x, **y: calls.append((x, y)) or (10, 11, 12)
+    vars(kernels).update(_flash_attn_fwd=noting, _flash_attn_bwd=noting)
 
     def zigzag(q, k, v, causal, return_attn_probs):
         both = importlib.import_module("flash_attn.flash_attn_interface")
         both._flash_attn_backward(*range(9), *options)  # dout, q, k, v, out, lse, dq, dk, dv
         return both._flash_attn_forward(q, k, v, *options)
 
-    for name, functions in {
-        "flash_attn": {},
-        "flash_attn.cute.interface": dict(_flash_attn_fwd=noting, _flash_attn_bwd=noting),
-        "ring_flash_attn": dict(zigzag_ring_flash_attn_func=zigzag),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, module := ModuleType(name))
-        vars(module).update(functions)
+    vars(ring).update(zigzag_ring_flash_attn_func=zigzag)
+    for name, module in zip(names, modules, strict=True):
+        monkeypatch.setitem(sys.modules, name, module)
     for name in ("flash_attn.flash_attn_interface", "ring_flash_attn.adapters"):
         monkeypatch.setitem(sys.modules, name, None)  # absent, and restored after the test
-    attend: Any = ring_flash_attn_peer.zigzag_function()
-    assert attend(1, 2, 3, return_lse=True) == (10, 11)
+    attend = ring_flash_attn_peer.zigzag_function()
+    assert attend is not None
+    assert attend(1, 2, 3, return_lse=True) == (10, 11)  # pyright: ignore[reportArgumentType]
     (backward, named), (forward, _) = calls
     assert forward == (1, 2, 3)
     assert backward == (1, 2, 3, 4, 0, 5)
-    assert (named["dq"], named["dk"], named["dv"]) == (6, 7, 8)
+    assert [named[name] for name in ("dq", "dk", "dv")] == [6, 7, 8]

@@ -19,6 +19,7 @@ import pytest
 from my_attention import ROWS
 from programs import printed
 
+from canon import Layout
 from canon.masks.band import Band
 from canon.reference import backward, group_collectives, local, mesh, ring, strided
 
@@ -72,6 +73,16 @@ WRONG = {
             "tokens: 0, 1, .* there is nan, expected ",
         ),
         (
+            "whole.masked_fill(~visible, 0)).masked_fill(~visible, 0)",
+            "whole)",
+            "^out if both lse are -inf: these queries see no key, so out must be 0: wrong at 24 ",
+        ),
+        (
+            "weight * part",
+            "part",
+            "^out of queries 10 to 23, .* see keys of both pieces: wrong at 14 of 14 tokens: 10,",
+        ),
+        (
             "return (weighted(out, lse) +",
             "return (weighted(out.nan_to_num(0), lse) +",
             "^out of query 3, .* NaN must stay: found ",
@@ -90,6 +101,22 @@ WRONG = {
             "^rank 0, step 1: the hop names owner 0, expected 2, ",
         ),
         (
+            "Hop(held",
+            "Hop([k.contiguous(), v.contiguous()]",
+            "step 1: it sends the keys of 0, expected the keys of 3$",
+        ),
+        (
+            "Hop(held, owner - 1",
+            "Hop(held, owner",
+            "^rank 0, step 0: the hop names owner 0, expected 3, the owner of the",
+        ),
+        (
+            "Hop(held",
+            "Hop(*held",
+            r"a hop takes a list of tensors.* Hop\(held, owner - 1, call\): found Tensor, Tensor,",
+        ),
+        ("out_dtype=accumulate", "out_dtype=q.dtype", "merged gets parts in float32"),
+        (
             "        mask = call.local_mask(owner)",
             "        hop and hop.wait()\n        mask = call.local_mask(owner)",
             "^rank 0, step 0: it waits for the hop before it computes, so the message overlaps",
@@ -98,6 +125,11 @@ WRONG = {
             HOP + PART,
             PART + HOP,
             "^rank 0, step 0: it starts the hop after it computes, so the message overlaps with",
+        ),
+        (
+            "out, lse = merged(out, lse, *part)",
+            "out, lse = (out, lse) if step == 1 else merged(out, lse, *part)",
+            "^rank 1, out: wrong at 6 of 6 tokens: 6, 7, 8, 9, 10, 11. At the first",
         ),
     ],
     "ring_backward": [
@@ -112,14 +144,35 @@ WRONG = {
             "^rank 0: gradient hop 1 of 3 starts in step 0, expected step 1: the part of step 0 s",
         ),
         (
+            "            own_part = part\n",
+            "            pass\n",
+            r"own_part is \(None, None\): keep the part of step 0 there$",
+        ),
+        (
             "elif keys_need_grad",
             "else",
             r"^only q needs a gradient, so part is \[None, None\]: start no gradient hop$",
         ),
         (
+            "Hop(\n                [x",
+            "Hop(\n                *[x",
+            "a hop takes a list of tensors, .*: found Tensor, Tensor, int, Call$",
+        ),
+        (
+            "x.to(call.reduce_dtype)",
+            "x",
+            "hop has torch.float32, expected call.reduce_dtype, torch.bfloat16$",
+        ),
+        (
             "x.to(call.reduce_dtype)",
             "x.to(q.dtype)",
             "hop has torch.bfloat16, expected call.reduce_dtype, torch.float32$",
+        ),
+        ("reduce_dtype).contiguous()", "reduce_dtype)", "hop has tensors that are not contiguous$"),
+        (
+            "part], owner - 1",
+            "part], owner",
+            "^rank 0, step 1: the gradient hop names owner 3, expected 2",
         ),
         ("    part = _plus_received(part", "    _plus_received(part", "^rank 0, dk: "),
     ],
@@ -128,6 +181,11 @@ WRONG = {
             "(band.hi - offset) // step",
             "-((offset - band.hi) // step)",
             "^example 2, every fourth token: expected Band",
+        ),
+        (
+            "(queries.start - band.q_stop)",
+            "(queries.start - band.q_stop + step - 1)",
+            r"^example 2, every fourth token: expected Band\(q 1:3, .* found Band\(q 1:2, ",
         ),
         (
             "-((offset - band.lo) // step)",
@@ -140,6 +198,16 @@ WRONG = {
             "pieces[2 * ranks - 1 - r]",
             "pieces[r + ranks]",
             r"^24 tokens, rank 0: expected tokens \[0, 1, 2, 21, 22, 23\], found \[0, 1, 2, 12, ",
+        ),
+        (
+            "[[pieces[r], pieces[2 * ranks - 1 - r]] for",
+            "[[*pieces[r], *pieces[2 * ranks - 1 - r]] for",
+            "^24 tokens, rank 0: expected a list of two ranges, found a list of int$",
+        ),
+        (
+            "[range(start, stop) for",
+            "[torch.arange(start, stop) for",
+            "^24 tokens, rank 0: expected a list of two ranges, found a list of Tensor$",
         ),
         (
             "i * size + min(i, larger)",
@@ -160,13 +228,21 @@ WRONG = {
             "(-1, call.columns)).permute(3, 1, 0, 2, 4)",
             r"^rank \d: .*, numbers: wrong at 1. of 1. .* there is [12]0., expected [14]0.$",
         ),
+        (
+            "permute(2, 1, 0, 3, 4)",
+            "permute(2, 1, 0, 3, 4).flip(0)",
+            r"^rank \d: .*, numbers: wrong at 1. of 1. .* there is (40.|\d), expected (\d|40.)$",
+        ),
         ("[sizes[column]] * call.columns", "sizes", r"^rank \d: RuntimeError: split_with_sizes"),
     ],
     "bytes_of_nic": [
         ("(rows - 1)", "rows", "^4 x 1: expected 12582912 bytes on a NIC, found 16777216"),
+        ("(g // columns)", "g", "^2 x 2: expected 4194304 bytes on a NIC, found 8388608"),
+        ("(2 + 2 + 4)", "(2 + 4)", "^4 x 1: expected 12582912 bytes on a NIC, found 9437184"),
     ],
     "crossover": [
         ("F / L / columns", "F / L", "^32/8 heads, 8 columns, 6600 tokens: .*: t is too large$"),
+        ("g / h", "h / g", "^32/8 heads, 1 columns, 105600 tokens: .*: t is too large$"),
     ],
 }
 
@@ -221,6 +297,13 @@ def test_a_solution_is_an_excerpt_of_the_reference(name):
     assert found in expected
 
 
+def test_zigzag_of_the_course_is_the_layout(run):
+    zigzag = run(CELLS["zigzag"][1])["zigzag"]
+    for n in range(30):
+        for ranks in range(1, 6):
+            assert Layout(zigzag(n, ranks), n) == Layout.zigzag(n, ranks)
+
+
 @pytest.mark.parametrize("name", HOLES)
 def test_an_empty_hole_fails_with_the_line_that_says_what_to_write(name, run, capsys):
     cell = course.with_hole(CELLS[name][1])
@@ -261,44 +344,55 @@ def test_a_wrong_answer_fails_the_cell_below_it_with_its_reason(name, run, monke
             exec(cell, names)
 
 
-def test_the_course_has_holes_folded_solutions_and_links(tmp_path):
+def test_the_course_has_holes_folded_solutions_and_keeps_written_functions(tmp_path):
     (tmp_path / "paper").mkdir()  # another project's, beside the folder of the course
-    for _ in range(2):  # links that are there stay
-        folder = course.write(tmp_path / "build")
+    folder = course.write(tmp_path / "build")
+    assert folder == tmp_path / "build" / "course"
     assert {path.name for path in tmp_path.iterdir()} == {"paper", "build"}
     assert course.SOLVED in TWINS["00_softmax_in_pieces"].cells[0].source
-    links = set()
-    for path in folder.glob("*.ipynb"):
-        cells = nbformat.read(path, 4).cells
-        text = "\n".join(cell.source for cell in cells)
-        if path.stem in {notebook for notebook, _ in CELLS.values()}:
-            assert not re.search("This copy is solved|your turn", text)
-            assert "<summary>Hint</summary>" in text
-            assert "<summary>Solution</summary>" in text
-            assert f"`.venv/bin/jupyter lab {folder.parent}` opens" in cells[0].source
-        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
-        links |= set(re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text))
+    for notebook in {notebook for notebook, _ in CELLS.values()}:
+        text = (folder / f"{notebook}.ipynb").read_text()
+        assert "This copy is solved" not in text
+        assert "your turn" not in text
+        assert "<summary>Hint</summary>" in text
+        assert "<summary>Solution</summary>" in text
+        assert (
+            f"`.venv/bin/jupyter lab {folder.parent}` opens"
+            in nbformat.reads(text, 4).cells[0].source
+        )
+    cells = [cell for path in folder.glob("*.ipynb") for cell in nbformat.read(path, 4).cells]
+    texts = [cell.source for cell in cells if cell.cell_type == "markdown"]
+    links = {link for text in texts for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert {"08_backward.ipynb", "../paper/records.md"} <= links
     assert not [link for link in links if not (folder / link).exists()]
-
-
-def test_a_written_function_is_kept_and_checked(tmp_path):
-    folder = course.write(tmp_path)
-    kept, empty = folder / "my_functions" / "merged.py", course.with_hole(CELLS["zigzag"][1])
+    assert course.write(tmp_path / "build") == folder  # links that are there stay
+    program = (
+        "import runpy, my_attention; runpy.run_path('cell.py'); "
+        "print(my_attention.merged.__code__.co_filename)"
+    )
+    kept = folder / "my_functions" / "merged.py"
+    empty = course.with_hole(CELLS["zigzag"][1])
     (folder / "cell.py").write_text(f"from my_attention import mine\n{CELLS['merged'][1]}\n{empty}")
-    inside = f"import os, sys; os.chdir({str(folder)!r}); sys.path.insert(0, ''); "
-    output = printed(f"{inside} import runpy; runpy.run_path('cell.py')")
+    output = printed(
+        f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
+    )
     unwritten = "used in this notebook, but not kept: it raises NotImplementedError"
     assert f"merged: kept in {kept}, not checked yet\nzigzag: {unwritten}\n" in output
     assert [path.name for path in kept.parent.iterdir()] == ["merged.py"]
     assert lines_of(kept.read_text())[1:] == lines_of(CELLS["merged"][1])[2:]
     kept.write_text(kept.read_text().replace("logaddexp", "maximum"))
+    program = "import my_attention; my_attention.check('--only merge/')"
     with pytest.raises(AssertionError, match="0 of 3 cases agree"):
-        printed(f"{inside} import my_attention; my_attention.check('--only merge/')")
+        printed(
+            f"import os; os.chdir({str(folder)!r}); import sys; sys.path.insert(0, ''); {program}"
+        )
 
 
 def test_a_folder_that_has_the_name_of_a_link_is_named_before_anything_is_written(tmp_path):
     (tmp_path / "paper").mkdir()
-    with pytest.raises(FileExistsError, match=f"is not a link to {FOLDER.parent}/paper: choose"):
+    with pytest.raises(
+        FileExistsError,
+        match=f"{tmp_path}/paper is not a link to {FOLDER.parent}/paper: choose another",
+    ):
         course.write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["paper"]

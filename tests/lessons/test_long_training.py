@@ -5,7 +5,6 @@ the model has and saves.
 import importlib
 import json
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -100,31 +99,71 @@ def test_some_layers_see_a_window_and_the_others_all_earlier_tokens():
 
 
 def test_the_record_has_all_steps_beside_the_formula(tmp_path):
-    options = SMALL | {"tokens": "128 256", "steps": 1}
-    pairs = [(f"--{name.replace('_', '-')}", *str(x).split()) for name, x in options.items()]
+    options = {x: [y] for x, y in SMALL.items()} | {"tokens": [128, 256], "steps": [1]}
+    words = [
+        str(word)
+        for name, values in options.items()
+        for word in (f"--{name.replace('_', '-')}", *values)
+    ]
     path = tmp_path / "long.json"
-    output = on_forked_ranks(FOLDER / "long_training.py", 2, *chain(*pairs), "--record", str(path))
+    output = on_forked_ranks(FOLDER / "long_training.py", 2, *words, "--record", str(path))
     record = json.loads(path.read_text())
-    assert record["command"].startswith("long_training.py")
+    assert record.keys() >= {"command", "commit", "date", "machine"}
     assert [entry["tokens"] for entry in record["results"]] == [128, 256]
     for entry in record["results"]:
         formula = script().Formula(run_of(tokens=entry["tokens"], steps=1), 2)
         assert str(formula) in output
-        assert len(entry["loss"]) == len(entry["seconds"]) == entry["ranks"] == 2
-        assert entry["predicted"]["tensors"] == formula.tensors()
+        assert (entry["ranks"], entry["parameters"]) == (2, formula.parameters)
+        assert len(entry["loss"]) == len(entry["seconds"]) == 2
+        assert entry["seconds_per_step"] == entry["seconds"][1]  # without the first step
+        assert entry["tokens_per_second"] == entry["tokens"] / entry["seconds_per_step"]
+        assert entry["peak_bytes"] is None  # on a CPU
+        assert entry["predicted"] == {
+            "seconds": formula.seconds,
+            "peak_bytes": formula.peak_bytes,
+            "tensors": formula.tensors(),
+        }
+
+
+def saved_bytes(run):
+    """Return the parameters of the model, and the bytes that a forward pass saves."""
+    trainer, saved = script().Trainer(run), {}
+    parameters = [*trainer.model.parameters()]
+
+    def kept(x):
+        if not any(x is parameter for parameter in parameters):
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    part = trainer.batch(0).values()
+    with torch.autograd.graph.saved_tensors_hooks(kept, lambda x: x):
+        loss = trainer.model(*part, trainer.attends)
+    total = sum(saved.values())
+    loss.backward()
+    return sum(x.numel() for x in parameters), total
+
+
+def both_saved_bytes():
+    return [saved_bytes(run_of(layers=layers)) for layers in (2, 5)]
+
+
+def test_the_formula_counts_the_parameters_and_the_saved_input_of_each_layer():
+    formulas = [script().Formula(run_of(layers=layers), 1) for layers in (2, 5)]
+    (few, little), (many, much) = process_groups.processes(both_saved_bytes, 1)[0]
+    assert [few, many] == [formula.parameters for formula in formulas]
+    inputs = [formula.tensors()["inputs of all layers"] for formula in formulas]
+    assert much - little == inputs[1] - inputs[0] == 3 * 384 * 32 * 4
 
 
 def held_bytes():
-    """Return the parameters, and the most bytes of a step after the first beside the model and the
-    states of AdamW.
-    """
+    """Return the most bytes of a step after the first beside the model and the states of AdamW."""
     found = []
     for layers in (2, 4):
         trainer = script().Trainer(run_of(layers=layers, **LARGER))
         trainer.step(trainer.batch(0))
         with Held() as held:
             trainer.step(trainer.batch(1))
-        found.append((sum(x.numel() for x in trainer.model.parameters()), held.peak))
+        found.append(held.peak)
     return found
 
 
@@ -134,11 +173,40 @@ LARGER = dict(tokens=1024, width=64, heads=2, key_heads=1, head_width=16, mlp_wi
 
 def test_the_formula_is_at_most_a_third_above_the_peak_on_a_cpu():
     """On a GPU, attention has other parts, and parameters are also in bfloat16."""
-    parameters, peaks = zip(*process_groups.processes(held_bytes, 1)[0], strict=True)
+    peaks = process_groups.processes(held_bytes, 1)[0]
     formulas = [script().Formula(run_of(layers=layers, **LARGER), 1) for layers in (2, 4)]
-    assert [formula.parameters for formula in formulas] == [*parameters]
     kept = ("parameters and states of AdamW, float32", "whole layers and head")
     for peak, formula in zip(peaks, formulas, strict=True):
         sizes = formula.tensors()
         assert peak <= formula.peak_bytes - sum(sizes[name] for name in kept) <= 4 / 3 * peak
     assert peaks[1] - peaks[0] == pytest.approx(2 * 1024 * 64 * 4, rel=0.01)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(ranks):
+    formula = script().Formula(script().Run(), ranks)
+    longest = formula.longest(140e9)
+    fits, more = (
+        script().Formula(script().Run(tokens), ranks).peak_bytes
+        for tokens in (longest, longest + 256 * ranks)
+    )
+    assert fits <= 140e9 < more
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(attention="torch"), "--full-every 1"),
+        (dict(attention="torch", full_every=1, mean=64), "no --mean"),
+        (dict(steps=0), "steps must be at least 1"),
+    ],
+)
+def test_options_that_contradict_each_other_raise(options, message):
+    with pytest.raises(ValueError, match=message):
+        run_of(**options)
+
+
+def test_context_parallel_of_torch_needs_gpus():
+    program = partial(script().Trainer, run_of(attention="torch", full_every=1))
+    with pytest.raises(RuntimeError, match="'torch' on 2 ranks needs a GPU for each"):
+        process_groups.threads(program, 2)

@@ -85,6 +85,11 @@ def test_a_fault_of_the_tree_shows_in_the_gradients(training, monkeypatch, fault
     assert max(training.train(run)["difference"]) > 1e-3
 
 
+def test_the_steps_raise_the_reward(training):
+    rewards = training.train(training.Run(**SMALL | dict(steps=30, answers=8)))["reward"]
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5])
+
+
 def test_it_runs_with_the_variables_of_torchrun_and_prints_one_table():
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
     output = on_forked_ranks(SCRIPT, 2, *options)

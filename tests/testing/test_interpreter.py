@@ -59,8 +59,15 @@ def test_bfloat16_arithmetic_is_that_of_float32_rounded():
     out = torch.empty(7, 64, dtype=torch.bfloat16)
     arithmetic_kernel[(1,)](x, y, out, N=64)
     numbers = torch.arange(64.0).bfloat16()
-    extremes = torch.minimum(x, y), torch.maximum(x, y)
-    expected = x + y, x * y, *extremes, torch.full_like(x, 1.5), numbers * 3, -x
+    expected = [
+        x + y,
+        x * y,
+        torch.minimum(x, y),
+        torch.maximum(x, y),
+        torch.full_like(x, 1.5),
+        numbers * 3,
+        -x,
+    ]
     assert torch.equal(out, torch.stack(expected))
 
 
@@ -75,6 +82,25 @@ def test_loop_bounds_may_be_loaded():
     out = torch.zeros(1, dtype=torch.int32)
     loop_kernel[(1,)](torch.tensor([3, 10], dtype=torch.int32), out)
     assert out.item() == 4
+
+
+def test_tensors_of_one_shape_share_their_types():
+    """interpreted_types.py makes them once, with the values of Triton and its errors."""
+    sizes = [16, 32], (tl.constexpr(16), 32)
+    one, other = (tl.tensor(None, tl.block_type(tl.float32, shape)) for shape in sizes)
+    assert one.shape is other.shape
+    assert one.type == other.type != tl.block_type(tl.int32, sizes[0])
+    assert [size.value for size in one.shape] == list(one.type.shape) == sizes[0]
+    assert (one.numel.value, one.type.numel, one.dtype, one.type.scalar) == (
+        512,
+        512,
+        tl.float32,
+        tl.float32,
+    )
+    assert tl.tensor(None, tl.float32).numel.value == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="power of 2"):
+            tl.block_type(tl.float32, [16, 24])
 
 
 # ---------------------------------------------------------------------- in a fresh process
@@ -140,6 +166,21 @@ def test_an_interpreter_that_the_repairs_do_not_fit_is_refused(fault):
     assert (
         "ImportError: canon.fast repairs the CPU interpreter of Triton 3.6 to 3.9"
     ) in ended.stderr
+
+
+def test_an_import_leaves_triton_as_it_is():
+    ended = fresh(
+        """
+        from triton.runtime import interpreter
+        names = "GridExecutor", "InterpreterBuilder", "InterpretedFunction"
+        parts = [getattr(interpreter, name) for name in names]
+        before = [dict(vars(part)) for part in parts], interpreter._patch_lang
+        import canon.fast
+        assert before == ([dict(vars(part)) for part in parts], interpreter._patch_lang)
+        """,
+        TRITON_INTERPRET="1",
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_without_triton_pytorch_computes_and_a_chosen_backend_says_how_to_install_it():

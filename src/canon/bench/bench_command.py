@@ -2,8 +2,9 @@
 
     canon bench kernels      one GPU: forward, every backward, peers
     canon bench host         one GPU: wall and host time of eager calls
-    canon bench masks        one GPU: calls with a new mask
+    canon bench masks        one GPU, or none: plans of a new mask
     canon bench schedules    several GPUs: ring, strided and Magi
+    canon bench decode       several GPUs: few queries, keys divided among the GPUs
     canon bench plans        no GPU: dispatch plans
     canon bench links        several GPUs or ranks: messages of all pairs, for canon plan
 
@@ -24,16 +25,18 @@ import torch
 
 from canon.bench import links, plans, shapes
 from canon.bench.measuring import Settings
-from canon.bench.schedules import OnRanks
+from canon.bench.on_ranks import OnRanks
 from canon.testing import process_groups, record
 
 # The module and the options of each subject. A module has SHAPES, measure(shape, settings) and
-# tables(rows). It may have check(shape), and fields of the record.
+# tables(rows). It may have check(shape), fields of the record, and on_ranks(program, ranks), if
+# ranks take part.
 SUBJECTS = {
     "kernels": ("kernels", "shape only dtype rounds cold"),
     "host": ("host_time", "shape only dtype rounds"),
     "masks": ("mask_time", "shape dtype rounds"),
     "schedules": ("schedules", "shape only dtype rounds ranks"),
+    "decode": ("decoding", "shape only dtype rounds ranks"),
     "plans": ("plans", "ranks packs"),
     "links": ("links", "ranks rounds"),
 }
@@ -60,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "type": int,
         "action": "append",
         "metavar": "N",
-        "help": "plans: repeatable (8, 16, 32 and 64); schedules: GPUs (all); links: 2",
+        "help": "plans: repeatable (8, 16, 32 and 64); schedules, decode: GPUs (all); links: 2",
     },
     "packs": {
         "type": int,
@@ -107,8 +110,14 @@ def run(options: argparse.Namespace) -> int:
     for name, value in more.items():
         console.print(f"{name}: {', '.join(f'{x} {y}' for x, y in value.items())}", markup=False)
     console.print(f"record: {_record_path(options)}", markup=False)
-    wrong = ("failed" in row and row.get("canon", row.get("peer") is False) for row in rows)
-    return DISAGREES if any(wrong) else 0
+    return DISAGREES if any(map(_wrong, rows)) else 0
+
+
+def _wrong(row: dict) -> bool:
+    """Return whether Canon failed."""
+    return "failed" in row and (
+        row.get("peer") is False or row.get("contender", "").startswith("canon")
+    )
 
 
 def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches, Settings]:
@@ -118,25 +127,47 @@ def _prepared(options: argparse.Namespace, module: ModuleType) -> tuple[Batches,
         if (ranks := max(options.ranks or [2])) < 2:
             raise ValueError(f"--ranks {ranks}: expected two or more")
         return links.batches(ranks, options.rounds), Settings()
-    if not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if not (on_gpu or options.what == "masks"):
         raise ValueError("it measures GPUs, and there is none here")
-    if not process_groups.kernel_gpus():
+    if on_gpu and not process_groups.kernel_gpus():
         raise ValueError(
             "it measures GPUs: unset TRITON_INTERPRET, which keeps the kernels on the CPU"
         )
+    several = hasattr(module, "on_ranks")
+    device = _device(several) if on_gpu else torch.device("cpu")
     names = ("rounds", "only", "cold")
     given = {name: getattr(options, name) for name in names if name in options}
-    settings = Settings(getattr(torch, options.dtype), **given)
+    settings = Settings(getattr(torch, options.dtype), device, **given)
+    found = _shapes(options, module)
+    if not several:
+        return _by_shape(module, found, settings), settings
+    (count,) = options.ranks if options.ranks and len(options.ranks) == 1 else (None,)
+    if options.ranks and (count or sys.maxsize) > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks {options.ranks}: expected one number, of the "
+            f"{torch.cuda.device_count()} GPUs here"
+        )
+    program = OnRanks(module.measure, tuple(found), settings, partial(_keep, options))
+    return module.on_ranks(program, count), settings
+
+
+def _shapes(options: argparse.Namespace, module: ModuleType) -> list[shapes.Shape]:
     found = [shapes.shape_of(text) for text in options.shape or module.SHAPES]
     for shape in found if hasattr(module, "check") else ():
         module.check(shape)
-    if options.what != "schedules":
-        return (module.measure(shape, settings) for shape in found), settings
-    gpus = torch.cuda.device_count()
-    count, *more = options.ranks or [gpus]
-    if more or count > gpus:
-        raise ValueError(f"--ranks {options.ranks}: expected one number, of the {gpus} GPUs here")
-    return OnRanks(tuple(found), settings, keep=partial(_keep, options)).on_gpus(count), settings
+    return found
+
+
+def _by_shape(module: ModuleType, found: list[shapes.Shape], settings: Settings) -> Batches:
+    for shape in found:
+        yield module.measure(shape, settings)
+        if settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _device(several: bool) -> torch.device:
+    return torch.device("cuda") if several else torch.device("cuda", torch.cuda.current_device())
 
 
 def _record_path(options: argparse.Namespace) -> Path:

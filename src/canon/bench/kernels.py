@@ -20,7 +20,7 @@ from canon.bench.measuring import (
 )
 from canon.bench.peers import contenders, installed
 from canon.bench.shapes import Shape
-from canon.bench.timing import clocks, shown_mb, table
+from canon.bench.timing import ceilings, clocks, shown_mb, table
 
 SHAPES = shapes.KERNELS
 
@@ -50,7 +50,7 @@ def _made(leaves: Sequence[Tensor], dout: Tensor, contender: Contender) -> Made:
 
 def fields(settings: Settings) -> dict[str, Any]:
     """Return further fields of the record."""
-    return {"peers": installed()}
+    return {"ceilings": ceilings(settings.dtype, settings.device), "peers": installed()}
 
 
 def tables(rows: Sequence[dict]) -> list:

@@ -19,7 +19,7 @@ NAME = "MagiAttention"
 
 
 def api() -> tuple[Any, str]:
-    """Return its module or None, and its version or the reason."""
+    """Return its module, or None, and its version, or why it is absent."""
     return peer_module("magi_attention.api", "magi_attention")
 
 
@@ -29,8 +29,8 @@ def takes(shape: Shape) -> bool:
 
 
 def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., Any]]:
-    """Return its layout, and its function of q, k, v (1, t, heads, width). A collective. Raises
-    as `layout_of`.
+    """Return its layout, and its function of this rank's q, k, v (1, t, heads, width). A
+    collective. Raises ValueError if it pads the sequence.
     """
     module, group = api()[0], dist.group.WORLD
     ends = torch.tensor([0, *accumulate(shape.lengths)], dtype=torch.int32, device=device)
@@ -55,11 +55,17 @@ def planned(shape: Shape, device: torch.device) -> tuple[Layout, Callable[..., A
 
 
 def layout_of(positions: list[int], tokens: int) -> Layout:
-    """Return the layout from the positions of each rank's tokens. A collective. Raises
-    ValueError unless each token is on one rank: it pads some lengths.
+    """Return the layout of all ranks, from the positions of this rank's tokens. A collective.
+    Raises ValueError unless each token is on one rank.
     """
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, positions)
+    held = sorted(position for own in by_rank for position in own)
+    if held != list(range(tokens)):
+        raise ValueError(
+            f"{NAME} gives its ranks {len(held)} tokens of a sequence of {tokens}, "
+            f"{len(set(held))} of them distinct: take a length that it does not pad"
+        )
     return Layout([runs(own) for own in by_rank], tokens)
 
 

@@ -1,4 +1,6 @@
-"""Judge contenders, then time those that agree. The row of another one has the reason."""
+"""Judge contenders, then time those that agree: the loop of `canon bench` on one GPU. The row of
+another contender has the reason.
+"""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +31,7 @@ class Settings:
     cold: bool = False
 
     def wants(self, name: str) -> bool:
-        """Return whether ``--only`` has a part of the name."""
+        """Return whether a name has one of the texts of ``--only``."""
         return any(part in name for part in self.only.split("|"))
 
 
@@ -42,7 +44,7 @@ class Contender:
     forward: str = ""  # contenders with equal names here share one forward pass, timed once
     declines: bool = False  # errors of `DECLINED` are no failure: this shape is not supported
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # both passes run inside
-    judged: bool = True
+    bound: float | None = 1.0  # the largest ratio to the judge's bound; None: not judged
 
     @property
     def canon(self) -> bool:
@@ -87,8 +89,9 @@ class Judge:
         dv: Tensor | None = None,
         *,
         lse: Tensor | None = None,
+        bound: float = 1.0,
     ) -> dict[str, Any]:
-        """Return fields of a row."""
+        """Return the fields of a row, from results of all heads."""
         group = self.group, self.group, 1, 1
         last = (
             None if x is None else x.detach()[-1:, :, -heads:]
@@ -97,8 +100,9 @@ class Judge:
         out, *gradients = last
         lse = None if lse is None else lse.detach()[-1:, -self.group :]
         verdict = agreement(Attended(out, lse, *gradients), self.exact, self.honest)
-        row = {"agrees": verdict.agrees, "worst": str(verdict.worst or "")}
-        return row if verdict.agrees else row | {"failed": f"disagrees: {verdict}"}
+        agrees = verdict.agrees or bool(verdict.worst and verdict.worst.ratio <= bound)
+        row = {"agrees": agrees, "worst": str(verdict.worst or "")}
+        return row if agrees else row | {"failed": f"disagrees: {verdict}"}
 
 
 def reason(error: Exception) -> str:
@@ -140,8 +144,8 @@ def _agreeing(contender: Contender, row: dict, make: Callable, judge: Judge) -> 
         declined = contender.declines and isinstance(error, DECLINED)
         row["declined" if declined else "failed"] = reason(error)
         return None
-    if contender.judged:
-        row |= judge.verdict(*made.results)
+    if contender.bound is not None:
+        row |= judge.verdict(*made.results, bound=contender.bound)
     return None if "failed" in row else made
 
 
@@ -166,7 +170,7 @@ def verdict_of(row: dict[str, Any]) -> str:
 
 
 def leaves_of(shape: Shape, settings: Settings) -> tuple[list[Tensor], Tensor, Judge]:
-    """Return q, k and v; dout; the judge."""
+    """Return the leaves q, k and v, dout, and the judge."""
     inputs = shape.inputs(settings.dtype, settings.device)
     judge = Judge(shape, *inputs)
     return [x.requires_grad_() for x in inputs[:3]], inputs[3], judge

@@ -1,5 +1,8 @@
 """List the contenders of `canon bench schedules`: Canon's, and the peers.
 
+torch's context parallel, ring-flash-attn    one causal sequence
+MagiAttention                                packed documents
+
 Source: PyTorch, torch/distributed/tensor/experimental/_context_parallel (2.11), which replaces SDPA
 while a context is open, in the backward pass too.
 """

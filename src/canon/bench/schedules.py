@@ -1,16 +1,18 @@
-"""`canon bench schedules`: time schedules and peers on several GPUs.
+"""`canon bench schedules`: time every schedule of `canon.fast`, and the peers, on several GPUs.
 
-Each must agree with float64 on a short sequence, on all ranks. Times are those of the slowest rank:
+Each schedule must agree with float64 on a short sequence. All times are those of the slowest rank:
 
     wall, host    eager calls back to back
-    GPU           between events, after `meet`
+    GPU           between events; the GPUs first wait until launches are queued, and for one another
     exposed       the part of both passes in which no kernel computes, by the profiler
+
+A schedule that raises on one rank is left out on all.
 """
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,12 +30,12 @@ from canon.bench.measuring import (
     reason,
     verdict_of,
 )
+from canon.bench.on_ranks import OnRanks
 from canon.bench.peers import installed
 from canon.bench.schedule_peers import Schedule, peer_schedules, schedules
 from canon.bench.shapes import Shape, shape_of
 from canon.bench.timing import Eager, eager_rounds, median_of, peak_mb, shown_mb, slowest, table
 from canon.masks.layout import Layout
-from canon.testing import process_groups
 
 SHAPES = ["1,32768,32,8,128,causal", "1,131072,32,8,128,causal"]
 CHECKED = 4096  # tokens of the sequence on which agreement is checked
@@ -41,14 +43,15 @@ LARGEST_ALONE = 131072  # tokens that one GPU attends to alone
 LIMIT, PEERS_LIMIT = 400.0, 250.0  # seconds for Canon, and for its peers
 PROFILED = 5  # runs under the profiler, which delays the host now and then
 AHEAD = 60_000_000  # clocks that GPUs wait for launches: 30 ms
-# elements of a message: the first one after a pause is 75 us slower on H200s
+# Elements of the message that synchronises the ranks. The first message after a pause is 75 us
+# slower on H200s.
 MEETING = 1 << 22
 EAGER_SPAN = 60.0  # milliseconds of eager calls in one measurement
 AGREEING = timedelta(seconds=60)  # a failed rank waits so long for the results of the others
 
 
 def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[dict[str, Any]]:
-    """Return a row for each schedule of Canon, or of the ``peers``."""
+    """Return a row for each of Canon's schedules, or of the ``peers``; the same on all ranks."""
     device, rounds, ranks = settings.device, settings.rounds, dist.get_world_size()
     # it works even if a GPU's communicator does not
     group = dist.new_group(backend="gloo", timeout=AGREEING) if device.type == "cuda" else None
@@ -84,7 +87,16 @@ def measure(shape: Shape, settings: Settings, *, peers: bool = False) -> list[di
     for row in rows:
         share = 1 if row["schedule"] == "one GPU" else ranks
         add_tflops(row, shape.operations / share, forward=1.0, both=3.5)
+        _refuse_impossible(row)
     return rows
+
+
+def _refuse_impossible(row: dict) -> None:
+    if (both := row.get("both_ms")) and row.get("exposed_ms", 0.0) > statistics.median(both):
+        row["exposed_failed"] = (
+            f"{row.pop('exposed_ms'):.2f} ms, longer than both passes: the profiler delayed the "
+            "host"
+        )
 
 
 def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
@@ -97,7 +109,7 @@ def _alone(shape: Shape, settings: Settings) -> list[Schedule]:
 
 
 def _tried(each: Schedule, call: Callable[[], dict[str, Any] | None], group) -> dict[str, Any]:
-    """Return the result, or the reason if any rank fails."""
+    """Return the result of ``call``, or the reason if it fails on any rank."""
     result: dict[str, Any] = {}
     error = ""
     try:
@@ -171,7 +183,7 @@ def _profiled(run: Callable[[], object], device: torch.device) -> list[tuple[flo
 
 
 def meet(device: torch.device) -> None:
-    """Let GPUs wait for their launches, and for one another."""
+    """Let all GPUs wait until launches are queued, and then for one another."""
     dist.barrier()
     torch.cuda.synchronize(device)
     torch.cuda._sleep(AHEAD)
@@ -209,35 +221,20 @@ def check(shape: Shape) -> None:
         raise ValueError("schedules needs as many keys as queries: full, not full:KEYS")
 
 
-@dataclass(frozen=True)
-class OnRanks:
-    """A program for every rank, which can be pickled. All ranks return the same rows."""
+def on_ranks(program: OnRanks, ranks: int | None) -> Iterator[list[dict]]:
+    """Yield Canon's rows, then those of the peers."""
+    yield program.on_gpus(ranks, LIMIT)
+    ranks = torch.cuda.device_count() if ranks is None else ranks
+    if any(peer_schedules(shape, ranks, program.settings) for shape in program.shapes):
+        yield peer_rows(replace(program, measure=partial(measure, peers=True), keep=None), ranks)
 
-    shapes: tuple[Shape, ...]
-    settings: Settings
-    peers: bool = False
-    # called on rank 0 after each shape, with all rows so far
-    keep: Callable[[list[dict]], object] | None = None
 
-    def __call__(self) -> list[dict[str, Any]]:
-        rows = []
-        for shape in self.shapes:
-            rows += measure(shape, self.settings, peers=self.peers)
-            if self.keep and not dist.get_rank():
-                self.keep(rows)
-        return rows
-
-    def on_gpus(self, ranks: int) -> Iterator[list[dict]]:
-        """Yield Canon's rows, then those of the peers or their failure. Raises as
-        `process_groups.gpus`.
-        """
-        yield process_groups.gpus(self, ranks, timeout=LIMIT)[0]
-        if any(peer_schedules(shape, ranks, self.settings) for shape in self.shapes):
-            program = replace(self, peers=True, keep=None)
-            try:
-                yield process_groups.gpus(program, ranks, timeout=PEERS_LIMIT)[0]
-            except (RuntimeError, TimeoutError) as error:
-                yield [{"schedule": "torch", "shape": "all", "peer": True, "failed": reason(error)}]
+def peer_rows(program: OnRanks, ranks: int | None) -> list[dict]:
+    """Return the rows of the peers, or their failure."""
+    try:
+        return program.on_gpus(ranks, PEERS_LIMIT)
+    except (RuntimeError, TimeoutError) as error:
+        return [{"schedule": "torch", "shape": "all", "peer": True, "failed": reason(error)}]
 
 
 def fields(settings: Settings) -> dict[str, Any]:

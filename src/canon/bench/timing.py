@@ -1,5 +1,5 @@
-"""Measure GPU time (between events, launches queued ahead) and wall time (eager calls, host
-included). On several ranks wall and host times are those of the slowest rank.
+"""Measure GPU time (between events, launches queued ahead), wall time (eager calls, host included)
+and ceilings. On several ranks wall and host times are those of the slowest rank.
 """
 
 import random
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ import torch.distributed as dist
 
 Run = Callable[[], object]
 LONG = 20.0  # milliseconds; a longer run is its own warm-up
-# clocks (about 2 ms) that the device waits for launches before timed runs
+# clocks (about 2 ms) that the device waits before timed runs, so that launches are queued ahead
 LEAD = 4_000_000
 CLOCKS = 3e9  # further clocks for each second of launching
+MATMUL = 8192  # rows and columns of the product that sets the ceiling
+COPIED = 1 << 30  # bytes
 FLUSHED = 256 << 20  # bytes that a kernel reads to fill L2 with other lines
 SPAN = 20.0  # milliseconds of eager calls in one measurement
-MOST_CALLS = 100  # in one measurement: the queue of launches must not fill up
+MOST_CALLS = 100  # in one measurement, so that the queue of launches never fills up
 
 
 def milliseconds(
@@ -47,7 +49,7 @@ def milliseconds(
 
 
 def flush_of(device: torch.device) -> Run:
-    """Return a run that fills L2 with another buffer."""
+    """Return a run after which L2 holds lines of another buffer."""
     buffer, total = torch.ones(FLUSHED // 4, device=device), torch.empty((), device=device)
     return partial(torch.sum, buffer, 0, out=total)
 
@@ -128,12 +130,12 @@ def peak_mb(run: Run, device: torch.device) -> float | None:
 
 
 def median_of(row: dict, name: str, form: str = ".2f", scale: float = 1.0) -> str:
-    """Return the median of a list of a row, "-" without one."""
+    """Return the column with the median of a list of a row, "-" without one."""
     return format(scale * statistics.median(row[name]), form) if row.get(name) else "-"
 
 
 def clocks(row: dict, name: str) -> str:
-    """Return the median wall time of a pass, and its host time."""
+    """Return the column with the median wall time of a pass, and its host time."""
     wall, host = (median_of(row, f"{name}_{clock}_ms", ".3f") for clock in ("wall", "host"))
     return wall if wall == "-" else f"{wall} ({host})"
 
@@ -165,3 +167,15 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@cache
+def ceilings(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
+    """Return medians: TFLOP/s of a square product, and TB/s of a copy, read and written."""
+    a, b = (torch.randn(MATMUL, MATMUL, dtype=dtype, device=device) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    multiplied = statistics.median(milliseconds(lambda: torch.mm(a, b, out=product), 20, warm=5))
+    moved = statistics.median(milliseconds(lambda: target.copy_(source), 20, warm=5))
+    return {"matmul_tflops": 2 * MATMUL**3 / multiplied / 1e9, "copy_tbs": 2 * COPIED / moved / 1e9}
