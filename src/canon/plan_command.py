@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, required=True, help="in all")
     add("--hosts", type=int, default=1, help="with equally many GPUs (default: 1)")
     add("--mask", default="causal", help=MASKS)
-    add("--memory", type=float, default=float("inf"), help="GB of a GPU; larger plans are refused")
+    add("--memory", type=_gb, default=float("inf"), help="GB of a GPU; larger plans are refused")
     add("--links", type=Path, help="a record of canon bench links")
     add("--all", action="store_true", help="show all schedules")
     add("--json", action="store_true", help="print JSON, of all schedules")
@@ -83,6 +83,12 @@ def _tokens(text: str) -> int:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no whole number: write it out, as 1048576"
         ) from None
+
+
+def _gb(text: str) -> float:
+    if not (gb := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
+    return gb
 
 
 def _recipe(row, given) -> str:

@@ -29,6 +29,8 @@ def read_links(path: Path) -> np.ndarray:
         for kind in {row["one_host"] for row in rows}:
             some = [(row["gb_s"], row["us"]) for row in rows if row["one_host"] is kind]
             links[0 if kind else 1] = np.median(some, 0)
+        if not ((links > 0) & np.isfinite(links)).all():
+            raise ValueError(f"links {links.tolist()} are not above 0")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a record of canon bench links: {error!r}") from error
     return links
