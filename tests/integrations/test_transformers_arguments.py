@@ -13,6 +13,7 @@ from tiny_models import tiny, tokens  # noqa: E402
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils  # noqa: E402
 
 from canon.integrations.transformers import attend_layer, build_mask, register, sharded  # noqa: E402
+from canon.integrations.transformers_masks import LayerMask  # noqa: E402
 
 LAYOUT = Layout.zigzag(16, 1)
 LLAMA4 = masking_utils.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.int64))
@@ -116,7 +117,7 @@ def test_a_layer_without_a_mask_is_full_causal_or_windowed():
         (False, 4, Mask.window(16, 3, 3)),
     ]:
         torch.manual_seed(0)
-        expected = attend(mask=mask)
+        expected = attend(mask=LayerMask([mask]))
         module.is_causal = not causal  # the keyword overrides the module
         torch.manual_seed(0)
         assert torch.equal(attend(module=module, is_causal=causal, sliding_window=window), expected)

@@ -2,16 +2,13 @@
 and the masks of pi0.
 """
 
-import pickle
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Mask
-from canon.masks import mask as mask_module
 
 
 @st.composite
@@ -41,16 +38,6 @@ def test_position_ids_that_restart_at_0_make_the_mask_of_packed_documents(pack):
         )
     if rows:
         assert Mask.from_position_ids(rows) == masks
-
-
-def test_positions_in_three_axes_are_refused():
-    """Those of an image repeat and jump, so they do not count the tokens of a document."""
-    with pytest.raises(
-        ValueError,
-        match=r"must be \(n,\) or \(b, n\), got a tensor of shape \(3, 1, 8\).*: positions "
-        r"\(3, b, n\) of a vision model do not count.*use Mask.documents\(cu_seqlens\)",
-    ):
-        Mask.from_position_ids(torch.arange(8).expand(3, 1, 8))
 
 
 @given(st.data(), st.integers(0, 9), st.booleans())
@@ -86,20 +73,3 @@ def test_block_causal_of_a_batch_has_the_cells_of_pi0(data, b, n):
     assert len(masks) == b
     for mask, expected in zip(masks, make_att_2d_masks(pad.bool(), att), strict=True):
         assert mask.dense().equal(expected)
-
-
-@pytest.mark.parametrize(
-    "make", [Mask.from_position_ids, Mask.block_causal], ids=["positions", "blocks"]
-)
-def test_a_batch_is_copied_to_the_cpu_once(make, monkeypatch):
-    copied = []
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copied.append(x.shape) or x)
-    assert make(torch.arange(64).repeat(8, 1)) == (Mask.causal(64),) * 8
-    assert copied == [(8, 64)]
-
-
-def test_a_pickled_mask_is_not_proved_again(monkeypatch):
-    mask = Mask.documents(range(0, 5000, 5))
-    packed = pickle.dumps(mask)
-    monkeypatch.setattr(mask_module, "check_disjoint", None)  # calling it would raise
-    assert pickle.loads(packed) == mask

@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -54,7 +55,6 @@ from canon.integrations.transformers_masks import (
     padded,
     pattern_of,
     refuse_another_mask,
-    windowed,
 )
 from canon.masks.arguments import shown
 from canon.masks.band import picked
@@ -119,7 +119,16 @@ def sharded(
 
     Raises TypeError or ValueError; for a wrong padding mask in the forward pass, on every rank.
     """
-    sharding = Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
+    attention = _attention_of(half, function, options, layout, group)
+    refuse_numbers(mask, "sharded: mask")
+    whole = Mask.causal(layout.tokens) if mask is None else mask
+    if not isinstance(whole, Mask):
+        raise TypeError(
+            f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the "
+            "batch"
+        )
+    check_size(whole, layout, "sharded: mask")
+    sharding = Sharding(whole, attention, layout, group, given=mask is not None)
     token = _current.set(sharding)
     try:
         yield
@@ -133,31 +142,17 @@ def sharded(
         )
 
 
+@dataclass(eq=False)
 class Sharding:
     """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
 
-    __slots__ = ("attention", "called", "given", "group", "layout", "mask")
+    mask: Mask
+    attention: Callable
+    layout: Layout
+    group: Group
+    given: bool  # else the mask is causal over the whole sequence
+    called: bool = False  # whether a model has built a mask from it
     ndim = property(refuse_another_mask)
-
-    def __init__(
-        self,
-        mask: Mask | None,
-        attention: Callable,
-        layout: Layout,
-        group: Group,
-        given: bool = True,
-    ):
-        self.called = False  # whether a model has built a mask from it
-        self.given = given and mask is not None  # else the mask is causal over the whole sequence
-        mask = Mask.causal(layout.tokens) if mask is None else mask
-        refuse_numbers(mask, "sharded: mask")
-        if not isinstance(mask, Mask):
-            raise TypeError(
-                f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask "
-                "serves the batch"
-            )
-        check_size(mask, layout, "sharded: mask")
-        self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
     def __getitem__(self, index: Any) -> "Sharding":
         """Return self for ``mask[:, :, :, :]``. Raises ValueError if a model drops queries."""
@@ -285,10 +280,11 @@ def _computes_a_loss(given: dict[str, Any]) -> bool:
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
     """Narrow a sharding by window and padding (b, t). A collective."""
-    mask, layout, group = sharding.mask, sharding.layout, sharding.group
+    mask = sharding.mask
     if attention_mask is not None:
-        mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
-    return Sharding(windowed(mask, pattern), sharding.attention, layout, group, sharding.given)
+        valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
+        mask = padded(mask, valid.bool().cpu())
+    return replace(sharding, mask=mask.windowed(pattern.left, pattern.right))
 
 
 # --- attention
@@ -318,11 +314,8 @@ def attend_layer(
         options: unsupported ones raise; others are not read.
     """
     for name, remedy in UNSUPPORTED.items():
-        if (
-            (option := options.get(name)) is not None
-            and option is not False
-            and not (name == "dropout" and option == 0)
-        ):
+        option = options.get(name)
+        if not (option is None or option is False or (name == "dropout" and option == 0)):
             raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, Sharding):
@@ -333,20 +326,20 @@ def attend_layer(
         )
         return out.contiguous(), None
     if isinstance(attention_mask, LayerMask):
-        attention_mask = attention_mask.masks
-    if attention_mask is None:
+        masks = attention_mask.masks
+    elif attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
-    if not isinstance(attention_mask, Mask | tuple):
+        masks = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
+    else:
         raise TypeError(
             "canon: attention_mask must be a padding mask (b, n) or None, the layer got "
             f"{shown(attention_mask)}: for other cells use `sharded` with a Mask"
         )
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
-        _check_positions(positions, attention_mask)
+        _check_positions(positions, masks)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
-    out = half.attention(q, k, v, attention_mask, scale=scaling, softcap=softcap, sink=s_aux)
+    out = half.attention(q, k, v, masks, scale=scaling, softcap=softcap, sink=s_aux)
     return out.contiguous(), None
 
 
@@ -421,11 +414,8 @@ def _are_readable(positions: Tensor) -> bool:
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:
-    return bool(
-        picked(
-            mask.bands_near(range(query, query + 1)), range(query, query + 1), range(key, key + 1)
-        )
-    )
+    rows, columns = range(query, query + 1), range(key, key + 1)
+    return bool(picked(mask.bands_near(rows), rows, columns))
 
 
 @cache

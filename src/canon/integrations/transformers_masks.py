@@ -122,15 +122,12 @@ def _only_windows(patterns: list[Pattern]) -> bool:
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
-    lefts, rights = (
-        [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
-    )
-    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
+    causal, lefts, rights, documents, _ = zip(*patterns, strict=True)
     return Pattern(
-        any(pattern.causal for pattern in patterns),
-        min(lefts, default=None),
-        min(rights, default=None),
-        documents[0] if documents else None,
+        any(causal),
+        min((x for x in lefts if x is not None), default=None),
+        min((x for x in rights if x is not None), default=None),
+        next((x for x in documents if x is not None), None),
         patterns[0].blocks,
     )
 
@@ -149,7 +146,7 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
         rows = [mask.with_blocks(*_edges(ids[:n])) for mask, ids in zip(rows, blocks, strict=True)]
     if valid is not None and (valid.shape[1] < n or not valid.all()):
         rows = [_seen(mask, _runs(row[:n])) for mask, row in zip(rows, valid.cpu(), strict=True)]
-    return [windowed(mask, pattern) for mask in rows]
+    return [mask.windowed(pattern.left, pattern.right) for mask in rows]
 
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
@@ -168,22 +165,12 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
     return mask
 
 
-def windowed(mask: Mask, pattern: Pattern) -> Mask:
-    """Return the mask inside the pattern's window."""
-    return (
-        mask
-        if pattern.left is pattern.right is None
-        else mask.windowed(pattern.left, pattern.right)
-    )
-
-
 def _seen(mask: Mask, keys: list[range]) -> Mask:
     if keys == [range(mask.keys)]:
         return mask
-    rows = range(mask.queries)
-    bands = [
-        band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)
-    ]
+    bands, rows = [], range(mask.queries)
+    for columns in keys:
+        bands += picked(mask.bands, rows, columns, 0, columns.start)
     return Mask.of_disjoint(bands, mask.queries, mask.keys)
 
 

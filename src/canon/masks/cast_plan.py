@@ -10,14 +10,13 @@ plan is equal on all ranks; the pieces of a rank are derived at their first use.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from canon.masks.layout import Layout, mask_between
 from canon.masks.mask import Mask
-from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan
 
 MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
@@ -76,9 +75,6 @@ class CastPlan:
     casts_of: "Callable[[CastPlan, int], RankCasts]" = field(compare=False)
     granularity: int = 1  # casts send whole units of so many tokens
 
-    def __reduce__(self):
-        return _unpickled, (FORMAT, *(getattr(self, each.name) for each in fields(self)))
-
     @property
     def nbytes(self) -> int:
         """Bytes on the host (an estimate), without those of its mask and its layout."""
@@ -129,11 +125,6 @@ class CastPlan:
         sent = [piece for pieces in self.casts_of(self, rank).sent[cast] for piece in pieces]
         rows = [torch.arange(p.row, p.row + len(p.tokens), device="cpu") for p in sent]
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-def _unpickled(version: int, *content) -> CastPlan:
-    check_format("CastPlan", version)
-    return CastPlan(*content)
 
 
 @cached_plan

@@ -10,7 +10,7 @@ a step.
 """
 
 from collections.abc import Mapping
-from inspect import signature
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from canon.masks.layout import Layout
@@ -61,11 +61,8 @@ def head_groups(
             f"but {heads} key heads "
             f"with head_stride={stride} form one: pass one of the two, or a smaller head_stride"
         )
-    ends = set(range(0, heads + 1, stride))
-    ends |= {first} if first is not None else set()
-    ends |= {heads - last} if last is not None else set()
-    edges = sorted(ends)
-    return tuple(range(start, stop) for start, stop in zip(edges, edges[1:], strict=False))
+    edges = {*range(0, heads + 1, stride), first or 0, heads - (last or 0)}
+    return tuple(range(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
 class Steps(NamedTuple):
@@ -75,38 +72,21 @@ class Steps(NamedTuple):
     backward: tuple[range, ...] | None
 
 
-def strided_steps(
-    heads: int,
-    head_stride: int,
-    forward_first_stride: int | None,
-    backward_first_stride: int | None,
-    backward_last_stride: int | None,
-    backward_schedule: str,
-) -> Steps:
-    """Return the steps for these options of `strided_attention`, or raise ValueError."""
-    if backward_schedule not in SCHEDULES:
+def steps_of(heads: int, options: Mapping[str, Any]) -> Steps:
+    """Return the steps for the options of `strided_attention`, or raise ValueError."""
+    schedule, stride = options["backward_schedule"], options["head_stride"]
+    first, last = (options[f"backward_{name}_stride"] for name in ("first", "last"))
+    if schedule not in SCHEDULES:
         raise ValueError(
-            f"backward_schedule={backward_schedule!r}: expected one of "
-            f"{', '.join(map(repr, SCHEDULES))}"
+            f"backward_schedule={schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}"
         )
-    forward = head_groups(heads, head_stride, forward_first_stride, option="forward_")
-    if backward_schedule == "scatter":
-        backward = head_groups(
-            heads, head_stride, backward_first_stride, backward_last_stride, option="backward_"
-        )
-        return Steps(forward, backward)
-    for name, part in (("first", backward_first_stride), ("last", backward_last_stride)):
+    forward = head_groups(heads, stride, options["forward_first_stride"], option="forward_")
+    if schedule == "scatter":
+        return Steps(forward, head_groups(heads, stride, first, last, option="backward_"))
+    for name, part in (("first", first), ("last", last)):
         if part is not None:
             raise ValueError(
                 f"backward_{name}_stride={part} has no effect with "
                 'backward_schedule="ring": pass None'
             )
     return Steps(forward, None)
-
-
-STRIDES = tuple(signature(strided_steps).parameters)[1:]
-
-
-def steps_of(heads: int, options: Mapping[str, Any]) -> Steps:
-    """Return `strided_steps` for all options of a call, by name."""
-    return strided_steps(heads, *(options[name] for name in STRIDES))

@@ -25,10 +25,9 @@ from torch import Tensor
 from canon.masks.arguments import list_of, plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.cuts import note_cut, note_possible
+from canon.masks.immutable import Immutable
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
-from canon.masks.opaque import OpaqueMeta
-from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 TILE = 128  # tokens along each side of a tile of the reference
 
 
-class Layout(metaclass=OpaqueMeta):
+class Layout(Immutable):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by
     content.
 
@@ -46,40 +45,22 @@ class Layout(metaclass=OpaqueMeta):
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
 
-    __slots__ = ("__weakref__", "_digest", "_hash", "_planned_for", "ranges_per_rank", "tokens")
+    __slots__ = ("_digest", "_planned_for", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
         tokens = whole("tokens", tokens, 0)
         held = checked_ranges(ranges_per_rank, tokens)
-        object.__setattr__(self, "ranges_per_rank", held)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_hash", hash((held, tokens)))
-        object.__setattr__(self, "_digest", None)
-        object.__setattr__(self, "_planned_for", None)  # the mask of `dispatch`
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Layout is immutable: cannot set {name}")
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
-        return self is other or mine == others
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __deepcopy__(self, memo):
-        return self
+        # ``_planned_for``: the mask of `dispatch`
+        given = {"ranges_per_rank": held, "tokens": tokens, "_digest": None, "_planned_for": None}
+        self._fill((held, tokens), **given)
 
     def __reduce__(self):
-        return self._unpickled, (FORMAT, self.ranges_per_rank, self.tokens)
+        return self._unpickled, self._content
 
     @classmethod
-    def _unpickled(cls, version: int, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
-        check_format("Layout", version)
+    def _unpickled(cls, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
         layout = cls(ranges_per_rank, tokens)
         note_possible(layout)  # it may have divided tensors in another process
         return layout
@@ -90,21 +71,15 @@ class Layout(metaclass=OpaqueMeta):
         """Return one piece for each rank; larger ones come first. Pieces begin at multiples of
         ``multiple_of`` tokens.
         """
-        n = whole("n", n, 0)
-        ranks = whole("ranks", ranks, 1)
-        multiple_of = whole("multiple_of", multiple_of, 1)
-        return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
+        return cls([[piece] for piece in _pieces(n, whole("ranks", ranks, 1), multiple_of)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
         """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
         and 2 ``ranks`` - 1 - r.
         """
-        n = whole("n", n, 0)
-        ranks = whole("ranks", ranks, 1)
-        multiple_of = whole("multiple_of", multiple_of, 1)
-        pieces = _pieces(n, 2 * ranks, multiple_of)
-        return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
+        pieces = _pieces(n, 2 * whole("ranks", ranks, 1), multiple_of)
+        return cls([[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)], n)
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
@@ -119,9 +94,7 @@ class Layout(metaclass=OpaqueMeta):
         ends, ranks = document_ends(cu_seqlens), whole("ranks", ranks, 1)
         held: list[list[range]] = [[] for _ in range(ranks)]
         for start, stop in pairwise(ends):
-            pieces = [
-                range(start + p.start, start + p.stop) for p in _pieces(stop - start, 2 * ranks, 1)
-            ]
+            pieces = _pieces(stop - start, 2 * ranks, first=start)
             for rank, own in enumerate(held):
                 own += [pieces[rank], pieces[-1 - rank]]
         return cls(held, ends[-1])
@@ -138,13 +111,13 @@ class Layout(metaclass=OpaqueMeta):
 
         Raises ValueError if ranks or steps differ.
         """
-        layouts, tokens = list_of("layouts", layouts, cls), 0
+        layouts = list_of("layouts", layouts, cls)
         if len({layout.ranks for layout in layouts}) != 1:
             numbers = ", ".join(str(layout.ranks) for layout in layouts)
             raise ValueError(
                 f"concat needs layouts of one number of ranks, got {numbers or 'no layout'}"
             )
-        held: list[list[range]] = [[] for _ in range(layouts[0].ranks)]
+        held, tokens = [[] for _ in layouts[0].ranges_per_rank], 0
         for layout in layouts:
             for own, ranges in zip(held, layout.ranges_per_rank, strict=True):
                 own += [range(tokens + r.start, tokens + r.stop, r.step) for r in ranges]
@@ -168,8 +141,8 @@ class Layout(metaclass=OpaqueMeta):
     def digest(self) -> str:
         """SHA-256 of the content in hexadecimal, equal in every process."""
         if self._digest is None:
-            content = repr((self.ranges_per_rank, self.tokens))
-            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+            digest = hashlib.sha256(repr(self._content).encode()).hexdigest()
+            object.__setattr__(self, "_digest", digest)
         return self._digest
 
     @property
@@ -350,10 +323,11 @@ def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...
     return mask_between(mask, layout._held(q_rank), keys)
 
 
-def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
+def _pieces(n: int, count: int, multiple_of: int = 1, first: int = 0) -> list[range]:
+    n, multiple_of = whole("n", n, 0), whole("multiple_of", multiple_of, 1)
     small, larger = divmod(-(-n // multiple_of), count)
-    starts = [min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    ends = [first + min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:

@@ -10,7 +10,6 @@ without communication. Arguments are sequences or tensors.
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
@@ -28,6 +27,7 @@ from canon.masks.band import (
     visible_keys,
 )
 from canon.masks.block_causal import block_bands
+from canon.masks.immutable import Immutable
 from canon.masks.mask_inputs import (
     Ints,
     Ranges,
@@ -41,20 +41,18 @@ from canon.masks.mask_inputs import (
     tree_bands,
     window_bounds,
 )
-from canon.masks.opaque import OpaqueMeta
-from canon.masks.pickles import FORMAT, check_format
 
 # of a union; a local mask of 1.1 times as many would fill the plan cache, at 300 bytes each
 MOST_BANDS = 200_000
 
 
-class Mask(metaclass=OpaqueMeta):
+class Mask(Immutable):
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands.
 
     Raises ValueError if a band leaves the matrix or two share a cell.
     """
 
-    __slots__ = ("__weakref__", "_digest", "_hash", "_rows", "bands", "keys", "queries")
+    __slots__ = ("_digest", "_rows", "bands", "keys", "queries")
     bands: tuple[Band, ...]
     queries: int
     keys: int
@@ -67,48 +65,25 @@ class Mask(metaclass=OpaqueMeta):
             if min(band.q_start, band.k_start) < 0 or band.q_stop > queries or band.k_stop > keys:
                 raise ValueError(f"{band} leaves the mask of {queries} queries and {keys} keys")
         check_disjoint(bands)
-        self._fill(bands, queries, keys)
+        self._set(bands, queries, keys)
 
     @classmethod
     def of_disjoint(cls, bands: list[Band], queries: int, keys: int) -> "Mask":
         """Return the mask of bands that must be disjoint, inside the matrix and not empty."""
         mask = object.__new__(cls)
-        mask._fill(tuple(sorted(bands)), whole("queries", queries, 0), whole("keys", keys, 0))
+        mask._set(tuple(sorted(bands)), whole("queries", queries, 0), whole("keys", keys, 0))
         return mask
 
-    def _fill(self, bands: tuple[Band, ...], queries: int, keys: int) -> None:
-        write = partial(object.__setattr__, self)
-        write("bands", bands)
-        write("queries", queries)
-        write("keys", keys)
-        write("_hash", hash((bands, queries, keys)))
-        write("_digest", None)
-        write("_rows", None)
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Mask is immutable: cannot set {name}")
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        mine, others = ((m._hash, m.queries, m.keys, m.bands) for m in (self, other))
-        return self is other or mine == others
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __deepcopy__(self, memo):
-        return self
+    def _set(self, bands: tuple[Band, ...], queries: int, keys: int) -> None:
+        content = queries, keys, bands
+        self._fill(content, bands=bands, queries=queries, keys=keys, _digest=None, _rows=None)
 
     def __reduce__(self):
         numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
-        return self._unpickled, (FORMAT, self.queries, self.keys, self._digest, numbers)
+        return self._unpickled, (self.queries, self.keys, self._digest, numbers)
 
     @classmethod
-    def _unpickled(
-        cls, version: int, queries: int, keys: int, digest: str | None, numbers: array
-    ) -> "Mask":
-        check_format("Mask", version)
+    def _unpickled(cls, queries: int, keys: int, digest: str | None, numbers: array) -> "Mask":
         mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
         object.__setattr__(mask, "_digest", digest)
         return mask
@@ -328,13 +303,7 @@ class Mask(metaclass=OpaqueMeta):
         """Return the matrix, bool [queries, keys] on the CPU: True where the query sees the key."""
         matrix = torch.zeros(self.queries, self.keys, dtype=torch.bool, device="cpu")
         for b in self.bands:
-            keys, queries = (
-                torch.arange(*x, device="cpu")
-                for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop))
-            )
-            lowest, highest = (queries[:, None] + offset for offset in (b.lo, b.hi))
-            seen = (keys >= lowest).logical_and_(keys <= highest)
-            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= seen
+            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= cells_of(b)
         return matrix
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "Mask":
@@ -372,15 +341,11 @@ class Mask(metaclass=OpaqueMeta):
     def windowed(self, left: int | None = None, right: int | None = None) -> "Mask":
         """Return the visible cells with -left <= j - i <= right, as in `window`."""
         low, high = window_bounds(left, right)
-        cut = (
-            Band(
-                *band[:4],
-                band.lo if low is None else max(low, band.lo),
-                band.hi if high is None else min(high, band.hi),
-            )
-            for band in self.bands
-        )
-        return self.of_disjoint([band for band in cut if band.q_stop], self.queries, self.keys)
+        if low is high is None:
+            return self
+        window = Band(0, self.queries, 0, self.keys, low, high)
+        cut = [both for band in self.bands if (both := band.intersect(window)).q_stop]
+        return self.of_disjoint(cut, self.queries, self.keys)
 
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
         """Return the mask in which the tokens of each block also see each other, in both
@@ -422,6 +387,14 @@ class Mask(metaclass=OpaqueMeta):
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
+
+
+def cells_of(band: Band) -> Tensor:
+    """Return which cells of its rectangle a band holds, bool on the CPU."""
+    queries = torch.arange(band.q_start, band.q_stop, device="cpu")[:, None]
+    keys = torch.arange(band.k_start, band.k_stop, device="cpu")
+    return (keys >= queries + band.lo).logical_and_(keys <= queries + band.hi)
+
 
 
 Masks = Mask | Sequence[Mask]  # one for all sequences of a batch, or one for each

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.masks.arguments import flag, nested, shown, whole, whole_numbers
+from canon.masks.arguments import flag, list_of, nested, shown, whole, whole_numbers
 from canon.masks.band import Band, tight_bands
 
 Ints = Sequence[int] | Tensor
@@ -22,19 +22,14 @@ SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
     """Return cu_seqlens as ints. Raise ValueError if it does not start at 0 or decreases."""
-    if isinstance(cu_seqlens, (tuple, list)) and any(hasattr(x, "bands") for x in cu_seqlens):
-        raise TypeError(
-            "cu_seqlens must be of one pack, got several masks: put position_ids (b, n) into the "
-            "batch, which begin at 0 in each document, and leave cu_seqlens out"
-        )
     ends = whole_numbers("cu_seqlens", cu_seqlens)
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
     if any(map(gt, ends, ends[1:])):
-        place = next(place for place, (start, stop) in enumerate(pairwise(ends), 1) if stop < start)
+        place = next(place for place, (start, stop) in enumerate(pairwise(ends)) if stop < start)
         raise ValueError(
-            f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} "
-            f"at entry {place}"
+            f"cu_seqlens must not decrease, got {ends[place]} then {ends[place + 1]} at "
+            f"entry {place + 1}"
         )
     return ends
 
@@ -122,12 +117,6 @@ def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
 
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
     """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
-    if getattr(position_ids, "ndim", 1) == 3:
-        raise ValueError(
-            f"position_ids must be (n,) or (b, n), got {shown(position_ids)}: positions (3, b, n) "
-            "of a vision model do not count the tokens of documents, so use "
-            "Mask.documents(cu_seqlens)"
-        )
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):
@@ -213,27 +202,19 @@ def slice_bands(
 
 
 def _type_number(kind: int | str) -> int:
-    if not isinstance(kind, str):
-        number = whole("slice type", kind, 0)
-        if number < len(SLICE_TYPES):
-            return number
-    elif kind in SLICE_TYPES:
+    if kind in SLICE_TYPES:
         return SLICE_TYPES.index(kind)
-    remedy = (
-        "; write 'inverse_causal' for this type of MagiAttention" if kind == "inv_causal" else ""
-    )
-    raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}{remedy}")
+    number = whole(f"slice type, if not one of {SLICE_TYPES},", kind, 0)
+    if number >= len(SLICE_TYPES):
+        raise ValueError(f"slice type must be 0 to 3 or one of {SLICE_TYPES}, got {number}")
+    return number
 
 
 def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
     rows, pairs = nested(ranges), []
     for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
-        pair = (
-            [row.start, row.stop, row.step][: 2 + (row.step != 1)]
-            if isinstance(row, range)
-            else row
-        )
-        if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
+        pair = [row.start, row.stop] if isinstance(row, range) and row.step == 1 else row
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise TypeError(
                 f"{name}[{place}] must be a pair (start, stop), or a range of step 1, "
                 f"got {shown(row)}"
@@ -263,65 +244,37 @@ RangesPerRank = tuple[tuple[range, ...], ...]
 
 def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
     """Return the ranges of each rank, without empty ones, with one step and the smallest stop."""
-    _check_types(ranges_per_rank, tokens)
-    steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
-    if len(steps) > 1 or min(steps) < 1:
-        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
-    (step,) = steps
-    held = tuple(
-        tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank
-    )
-    _check_partition(held, tokens, step)
-    return held
-
-
-def _check_types(ranges_per_rank: Any, tokens: int) -> None:
-    if not isinstance(ranges_per_rank, Sequence):
-        raise TypeError(
-            "ranges_per_rank must be a list with a list of ranges by rank, got "
-            f"{shown(ranges_per_rank)}"
-        )
-    if not ranges_per_rank:
+    ranks = [
+        list_of(f"ranges_per_rank[{rank}]", ranges, range)
+        for rank, ranges in enumerate(list_of("ranges_per_rank", ranges_per_rank, Sequence))
+    ]
+    if not ranks:
         raise ValueError(
             "ranges_per_rank must hold a list of ranges for each of one or more ranks, got []"
         )
-    for rank, ranges in enumerate(ranges_per_rank):
-        if not isinstance(ranges, Sequence) or isinstance(ranges, range):
-            raise TypeError(
-                f"ranges_per_rank[{rank}] must be a list of ranges, got "
-                f"{shown(ranges)}: put it in a list"
-            )
-        for place, piece in enumerate(ranges):
-            name = f"ranges_per_rank[{rank}][{place}]"
-            if not isinstance(piece, range):
-                raise TypeError(
-                    f"{name} must be a range, got {shown(piece)}: write range(start, stop)"
-                )
-            if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
-                raise ValueError(
-                    f"{name} must lie inside the layout's {tokens} tokens, got {piece}"
-                )
+    pieces = [(piece, rank) for rank, ranges in enumerate(ranks) for piece in ranges if piece]
+    for piece, rank in pieces:
+        if min(piece[0], piece[-1]) < 0 or max(piece[0], piece[-1]) >= tokens:
+            raise ValueError(f"{piece} of rank {rank} must lie inside the layout's {tokens} tokens")
+    steps = {piece.step for piece, _ in pieces if len(piece) > 1} or {1}
+    if len(steps) > 1 or min(steps) < 1:
+        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
+    (step,) = steps
+    _check_partition(pieces, tokens, step)
+    return tuple(
+        tuple(range(piece[0], piece[-1] + 1, step) for piece in ranges if piece) for ranges in ranks
+    )
 
 
-def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
+def _check_partition(pieces: list[tuple[range, int]], tokens: int, step: int) -> None:
     """Raise unless each token is held once: the pieces of each residue class of the step form a
     chain.
     """
-    pieces = sorted(
-        ((piece, rank) for rank, ranges in enumerate(held) for piece in ranges),
-        key=lambda x: x[0].start,
-    )
-    expected = list(range(min(step, tokens)))  # the next token of each residue class
-    for piece, rank in pieces:
-        due = expected[piece.start % step] if piece.start % step < len(expected) else None
-        if piece.start != due or piece[-1] >= tokens:
-            raise ValueError(
-                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes "
-                f"where token {due} is due"
-            )
-        expected[piece.start % step] = piece[-1] + step
-    missing = [token for token in expected if token < tokens]
-    if missing:
-        raise ValueError(
-            f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}"
-        )
+    once = f"a layout holds each of its {tokens} tokens once"
+    due = list(range(min(step, tokens)))  # the next token of each residue class
+    for piece, rank in sorted(pieces, key=lambda x: x[0].start):
+        if piece.start != (token := due[piece.start % step]):
+            raise ValueError(f"{once}: {piece} of rank {rank} comes where token {token} is due")
+        due[piece.start % step] = piece[-1] + step
+    if missing := [token for token in due if token < tokens]:
+        raise ValueError(f"{once}: no rank holds token {missing[0]}")

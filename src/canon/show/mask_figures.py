@@ -8,6 +8,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from torch import Tensor
 
+from canon.masks.mask import cells_of
 from canon.show.style import RANKS, plt, styled
 
 if TYPE_CHECKING:
@@ -20,13 +21,7 @@ def band_numbers(mask: "Mask") -> Tensor:
     """Return int64 [queries, keys]: i + 1 in the cells of band i, and 0 in hidden cells."""
     values = torch.zeros(mask.queries, mask.keys, dtype=torch.long, device="cpu")
     for number, b in enumerate(mask.bands, 1):
-        queries, keys = (
-            torch.arange(*x, device="cpu") for x in ((b.q_start, b.q_stop), (b.k_start, b.k_stop))
-        )
-        offset = keys - queries[:, None]
-        values[b.q_start : b.q_stop, b.k_start : b.k_stop][(offset >= b.lo) & (offset <= b.hi)] = (
-            number
-        )
+        values[b.q_start : b.q_stop, b.k_start : b.k_stop][cells_of(b)] = number
     return values
 
 

@@ -117,35 +117,26 @@ class _GlobalMean(torch.autograd.Function):
 def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tensor:
     """Return the number of valid tokens of this rank, or the sum of their weights."""
     valid = labels != ignore_index
-    return (
-        (valid if weights is None else torch.where(valid, weights.flatten().double(), 0))
-        .sum()
-        .double()
-    )
+    counted = valid if weights is None else torch.where(valid, weights.flatten(), 0)
+    return counted.sum(dtype=torch.float64)
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
     """Return `num_items_in_batch` as a float, or a tensor on a GPU unread; None stays."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
-    return (
-        value
-        if value is None or (isinstance(value, Tensor) and value.is_cuda)
-        else number("num_items_in_batch", value)
-    )
+    if value is None or (isinstance(value, Tensor) and value.is_cuda):
+        return value
+    return number("num_items_in_batch", value)
 
 
-def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``; or raise TypeError or
-    ValueError.
-    """
-    expected = (
-        f">= 0{'' if most == math.inf else f' and <= {most}'}" if above is None else f"> {above}"
-    )
+def number(name: str, value: Any, most: float = math.inf) -> float:
+    """Return a finite number from 0 to ``most``, or raise TypeError or ValueError."""
+    expected = f">= 0{'' if most == math.inf else f' and <= {most}'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {expected}, got {shown(value)}")
     number = float(value)
-    if not math.isfinite(number) or not 0 <= number <= most or number == above:
+    if not math.isfinite(number) or not 0 <= number <= most:
         raise ValueError(f"{name} must be a finite number {expected}, got {value}")
     return number
 
