@@ -20,8 +20,8 @@ MISUSED = 2
 LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
 # option: metavar, help, mask of its numbers
 MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
-    "causal": ("TOKENS", "each token sees itself and all earlier ones", lambda n: Mask.causal(n)),
-    "full": ("TOKENS", "each token sees all tokens", lambda n: Mask.full(n)),
+    "causal": ("TOKENS", "each token sees itself and all earlier ones", Mask.causal),
+    "full": ("TOKENS", "each token sees all tokens", Mask.full),
     "window": (
         "TOKENS,LEFT[,RIGHT]",
         "each token sees LEFT tokens before it and RIGHT after it (default: 0)",
@@ -30,7 +30,7 @@ MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
     "prefix": (
         "TOKENS,PREFIX",
         "causal; the first PREFIX tokens see each other",
-        lambda n, p: Mask.prefix(n, p),
+        Mask.prefix,
     ),
     "documents": (
         "LENGTH[,LENGTH...]",

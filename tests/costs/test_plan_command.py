@@ -43,8 +43,7 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
     (["--hosts", "0"], "--hosts 0: expected a divisor of the 8 GPUs"),
     (["--heads", "9/2"], "with h a multiple of g"),
     (["--links", __file__], "expected a record of canon bench links"),
-    (["--links", "absent.json"], "no absent.json: run canon bench links first, or leave --links"),
-    (["--tokens", "1M"], "'1M' is no whole number: write it out, as 1048576"),
+    (["--links", "absent.json"], "No such file or directory: 'absent.json'"),
     *((["--memory", x], f"{x}: expected a number of GB above 0") for x in ("nan", "0", "-1")),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(words, text, capsys):

@@ -95,7 +95,8 @@ class ContextParallelTrainer(Trainer):
                 "different batches: pass a dataset with a length, and leave dispatch_batches out"
             )
         held_by = self.context_ranks if kwargs.get("is_training") else ranks
-        batches.num_processes, batches.process_index = readers(dist.get_rank(), ranks, held_by)
+        # groups of ``held_by`` ranks read different batches
+        batches.num_processes, batches.process_index = ranks // held_by, dist.get_rank() // held_by
         # one group takes a short last batch as one process does
         batches.even_batches &= ranks > held_by
         return loader
@@ -108,11 +109,8 @@ class ContextParallelTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         mask, layout = inputs[SHARDING]
-        given = {
-            name: x
-            for name, x in inputs.items()
-            if name not in (SHARDING, "labels", "shift_labels")
-        }
+        left_out = SHARDING, "labels", "shift_labels"
+        given = {name: x for name, x in inputs.items() if name not in left_out}
         with sharded(mask, layout, **self.sharding):
             outputs = model(**given, use_cache=False)
         loss = sequence_loss(
@@ -143,9 +141,8 @@ class ContextParallelTrainer(Trainer):
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
         """Return one loss for each sequence, of as many as a full batch has."""
         state = self.accelerator.gradient_state
-        return (
-            losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
-        )
+        short = state.end_of_dataloader and state.remainder > 0
+        return losses[: state.remainder] if short else losses
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) // self.context_ranks
@@ -171,11 +168,6 @@ class ShardingCollator:
         mask = mask_of(batch)
         layout = self.layout(mask, self.ranks)
         return {**layout.shard_batch(batch, self.rank), SHARDING: (mask, layout)}
-
-
-def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
-    """Return how many groups of ``held_by`` ranks read different batches, and a rank's group."""
-    return ranks // held_by, rank // held_by
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from canon.masks.layout import Layout, mask_between
+from canon.masks.layout import Layout, equal_parts, mask_between
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import cached_plan
 
@@ -141,18 +141,12 @@ def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
     """Divide the pieces of a pair of ranks into ``parts`` nearly equal lists, larger ones first."""
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
-    size, larger = divmod(tokens_in(pieces), parts)
-    ends = [part * size + min(part, larger) for part in range(parts + 1)]
-    lists: list[list[Piece]] = [[] for _ in range(parts)]
-    start = 0
-    for piece in pieces:
-        for part, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
-            inside = range(len(piece.tokens))[max(0, first - start) : max(0, last - start)]
-            if inside:
-                tokens_inside = piece.tokens[inside.start : inside.stop]
-                lists[part].append(Piece(piece.source, tokens_inside, piece.row + inside.start))
-        start += len(piece.tokens)
-    return [tuple(each) for each in lists]
+    rows = [range(piece.row, piece.row + len(piece.tokens)) for piece in pieces]
+    tokens = equal_parts([piece.tokens for piece in pieces], parts)
+    return [
+        tuple(Piece(pieces[0].source, held, at.start) for held, at in zip(*part, strict=True))
+        for part in zip(tokens, equal_parts(rows, parts), strict=True)
+    ]
 
 
 def planned_casts(

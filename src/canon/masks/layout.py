@@ -330,6 +330,21 @@ def _pieces(n: int, count: int, multiple_of: int = 1, first: int = 0) -> list[ra
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
+def equal_parts(pieces: Sequence[range], count: int) -> list[list[range]]:
+    """Divide ranges into ``count`` lists of nearly as many tokens, larger ones first."""
+    smaller, larger = divmod(sum(map(len, pieces)), count)
+    left, piece = iter(pieces), range(0)
+    parts: list[list[range]] = []
+    for part in range(count):
+        parts.append([])
+        size = smaller + (part < larger)
+        while size:
+            piece = piece or next(left)
+            parts[-1].append(piece[:size])
+            piece, size = piece[size:], size - len(parts[-1][-1])
+    return parts
+
+
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
     """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that
     hold them in order. All ranges have one step >= 1.

@@ -7,12 +7,10 @@ A row has its pieces in the order of their positions: a step over rows has as fe
 T ranks.
 """
 
-from collections.abc import Iterator, Sequence
-
 import numpy as np
 
 from canon.masks.arguments import whole
-from canon.masks.layout import Layout, placed
+from canon.masks.layout import Layout, equal_parts, placed
 from canon.masks.plan_cache import cached_plan
 
 
@@ -38,23 +36,9 @@ def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...
 
 def divided(rows: Layout, heads: int) -> Layout:
     """Return the layout of `Layout.divided`."""
-    parts: list[list[range]] = []
-    for row, held in enumerate(rows.ranges_per_rank):
-        smaller, larger = divmod(rows.size(row), whole("heads", heads, 1))
-        parts += _cut(held, [smaller + (part < larger) for part in range(heads)])
+    heads = whole("heads", heads, 1)
+    parts = [part for held in rows.ranges_per_rank for part in equal_parts(held, heads)]
     return Layout(parts, rows.tokens)
-
-
-def _cut(pieces: Sequence[range], sizes: Sequence[int]) -> Iterator[list[range]]:
-    left = iter(pieces)
-    piece = range(0)
-    for size in sizes:
-        part: list[range] = []
-        while size:
-            piece = piece or next(left)
-            part.append(piece[:size])
-            piece, size = piece[size:], size - len(part[-1])
-        yield part
 
 
 def _pieces_of_row(layout: Layout, heads: int, row: int) -> list[range]:
