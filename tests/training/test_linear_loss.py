@@ -131,12 +131,6 @@ def test_tokens_and_vocabulary_may_be_divided_unevenly(shards):
         process_groups.threads(partial(compare_on_a_mesh, linear_sequence_loss, options, shards), 4)
 
 
-def test_processes_divide_the_vocabulary():
-    process_groups.processes(
-        partial(compare_on_a_mesh, linear_sequence_loss, OPTIONS[-1], SHARDS[0]), 4
-    )
-
-
 FAULTS = [  # a text of the file, its replacement, and the options that show the fault
     ("maximum + summed.log()", "summed.log()", {}),
     ("labels - block.start", "labels", {}),
@@ -172,22 +166,6 @@ def test_a_planted_fault_is_seen(text, fault, options, monkeypatch):
             partial(compare_on_a_mesh, planted.linear_sequence_loss, options, SHARDS[0]), 4
         )
     assert isinstance(raised.value.__cause__, AssertionError)
-
-
-def test_without_a_label_loss_and_gradients_are_0():
-    (hidden, weight, bias), labels, _ = inputs()
-    for ignored in (-100, 7):  # 7 is a token, too
-        loss = linear_sequence_loss(
-            hidden,
-            weight,
-            torch.full_like(labels, ignored),
-            linear_bias=bias,
-            z_loss=0.1,
-            label_smoothing=0.1,
-            ignore_index=ignored,
-        )
-        assert loss == 0
-        assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, (hidden, weight, bias)))
 
 
 def bytes_at_peak(program):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from one_layer import OneLayer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -21,33 +22,25 @@ from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 MASK = Mask.documents(ENDS)
 GUIDE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(19, 16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
-
+class Model(OneLayer):
     def forward(self, ids, positions, attend, labels=None, **options):
         """Return the logits, or with ``labels`` the loss: FSDP2 has the weights of the head only
         inside of forward.
         """
-        x = self.token(ids) + self.position(positions)
-        q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
-        x, head = x + attend(q, k, v).flatten(2), self.head
-        return (
-            head(x)
-            if labels is None
-            else linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
-        )
+        x, head = self.hidden(ids, positions, attend), self.head
+        if labels is None:
+            return head(x)
+        return linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
 
 
-def new_model():
+def new_model(kind=Model):
     torch.manual_seed(0)
-    return Model().double()
+    return kind(VOCABULARY, 19).double()
 
 
 def batch(seed=0, ignored=range(0)):
@@ -81,14 +74,12 @@ def step(model, batch, layout, attention_group, loss_group, linear=False, **opti
     attend = functools.partial(
         reference.ring_attention, mask=MASK, layout=layout, group=attention_group
     )
-    inputs = (part["input_ids"], part["position_ids"], attend)
-    labels = part["shift_labels"]
-    options = options | {"group": loss_group}
-    loss = (
-        model(*inputs, labels, chunk=4, **options)
-        if linear
-        else sequence_loss(model(*inputs), labels, **options)
-    )
+    inputs, labels = (part["input_ids"], part["position_ids"], attend), part["shift_labels"]
+    options["group"] = loss_group
+    if linear:
+        loss = model(*inputs, labels, chunk=4, **options)
+    else:
+        loss = sequence_loss(model(*inputs), labels, **options)
     loss.backward()
     return loss.detach()
 
@@ -98,15 +89,14 @@ IGNORED = range(3, 9), range(10, 19), range(0)
 
 
 def assert_equal_to_one_process(loss, model, *batches):
-    expected, gradients = gradients_of_one_process(*batches)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        found = (
-            parameter.grad.full_tensor()
-            if hasattr(parameter.grad, "full_tensor")
-            else parameter.grad
-        )
-        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
+    assert_equal(loss, model, *gradients_of_one_process(*batches))
+
+
+def assert_equal(loss, model, expected, gradients):
+    grads = [parameter.grad for parameter in model.parameters()]
+    grads = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+    close(loss, expected)
+    close(grads, gradients)
 
 
 def train_on_two_ranks(wrap):
@@ -133,14 +123,11 @@ def assert_equal_to_tokens(loss, model, batches):
     ]
     alone = [gradients_of_one_process(each) for each in batches]
     weights = [n / sum(tokens) for n in tokens]
-    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for parameter, *parts in zip(
-        model.parameters(), *(gradients for _, gradients in alone), strict=True
-    ):
-        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
-        # tokens count equally
-        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)
+    sums = [
+        sum(weight * x for weight, x in zip(weights, parts, strict=True))
+        for parts in zip(*([mean, *gradients] for mean, gradients in alone), strict=True)
+    ]
+    assert_equal(loss, model, sums[0], sums[1:])
 
 
 def accumulate_on_two_ranks():
@@ -180,25 +167,11 @@ def run_the_guide():
     """Run the guide's example, uncompiled, on three microbatches: with some labels, with none and
     with all.
     """
-    (code,) = re.findall(
-        r"```python\n(model = "
-        r"DistributedDataParallel.*?)```",
-        GUIDE.read_text(),
-        re.DOTALL,
-    )
-    torch.manual_seed(0)
+    code = re.search(r"```python\n(model = Dist.*?)```", GUIDE.read_text(), re.DOTALL)[1]
     microbatches = [batch(0, range(6, 15)), batch(1, range(19)), batch(2)]
-    names = {
-        "model": Attending().double(),
-        "layout": Layout.zigzag(19, 2),
-        "rank": dist.get_rank(),
-        "cu_seqlens": ENDS,
-    }
-    names |= {
-        "DistributedDataParallel": DistributedDataParallel,
-        "nullcontext": contextlib.nullcontext,
-        "torch": torch,
-    }
+    names = dict(model=new_model(Attending), layout=Layout.zigzag(19, 2), rank=dist.get_rank())
+    names |= dict(DistributedDataParallel=DistributedDataParallel, cu_seqlens=ENDS, torch=torch)
+    names["nullcontext"] = contextlib.nullcontext
     sums = []
     hook = lambda state, bucket: sums.append(bucket.index()) or allreduce_hook(state, bucket)
     code = code.replace("torch.compile(model))", "model)\nmodel.register_comm_hook(None, hook)")
@@ -223,9 +196,7 @@ def train_on_a_mesh():
     context = mesh["cp"].get_group()
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, mesh["cp"])
-    torch.testing.assert_close(
-        loss, mean_of_one_process(new_model(), mine).detach(), rtol=1e-12, atol=1e-12
-    )
+    close(loss, mean_of_one_process(new_model(), mine).detach())
     # data ranks count equally
     assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)
     model = DistributedDataParallel(new_model())
@@ -257,23 +228,23 @@ def test_without_a_process_group_it_is_the_mean_cross_entropy():
     )
 
 
-@pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
-def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
-    def program():
-        logits = torch.randn(1, tokens[dist.get_rank()], 5, requires_grad=True)
-        loss = sequence_loss(logits, torch.full(logits.shape[:2], -100))
-        loss.backward()
-        return loss == 0 and logits.grad.eq(0).all()
-
-    assert all(process_groups.threads(program, 2))
-
-
 def both_losses(hidden, labels, **options):
     """Return both losses of the same logits."""
     weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
     return sequence_loss(hidden, labels, **options), linear_sequence_loss(
         hidden, weight, labels, **options
     )
+
+
+@pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
+def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
+    def program():
+        hidden = torch.randn(1, tokens[dist.get_rank()], VOCABULARY, requires_grad=True)
+        for loss in both_losses(hidden, torch.full(hidden.shape[:2], 7), ignore_index=7):
+            assert loss == 0
+            assert torch.autograd.grad(loss, hidden)[0].eq(0).all()
+
+    process_groups.threads(program, 2)
 
 
 def one_rank_has_a_wrong_weight(wrong, linear):
@@ -308,7 +279,7 @@ def test_advantages_are_weights_of_a_number_of_items():
     labels = torch.arange(12) % 7
     expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
     for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        close(loss, expected)
     assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
 
 

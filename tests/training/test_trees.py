@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from one_layer import OneLayer
 from torch import nn
 
 from canon import Mask, reference
@@ -109,37 +110,24 @@ def test_trees_of_at_most_max_tokens_hold_the_sequences_in_order(sequences, m, m
 # --- training
 
 
-class Model(nn.Module):
-    """Return the last hidden states of the tokens of one sequence, and q, k, v of its attention."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.position = nn.Embedding(9, 16), nn.Embedding(9, 16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, 9)
-
-    def forward(self, ids, positions, attention):
-        x = self.token(ids) + self.position(positions)
-        q, k, v = leaves = self.qkv(x).unflatten(1, (6, 8)).split(2, dim=1)
-        return x + attention(q, k, v).flatten(1), leaves
-
+class Model(OneLayer):
     def losses(self, ids, positions, labels, mask):
-        """Return the losses of all tokens on one rank, and q, k, v."""
-        hidden, leaves = self(ids, positions, partial(reference.attention, mask=mask))
-        return nn.functional.cross_entropy(self.head(hidden), labels, reduction="none"), leaves
+        """Return the losses of all tokens on one rank."""
+        hidden = self.hidden(ids, positions, partial(reference.attention, mask=mask))
+        return nn.functional.cross_entropy(self.head(hidden), labels, reduction="none")
 
     def mean(self, loss, ids, positions, labels, weights, attention):
         """Return a loss of `canon.training` over all ranks."""
-        hidden, _ = self(ids, positions, attention)
+        hidden, head = self.hidden(ids, positions, attention), self.head
         if loss is sequence_loss:
-            return loss(self.head(hidden), labels, weights=weights)
-        return loss(
-            hidden, self.head.weight, labels, linear_bias=self.head.bias, weights=weights, chunk=3
-        )
+            return loss(head(hidden), labels, weights=weights)
+        options = dict(linear_bias=head.bias, weights=weights, chunk=3)
+        return loss(hidden, head.weight, labels, **options)
 
 
 def new_model():
     torch.manual_seed(0)
-    return Model().double()
+    return Model(9, 9).double()
 
 
 def alone(model, sequence):
@@ -153,43 +141,18 @@ def mean_of(separate, mean):
     each sequence.
     """
     long = [losses[:-1] for losses in separate if len(losses) > 1]
-    return (
-        torch.cat(long).mean()
-        if mean == "tokens"
-        else torch.stack([each.mean() for each in long]).mean()
-    )
+    return (torch.cat(long) if mean == "tokens" else torch.stack([x.mean() for x in long])).mean()
 
 
 def same_numbers(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("mean", ["tokens", "sequences"])
 @pytest.mark.parametrize("multiple_of", [1, 2, 4])
-def test_a_tree_has_the_losses_of_separate_sequences_and_gradients_of_q_k_and_v(multiple_of, mean):
-    """Gradients of q, k and v: at a token of one sequence those of the sequence, at a shared token
-    their sum.
-    """
+def test_a_tree_has_the_losses_of_separate_sequences(multiple_of):
     model, tree = new_model(), pack(HARD, multiple_of)
-    losses, tensors = model.losses(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
-    weights = tree.weights if mean == "tokens" else tree.sequence_weights
-    loss = (losses * weights).sum() / weights.sum()
-    separate = [alone(model, sequence) for sequence in HARD]
-    for found, (expected, _) in zip(tree.unpack(losses), separate, strict=True):
-        same_numbers(found, expected)
-    expected = mean_of([losses for losses, _ in separate], mean)
-    rows = tree.unpack(torch.arange(len(losses)))
-    for found, parts in zip(
-        torch.autograd.grad(loss, tensors), zip(*(x for _, x in separate), strict=True), strict=True
-    ):
-        total = torch.zeros_like(found)
-        for at, part in zip(
-            rows,
-            torch.autograd.grad(expected, parts, retain_graph=True, materialize_grads=True),
-            strict=True,
-        ):
-            total[at] += part
-        same_numbers(found, total)
+    losses = model.losses(tree.token_ids, tree.position_ids, tree.labels, tree.mask)
+    same_numbers(tree.unpack(losses), [alone(model, sequence) for sequence in HARD])
 
 
 def compare_on_ranks(model, tree, expected):
@@ -199,16 +162,8 @@ def compare_on_ranks(model, tree, expected):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout = reference.dispatch(tree.mask, ranks)
     attention = partial(reference.magi_attention, mask=tree.mask, layout=layout)
-    *inputs, of_tokens, of_sequences = (
-        layout.shard(x, rank, 0)
-        for x in (
-            tree.token_ids,
-            tree.position_ids,
-            tree.labels,
-            tree.weights,
-            tree.sequence_weights,
-        )
-    )
+    given = tree.token_ids, tree.position_ids, tree.labels, tree.weights, tree.sequence_weights
+    *inputs, of_tokens, of_sequences = (layout.shard(x, rank, 0) for x in given)
     for weights, (value, right) in zip((of_tokens, of_sequences), expected, strict=True):
         for loss in (sequence_loss, linear_sequence_loss):
             found = model.mean(loss, *inputs, weights, attention)
@@ -226,7 +181,7 @@ def test_both_losses_with_the_weights_of_a_tree_are_the_means_of_separate_sequen
 ):
     model, expected = new_model(), []
     for mean in ("tokens", "sequences"):
-        loss = mean_of([alone(model, sequence)[0] for sequence in HARD], mean)
+        loss = mean_of([alone(model, sequence) for sequence in HARD], mean)
         expected.append((loss.detach(), list(torch.autograd.grad(loss, [*model.parameters()]))))
     process_groups.threads(
         partial(compare_on_ranks, model, pack(HARD, multiple_of), expected), ranks
@@ -263,10 +218,9 @@ def test_wrong_weights_of_sequences_are_named(weights, error, message):
         pack([[0, 1, 2], [0, 1]]).weights_of(weights)
 
 
-def test_the_price_of_multiple_of_is_that_of_the_docstring():
+def test_the_price_of_multiple_of_is_that_of_the_page():
     sequences = [[*range(130), 200 + answer, *range(4)] for answer in range(8)]
     assert [len(pack(sequences, m).token_ids) for m in (1, 128)] == [177, 1031]
-    assert all(f"{n:,}" in pack.__doc__ for n in (177, 1031, sum(map(len, sequences))))
 
 
 def test_gradients_of_unpacked_rows_are_sums():
