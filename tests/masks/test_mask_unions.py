@@ -4,7 +4,7 @@ bands.
 
 import pytest
 import torch
-from band_strategies import bands, square_masks
+from band_strategies import bands, check, square_masks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,14 +12,6 @@ from canon import Band, Mask
 from canon.masks import band as band_module
 from canon.masks import mask as mask_module
 from canon.masks.mask_inputs import block_squares
-
-
-def check(mask, matrix):
-    """Assert that a mask has the cells of a matrix, each in one band."""
-    Mask(mask.bands, mask.queries, mask.keys)  # raises if two bands share a cell
-    assert all(type(band) is Band and band == Band(*band) for band in mask.bands), "tight"
-    assert torch.equal(mask.dense(), matrix)
-    assert mask.area == matrix.sum()
 
 
 @st.composite
@@ -45,7 +37,7 @@ def test_minus_leaves_the_cells_that_the_other_band_lacks(one, other):
     check(of(*parts), of(one).dense() & ~of(other).dense())
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, report_multiple_bugs=False)
 @given(cases())
 def test_blocks_add_the_cells_between_their_tokens_and_no_others(case):
     mask, starts, stops, matrix = case

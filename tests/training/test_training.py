@@ -130,31 +130,6 @@ def assert_equal_to_tokens(loss, model, batches):
     assert_equal(loss, model, sums[0], sums[1:])
 
 
-def accumulate_on_two_ranks():
-    """Two microbatches with different numbers of valid tokens: their losses add up to the mean over
-    all tokens.
-    """
-    layout, microbatches = Layout.zigzag(19, 2), (batch(0, range(3, 12)), batch(1))
-    count = sum(
-        (layout.shard_batch(each, dist.get_rank(), ENDS)["shift_labels"] != -100).sum()
-        for each in microbatches
-    )
-    dist.all_reduce(count)
-    for linear in (False, True):
-        model = DistributedDataParallel(new_model())
-        losses = [
-            step(model, each, layout, None, None, linear, num_items_in_batch=count)
-            for each in microbatches
-        ]
-        assert_equal_to_tokens(sum(losses), model, microbatches)
-        total = step(model, microbatches[1], layout, None, None, linear, num_items_in_batch=1)
-        torch.testing.assert_close(total, mean_of_one_process(new_model(), batch(1)).detach() * 16)
-
-
-def test_accumulation_weights_tokens():
-    process_groups.processes(accumulate_on_two_ranks, 2)
-
-
 class Attending(Model):
     """The model of a user: `forward` takes ids and positions."""
 
@@ -228,45 +203,43 @@ def test_without_a_process_group_it_is_the_mean_cross_entropy():
     )
 
 
-def both_losses(hidden, labels, **options):
-    """Return both losses of the same logits."""
-    weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
-    return sequence_loss(hidden, labels, **options), linear_sequence_loss(
-        hidden, weight, labels, **options
+def linear_loss(hidden, labels, **options):
+    """Return `linear_sequence_loss` of hidden states that are the logits."""
+    return linear_sequence_loss(
+        hidden, torch.eye(VOCABULARY, dtype=hidden.dtype), labels, **options
     )
+
+
+LOSSES = sequence_loss, linear_loss
 
 
 @pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
 def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
     def program():
         hidden = torch.randn(1, tokens[dist.get_rank()], VOCABULARY, requires_grad=True)
-        for loss in both_losses(hidden, torch.full(hidden.shape[:2], 7), ignore_index=7):
-            assert loss == 0
-            assert torch.autograd.grad(loss, hidden)[0].eq(0).all()
+        for loss in LOSSES:
+            found = loss(hidden, torch.full(hidden.shape[:2], 7), ignore_index=7)
+            assert found == 0
+            assert torch.autograd.grad(found, hidden)[0].eq(0).all()
 
     process_groups.threads(program, 2)
 
 
-def one_rank_has_a_wrong_weight(wrong, linear):
-    weights = torch.ones(4, dtype=torch.float64)
-    weights[2] = wrong if dist.get_rank() == 1 else 1
-    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
-    loss, given = (
-        (linear_sequence_loss, (torch.eye(VOCABULARY).double(),)) if linear else (sequence_loss, ())
-    )
-    with pytest.raises(
-        ValueError,
-        match="weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch",
-    ):
-        loss(hidden, *given, labels, weights=weights)
-    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
-    assert loss(hidden, *given, unlabelled, weights=weights).isfinite()
-
-
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf, 1e-40])
-def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, linear):
-    process_groups.threads(functools.partial(one_rank_has_a_wrong_weight, wrong, linear), 2)
+def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, loss):
+    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
+    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
+    message = "weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch"
+
+    def program():
+        weights = torch.ones(4, dtype=torch.float64)
+        weights[2] = wrong if dist.get_rank() == 1 else 1
+        with pytest.raises(ValueError, match=message):
+            loss(hidden, labels, weights=weights)
+        assert loss(hidden, unlabelled, weights=weights).isfinite()
+
+    process_groups.threads(program, 2)
 
 
 def test_advantages_are_weights_of_a_number_of_items():
@@ -278,9 +251,9 @@ def test_advantages_are_weights_of_a_number_of_items():
     hidden = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
     labels = torch.arange(12) % 7
     expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
-    for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
-        close(loss, expected)
-    assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
+    for loss in LOSSES:
+        close(loss(hidden, labels, weights=advantages, num_items_in_batch=12), expected)
+        assert loss(hidden, labels, weights=0 * advantages) == 0
 
 
 def test_labels_of_later_tokens_stay_inside_their_documents():
