@@ -53,33 +53,38 @@ def batch(seed=0, ignored=range(0)):
     return {"input_ids": ids, "labels": labels}
 
 
-def mean_of_one_process(model, batch):
+def losses_of_one_process(model, batch):
+    """Return the losses of all tokens with a label."""
     part = Layout.contiguous(19, 1).shard_batch(batch, 0, ENDS)
-    logits = model(
-        part["input_ids"], part["position_ids"], lambda q, k, v: reference.attention(q, k, v, MASK)
-    )
-    return nn.functional.cross_entropy(logits[0], part["shift_labels"][0])
+    attend = functools.partial(reference.attention, mask=MASK)
+    logits, labels = model(part["input_ids"], part["position_ids"], attend), part["shift_labels"]
+    losses = nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
+    return losses[labels[0] >= 0]
 
 
-def gradients_of_one_process(*batches):
-    model = new_model()
-    loss = sum(mean_of_one_process(model, each) for each in batches) / len(batches)
-    loss.backward()
-    return loss.detach(), [x.grad for x in model.parameters()]
+def assert_equal_to_one_process(loss, model, *batches, by_token=False):
+    """Compare with the mean of the batches' means, or over all their tokens."""
+    alone = new_model()
+    losses = [losses_of_one_process(alone, each) for each in batches]
+    expected = (torch.cat(losses) if by_token else torch.stack([x.mean() for x in losses])).mean()
+    expected.backward()
+    close(loss, expected.detach())
+    grads = [x.grad for x in model.parameters()]
+    grads = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+    close(grads, [x.grad for x in alone.parameters()])
 
 
-def step(model, batch, layout, attention_group, loss_group, linear=False, **options):
+def step(model, batch, layout, attention_group, loss_group, linear=False):
     """Return the loss of this rank's part of the sequence, after the backward pass."""
     part = layout.shard_batch(batch, dist.get_rank(attention_group), ENDS)
     attend = functools.partial(
         reference.ring_attention, mask=MASK, layout=layout, group=attention_group
     )
     inputs, labels = (part["input_ids"], part["position_ids"], attend), part["shift_labels"]
-    options["group"] = loss_group
     if linear:
-        loss = model(*inputs, labels, chunk=4, **options)
+        loss = model(*inputs, labels, chunk=4, group=loss_group)
     else:
-        loss = sequence_loss(model(*inputs), labels, **options)
+        loss = sequence_loss(model(*inputs), labels, group=loss_group)
     loss.backward()
     return loss.detach()
 
@@ -88,46 +93,18 @@ def step(model, batch, layout, attention_group, loss_group, linear=False, **opti
 IGNORED = range(3, 9), range(10, 19), range(0)
 
 
-def assert_equal_to_one_process(loss, model, *batches):
-    assert_equal(loss, model, *gradients_of_one_process(*batches))
-
-
-def assert_equal(loss, model, expected, gradients):
-    grads = [parameter.grad for parameter in model.parameters()]
-    grads = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
-    close(loss, expected)
-    close(grads, gradients)
-
-
 def train_on_two_ranks(wrap):
     for layout in (Layout.zigzag(19, 2), Layout([[range(19)], []], 19), Layout.contiguous(19, 2)):
         for ignored in IGNORED:
             for linear in (False, True):
-                model = wrap(new_model())
-                mine = batch(ignored=ignored)
-                assert_equal_to_one_process(
-                    step(model, mine, layout, None, None, linear), model, mine
-                )
+                model, mine = wrap(new_model()), batch(ignored=ignored)
+                loss = step(model, mine, layout, None, None, linear)
+                assert_equal_to_one_process(loss, model, mine)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["DDP", "FSDP2"])
 def test_two_ranks_have_the_loss_and_gradients_of_one_process(wrap):
     process_groups.processes(functools.partial(train_on_two_ranks, wrap), 2)
-
-
-def assert_equal_to_tokens(loss, model, batches):
-    """Compare with the mean over all tokens of the batches in one process."""
-    tokens = [
-        int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum())
-        for each in batches
-    ]
-    alone = [gradients_of_one_process(each) for each in batches]
-    weights = [n / sum(tokens) for n in tokens]
-    sums = [
-        sum(weight * x for weight, x in zip(weights, parts, strict=True))
-        for parts in zip(*([mean, *gradients] for mean, gradients in alone), strict=True)
-    ]
-    assert_equal(loss, model, sums[0], sums[1:])
 
 
 class Attending(Model):
@@ -154,9 +131,8 @@ def run_the_guide():
     losses = []
     exec(code, names | {"sequence_loss": taking, "microbatches": microbatches, "hook": hook}, names)
     assert len(sums) == 1, "gradients travel once"
-    assert_equal_to_tokens(
-        sum(x.detach() for x in losses), names["model"], microbatches[::2]
-    )  # the one between has no labels
+    whole = sum(x.detach() for x in losses)  # the microbatch between has no labels
+    assert_equal_to_one_process(whole, names["model"], *microbatches[::2], by_token=True)
 
 
 def test_the_guide_trains_with_ddp_on_microbatches_of_different_label_counts():
@@ -171,12 +147,12 @@ def train_on_a_mesh():
     context = mesh["cp"].get_group()
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, mesh["cp"])
-    close(loss, mean_of_one_process(new_model(), mine).detach())
+    close(loss, losses_of_one_process(new_model(), mine).mean().detach())
     # data ranks count equally
     assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, None)
-    assert_equal_to_tokens(loss, model, both)
+    assert_equal_to_one_process(loss, model, *both, by_token=True)
 
 
 def sum_over(x, group):

@@ -5,8 +5,7 @@ A cast is one all-to-all exchange of K and V; there is none if no rank needs ano
     casts=1, own_keys_first=False    step 0: own keys and cast 0
     casts=2, own_keys_first=True     step 0: own keys        step 1: cast 0        step 2: cast 1
 
-The buffer of a step holds first the rank's own keys, if used, then the received ones by source. A
-plan is equal on all ranks; the pieces of a rank are derived at their first use.
+The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,8 +63,8 @@ class RankCasts:
 
 @dataclass(frozen=True)
 class CastPlan:
-    """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether
-    step 0 uses own keys alone. ``casts_of(plan, rank)`` derives the pieces of a rank.
+    """The exchanges of magi attention, equal on all ranks. ``casts_of(plan, rank)`` derives the
+    pieces of a rank.
     """
 
     mask: Mask
@@ -77,7 +76,7 @@ class CastPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the host (an estimate), without those of its mask and its layout."""
+        """Bytes on the host besides mask and layout (an estimate)."""
         return 1000
 
     @property
@@ -138,7 +137,7 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` nearly equal lists, larger ones first."""
+    """Divide the pieces of a pair of ranks as `equal_parts` does."""
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
     rows = [range(piece.row, piece.row + len(piece.tokens)) for piece in pieces]
@@ -159,8 +158,8 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan of at most ``casts`` casts. ``largest``: the most tokens from one rank to
-    another. ``received``: those of all ranks.
+    """Return the plan of at most ``casts`` casts. ``largest``: the most tokens between two ranks.
+    ``received``: those of all.
     """
     if own_keys_first is None:
         own_keys_first = own_keys_come_first(mask, layout, received)
@@ -171,10 +170,10 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
     """Return whether magi attention by default computes on own keys while its one cast is in
     flight.
 
-    It does if both hold, in the mean over the ranks: a rank has at least 2^29 visible cells, and
-    receives at least half as many tokens as it holds. An additional step costs launches, a merge,
-    and shorter kernels; it hides the cast. In the records (`tests/masks/test_defaults.py`) a single
-    step takes 0.78 to 1.01 times as long below these limits, and 1.00 to 1.02 times above them.
+    It does if a mean rank has at least 2^29 visible cells, and receives at least half as many
+    tokens as it holds. An additional step costs launches, a merge and shorter kernels; it hides the
+    cast. In the records (`tests/masks/test_defaults.py`) a single step takes 0.78 to 1.01 times as
+    long below these limits, and 1.00 to 1.02 times above them.
     """
     return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 

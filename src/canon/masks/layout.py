@@ -6,8 +6,7 @@
     striped              0 3 6 9      1 4 7 10    2 5 8 11
     zigzag_documents     0 5  6 11    1 4  7 10   2 3  8 9        of two documents of 6 tokens
 
-Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the
-first. Zigzag and striped shards have nearly equal areas.
+Under a causal mask, zigzag and striped shards have nearly equal areas.
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped
 Attention (2023).
@@ -68,26 +67,23 @@ class Layout(Immutable):
     # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return one piece for each rank; larger ones come first. Pieces begin at multiples of
+        """Return one piece for each rank, larger ones first. Pieces begin at multiples of
         ``multiple_of`` tokens.
         """
         return cls([[piece] for piece in _pieces(n, whole("ranks", ranks, 1), multiple_of)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
-        and 2 ``ranks`` - 1 - r.
+        """Return the layout in which rank r holds the pieces r and 2 ``ranks`` - 1 - r of 2
+        ``ranks``.
         """
         pieces = _pieces(n, 2 * whole("ranks", ranks, 1), multiple_of)
         return cls([[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)], n)
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
-        """Return the layout in which a rank holds its pieces of each document, which is divided as
-        by `zigzag`.
-
-        ``cu_seqlens``: 0, then the end of each document. Raises ValueError if cu_seqlens does not
-        start at 0 or decreases.
+        """Return the layout that divides each document as `zigzag` does. ``cu_seqlens``: 0, then
+        the end of each document.
 
         Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
         """
@@ -174,17 +170,16 @@ class Layout(Immutable):
 
     # operations
     def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
-        """Return the position of each local token in its own document, for the rotary embedding:
-        int64 [t], on the CPU. ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError
-        unless it ends at ``tokens``.
+        """Return the position of each local token in its own document: int64 [t], on the CPU.
+        ``cu_seqlens``: as in `shard_batch`. Raises ValueError unless it ends at ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
 
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on
-        ``dim``. Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
+        """Return the tokens of ``rank`` from a full tensor with its tokens on ``dim``.
+        Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
@@ -225,7 +220,7 @@ class Layout(Immutable):
     def unshard(
         self, x: Tensor, group: "Group" = None, dim: int = 1, *, partial_grad: bool = False
     ) -> Tensor:
-        """Gather the full tensor from the shards of all ranks. A collective, forward and backward;
+        """Gather the full tensor from the shards of all ranks. A collective in both passes;
         differentiable once.
 
         Args:
@@ -244,23 +239,19 @@ class Layout(Immutable):
     def redistribute(
         self, x: Tensor, to: "Layout", *, group: "Group" = None, dim: int = 1
     ) -> Tensor:
-        """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A
-        collective; differentiable.
+        """Return this rank's tokens in the layout ``to`` from its tokens in this layout, by one
+        all-to-all. A collective in both passes; differentiable.
 
-        One all-to-all moves the tokens, and their gradients back, so every rank must call both
-        passes. Raises ValueError or TypeError on every rank if arguments do not fit or differ
-        between ranks.
+        Raises ValueError or TypeError on every rank if arguments do not fit or differ between
+        ranks.
         """
         from canon.ranks.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
-        """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local
-        coordinates. Cached.
-
-        Columns are the keys of ``k_ranks``, rank after rank, each in local order. Raises ValueError
-        if the mask or a rank does not fit.
+        """Return the mask between the local queries of ``q_rank`` and the local keys of
+        ``k_ranks``, rank after rank. Cached. Raises ValueError if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
@@ -271,11 +262,10 @@ class Layout(Immutable):
         )
 
     def divided(self, heads: int) -> "Layout":
-        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
+        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank, in
+        order, in nearly equal parts.
 
-        So a plan for the rows of a mesh ("tokens", "heads") becomes a layout for its ranks:
-        ``dispatch(mask, rows).divided(heads)``. Parts follow the local order of the row, and differ
-        by at most one token.
+        For a mesh ("tokens", "heads"): ``dispatch(mask, rows).divided(heads)``.
         """
         from canon.masks.rows import divided
 
@@ -285,9 +275,7 @@ class Layout(Immutable):
 
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the
-        figure.
-
-        Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
+        matplotlib figure. Raises ValueError if the mask does not fit.
         """
         from canon.show.layout_figures import plot_layout
 
@@ -346,8 +334,7 @@ def equal_parts(pieces: Sequence[range], count: int) -> list[list[range]]:
 
 
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
-    """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that
-    hold them in order. All ranges have one step >= 1.
+    """Return the mask between two buffers that hold these ranges of tokens. All have one step >= 1.
 
     Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a range are
     neighbours.

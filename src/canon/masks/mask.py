@@ -3,8 +3,8 @@
     Mask.causal(8)                    one band, hi = 0
     Mask.documents([0, 3, 8])         two bands: a causal square for each document
 
-A mask is immutable, and compared and hashed by content: ranks with equal masks make equal plans
-without communication. Arguments are sequences or tensors.
+A mask is compared and hashed by content: ranks with equal masks make equal plans without
+communication.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ from canon.masks.mask_inputs import (
     window_bounds,
 )
 
-# of a union; a local mask of 1.1 times as many would fill the plan cache, at 300 bytes each
+# of a union; 1.1 times as many would fill the plan cache
 MOST_BANDS = 200_000
 
 
@@ -107,7 +107,7 @@ class Mask(Immutable):
                               x x x x                        x .
                                                              x x
 
-        ``keys`` is by default ``queries``. FlashAttention aligns in the same way.
+        FlashAttention aligns in the same way.
         """
         queries = whole("queries", queries, 0)
         keys = queries if keys is None else whole("keys", keys, 0)
@@ -161,11 +161,11 @@ class Mask(Immutable):
                                              x x . x x
 
         ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order.
-        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i
-        - 1. A token between two nodes is not seen, and sees the ancestors of the node after it. A
-        last node of length 0 makes the mask end at its start.
+        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default where node i - 1
+        ends. A token between two nodes is not seen, and sees the ancestors of the node after it.
+        A last node of length 0 ends the mask at its start.
 
-        Raises ValueError that names the node if nodes overlap or are in another order.
+        Raises ValueError if nodes overlap or are in another order.
         """
         bands, tokens = tree_bands(parents, lengths, starts)
         return cls.of_disjoint(bands, tokens, tokens)
@@ -191,8 +191,7 @@ class Mask(Immutable):
         queries: int | None = None,
         keys: int | None = None,
     ) -> "Mask":
-        """Return the mask of MagiAttention's slices: a range of queries, a range of keys and a
-        type.
+        """Return the mask of MagiAttention's slices.
 
             type                    sees, in a slice of 2 queries and 3 keys
             0 or "full"             x x x      x x x
@@ -200,7 +199,7 @@ class Mask(Immutable):
             2 or "inverse_causal"   x x x      . x x      aligned at the upper left corner
             3 or "bi_causal"        x x .      . x x      both
 
-        The sizes are by default the largest ends. Raises ValueError for slices that share a cell.
+        Sizes are by default the largest ends. Raises ValueError if slices share a cell.
         """
         bands, q_end, k_end = slice_bands(q_ranges, k_ranges, types)
         return cls(bands, q_end if queries is None else queries, k_end if keys is None else keys)
@@ -216,7 +215,7 @@ class Mask(Immutable):
 
     @classmethod
     def union(cls, *masks: "Mask") -> "Mask":
-        """Return the mask of the cells that one or more of ``masks`` hold. All have one size.
+        """Return the mask of the cells that one or more of ``masks`` hold.
 
         Raises ValueError if the sizes differ, or if this takes more than 200,000 bands.
         """
@@ -230,10 +229,8 @@ class Mask(Immutable):
     # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
-        """Return the mask of packed documents, causal in each, from positions that restart at 0.
-
-        ``from_position_ids([0, 1, 0, 1, 2])`` equals ``documents([0, 2, 5])``. Positions (b, n)
-        give a tuple of b masks.
+        """Return ``documents([0, 2, 5])`` for positions [0, 1, 0, 1, 2]. Positions (b, n) give a
+        tuple of b masks.
         """
         ends, several = position_ends(position_ids)
         masks = tuple(cls.of_disjoint(document_bands(e, True, None)[0], e[-1], e[-1]) for e in ends)
@@ -242,7 +239,7 @@ class Mask(Immutable):
     @classmethod
     def padding(cls, lengths: Ints, n: int, causal: bool = True) -> "tuple[Mask, ...]":
         """Return one n x n mask for each length. Tokens from the length on see nothing and are not
-        seen. Padding on the left: `block_causal` with ``q_valid`` and ``k_valid``.
+        seen. For padding on the left, `block_causal` has ``q_valid`` and ``k_valid``.
         """
         n, high = whole("n", n, 0), 0 if flag("causal", causal) else None
         masks = []
@@ -348,11 +345,11 @@ class Mask(Immutable):
         return self.of_disjoint(cut, self.queries, self.keys)
 
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
-        """Return the mask in which the tokens of each block also see each other, in both
-        directions: those of an image, for example.
+        """Return the mask in which the tokens of each block, ``starts[i]`` to ``stops[i]`` - 1,
+        also see each other, as those of an image.
 
-        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. Raises ValueError if the mask is
-        not square, or a block is empty, leaves it or overlaps another.
+        Raises ValueError if the mask is not square, or a block is empty, leaves it or overlaps
+        another.
         """
         if self.queries != self.keys:
             raise ValueError(
@@ -362,9 +359,7 @@ class Mask(Immutable):
         return self.union(self, self.of_disjoint(squares, self.queries, self.keys))
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
-        """Return the keys that some query of the ascending ranges sees, as ranges that do not
-        touch.
-        """
+        """Return the keys that some query of the ascending ranges sees, as separate ranges."""
         intervals: list[tuple[int, int]] = []
         for rows in list_of("query_ranges", query_ranges, range):
             if rows.step < 1:
@@ -373,11 +368,7 @@ class Mask(Immutable):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with one colour for each band. Return the matplotlib axes, ``ax``
-        or new ones.
-
-        Raises ModuleNotFoundError without matplotlib.
-        """
+        """Draw the visible cells, with a colour for each band. Return the matplotlib axes."""
         from canon.show.mask_figures import plot_mask
 
         return plot_mask(self, ax)

@@ -1,6 +1,4 @@
-"""Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors,
-ranges and bands.
-"""
+"""Checks of the arguments of `Mask` and `Layout`, and their values as numbers, ranges and bands."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -21,7 +19,7 @@ SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention
 
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
-    """Return cu_seqlens as ints. Raise ValueError if it does not start at 0 or decreases."""
+    """Return cu_seqlens as ints, from 0 on and ascending."""
     ends = whole_numbers("cu_seqlens", cu_seqlens)
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
@@ -93,9 +91,7 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
 
 
 def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
-    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart in the
-    mask.
-    """
+    """Return the square of each block, sorted."""
     begins, ends = whole_numbers("starts", starts), whole_numbers("stops", stops)
     if len(begins) != len(ends):
         raise ValueError(f"{len(begins)} starts and {len(ends)} stops: give one of each")
@@ -140,7 +136,7 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
 
 
 def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
-    """Return the arguments of each sequence of a batch, or None if none is (b, n)."""
+    """Return the arguments of each sequence, or None if no argument is (b, n)."""
     rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
     sizes = {name: len(several) for name, several in rows.items() if several is not None}
     if not sizes:
@@ -174,7 +170,7 @@ def number_tensor(name: str, values: Ints) -> Tensor:
 
 
 def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError below -1."""
+    """Return (lo, hi) of a window, None where it has no bound."""
     for name, value in (("left", left), ("right", right)):
         if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")

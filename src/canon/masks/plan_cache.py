@@ -1,7 +1,6 @@
 """A cache of plans, limited by the bytes that they hold.
 
-A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. A
-dropped one stays valid while a caller, an autograd context or a stream uses it.
+A plan (a local mask, a work table, an index on the device) is a pure function of its arguments.
 
     `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device
     `PARTS`   what only plans are made of     32 MB on the host
@@ -130,9 +129,7 @@ def _noting(name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan outside of inference mode, as training may use it, of real tensors, without
-    notes.
-    """
+    """Make a plan of real tensors, outside of inference mode, without notes of its parts."""
     if _notes.making:  # a part of another plan
         return make()
     plans, seen = _notes.plans, _notes.seen
@@ -201,10 +198,9 @@ def keep_for_stream(*tensors: Tensor) -> None:
 
 
 def _tensors_of_captured_graph() -> dict[int, Tensor]:
-    """Return the tensors that the graph being captured reads, by address. They are kept as long as
-    its CUDAGraph, and freed when the next capture begins: `torch.cuda.graph` synchronises the
-    device there. Those of a graph of another kind, or of a torch that does not return it, stay for
-    good.
+    """Return the tensors that the graph being captured reads, by address. They live as long as its
+    CUDAGraph, and until the next capture begins, where `torch.cuda.graph` synchronises the device.
+    Those of an unknown graph stay for good.
     """
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     if not isinstance(found, torch.cuda.CUDAGraph):
