@@ -4,10 +4,9 @@ canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask 
 canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
 
 Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
-`canon bench schedules`, on meshes of tokens x heads; --all shows more than the fastest of each
-function and mesh. "0 stages" is one step, "1 stages" are two, own keys first; "keys kept" is
-keep_kv=True. "exposed" is the time in which the busiest GPU runs no attention kernel. "NIC" is what
-a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
+`canon bench schedules`, on meshes of tokens x heads. "1 stages" are two steps, own keys first;
+"keys kept" is keep_kv=True. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC"
+is what a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
 """
 
 import argparse
@@ -31,7 +30,7 @@ RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon plan``."""
+    """Add the arguments."""
     add = parser.add_argument
     add("--tokens", type=int, required=True, help="of the whole sequence")
     add("--heads", default="32/8", metavar="H/G", help="query and key heads (default: 32/8)")
@@ -46,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
+    """Return the exit status: 0, or 2 for invalid arguments."""
     source = f"measured, {options.links}" if options.links else "assumed"
     try:
         links = read_links(options.links) if options.links else ASSUMED

@@ -1,6 +1,5 @@
 """The links of a cluster: an array with a row for NVLink inside a host, and one for the NIC of each
-GPU. A row has the bandwidth of one direction, in GB/s, and the latency of a message, in
-microseconds.
+GPU: GB/s of one direction, and the latency of a message in microseconds.
 """
 
 import json
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Bandwidths are round figures of NCCL on H200s and of 400 Gbit/s. The first latency is fitted with
-# the rates of `kernel_costs`. The second was never measured.
+# Round figures of NCCL on H200s and of 400 Gbit/s; a latency that is fitted with the rates of
+# `kernel_costs`, and one that was never measured.
 ASSUMED = np.array([[300, 35.4], [50, 40]])
 
 

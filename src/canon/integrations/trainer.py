@@ -6,8 +6,8 @@
     trainer.train()  # under torchrun
 
 The ranks of ``group`` read the same batch. The collator plans its mask and layout, and takes this
-rank's tokens, positions and shifted labels. The loss is `sequence_loss` of the model inside
-`sharded`, divided by the labels of all ranks and microbatches. DDP's averages are its gradient.
+rank's part. The loss is `sequence_loss` of the model inside `sharded`, divided by the labels of all
+ranks and microbatches.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
 router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
@@ -47,8 +47,7 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: of successive ranks, as in `canon.faces`. Each rank passes its own group. Different
-            groups read different batches.
+        group: this rank's group of successive ranks. Different groups read different batches.
         half, function, options: of `sharded`.
         layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
             pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
@@ -81,9 +80,7 @@ class ContextParallelTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a data loader that gives the ranks of a context group the same batches.
-        Evaluation: all ranks.
-        """
+        """Return a data loader with the same batches for a context group, in evaluation for all."""
         loader: Any = super()._get_dataloader(*args, **kwargs)
         if (ranks := self.args.world_size) == 1:
             return loader
@@ -171,9 +168,7 @@ class ShardingCollator:
 
 
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each document of ``position_ids``. Raises ValueError
-    if the sequences have different ones.
-    """
+    """Return the one mask of a batch: causal, in each document of ``position_ids``."""
     if (positions := batch.get("position_ids")) is None:
         return Mask.causal(batch["labels"].shape[1])
     masks = set(Mask.from_position_ids(positions))

@@ -5,21 +5,17 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
-    del part["labels"]                            # with labels, the model would compute a loss of
-                                                  # this rank alone in float32
+    del part["labels"]                            # else the model computes a loss of this rank
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
 transformers builds the mask of each kind of layer once in a forward pass. Inside `sharded` it is
-the mask of `sharded`, narrowed by the layer's window and by padding. Elsewhere, on one process, it
-is the model's own: causal or not, window, padding, packed `position_ids`, a KV cache. On several
-ranks, a padding mask costs an all-gather of one byte for each token and kind of layer.
+the mask of `sharded`, narrowed by the layer's window and by padding, which costs an all-gather of
+one byte for each token and kind of layer. Elsewhere, on one process, it is the model's own.
 
 Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
 `generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
-Outside `sharded` they raise if the model does not give them to its mask, as gpt-oss; a compiled
-model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -80,9 +76,8 @@ UNSUPPORTED = {  # keyword of an attention function: remedy
 
 
 def register(name: str = "canon") -> None:
-    """Register Canon with transformers, as ``attn_implementation=name``.
-
-    Outside `sharded`, only CUDA tensors use `canon.fast`.
+    """Register Canon with transformers, as ``attn_implementation=name``. Outside `sharded`, only
+    CUDA tensors use `canon.fast`.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {shown(name)}")
@@ -99,11 +94,7 @@ def sharded(
     function: str = "ring",
     **options: Any,
 ) -> Iterator[None]:
-    """Let the ranks of ``group`` hold one sequence together inside the block. All ranks must enter
-    it.
-
-    Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP
-    and FSDP2.
+    """Let the ranks of ``group`` hold one sequence together inside the block.
 
     Args:
         mask: of the whole sequence, for all b sequences; None is causal, with a warning if
@@ -114,8 +105,8 @@ def sharded(
         function: "ring", "strided" or "magi".
         options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
 
-    ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some
-    sequences only must be invisible in these: padding on the right of causal sequences is.
+    ``attention_mask`` (b, t) is this rank's part of the padding mask. Padding in some sequences
+    only must be invisible in these, as on the right of causal sequences.
 
     Raises TypeError or ValueError; for a wrong padding mask in the forward pass, on every rank.
     """
@@ -144,7 +135,7 @@ def sharded(
 
 @dataclass(eq=False)
 class Sharding:
-    """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
+    """The mask of one kind of layer over the whole sequence, and the attention of all ranks."""
 
     mask: Mask
     attention: Callable
@@ -171,7 +162,7 @@ _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=Non
 def _attention_of(
     half: str, function: str, options: dict[str, Any], layout: Layout, group: Group
 ) -> Callable:
-    """Return the function of `sharded` with its layout, group and options, if all of them exist."""
+    """Return the function of `sharded` with its layout, group and options."""
     if half not in HALVES:
         raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
     if function not in FUNCTIONS:
@@ -211,8 +202,7 @@ def build_mask(
 ) -> LayerMask | Sharding:
     """Return the mask of one kind of layer, inside `sharded` a `Sharding`.
 
-    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries begin at
-    ``q_offset``, keys at ``kv_offset``. Raises ValueError for unsupported masks.
+    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding.
     """
     pattern, sharding = pattern_of(mask_function), _current.get()
     rows = range(int(q_offset), int(q_offset) + q_length)
@@ -247,7 +237,7 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache. Only its caller tells its first pass from training."""
+    """Raise ValueError for a KV cache, and warn of labels. Callers show the first pass of both."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
         if frame.f_code.co_name == "forward" and _computes_a_loss(frame.f_locals):
@@ -267,8 +257,8 @@ def _check_whole(rows: range, columns: range) -> None:
 
 
 def _computes_a_loss(given: dict[str, Any]) -> bool:
-    """Return whether these locals of a ``forward`` are those of a model that makes a loss from
-    labels. One from shift_labels is right by another loss function, or divided by a number.
+    """Return whether a ``forward`` with these locals makes a wrong loss. One from shift_labels is
+    right by another loss function, or divided by a number.
     """
     model, options = given.get("self"), given.get("kwargs", {})
     if not isinstance(model, PreTrainedModel) or given.get("labels") is None:
@@ -368,14 +358,12 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
     _checked[0] = ref(positions), (*known, masks)
 
 
-MOST = 16  # layouts; each is looked at once, as positions on a GPU take time to read
+MOST = 16  # layouts; each is looked at once, as reading from a GPU takes time
 _looked: set[tuple[int, bool]] = set()  # hashes of layouts, and whether a mask was given
 
 
 def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if this rank's positions restart, although no mask has documents, or if they count the
-    tokens of the rank.
-    """
+    """Warn if positions restart without a mask, or count the tokens of this rank."""
     layout, whole = sharding.layout, _current.get()
     looked_at = hash(layout), sharding.given
     if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
@@ -408,7 +396,7 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
 
 
 def _are_readable(positions: Tensor) -> bool:
-    """Return whether positions are (b, t), and no CUDA graph is captured."""
+    """Return whether positions are (b, t), outside of the capture of a CUDA graph."""
     captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     return positions.ndim == 2 and not captured
 
@@ -428,7 +416,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder."""
+    """Return the mask of a layer without one, as in image encoders."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

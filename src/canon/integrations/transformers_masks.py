@@ -1,5 +1,4 @@
-"""Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that
-a KV cache leaves.
+"""Masks of Hugging Face transformers as masks of Canon.
 
 A mask function becomes a `Pattern`, and `own_masks` makes the square Mask of each sequence from it.
 A `LayerMask` holds its part between the queries of one forward pass and the keys of the cache.
@@ -21,8 +20,8 @@ from canon.ranks.graph_break import untraced
 
 
 class Pattern(NamedTuple):
-    """A mask function of transformers: causal or not, window bounds (None is no bound), documents
-    (b, n) or None. ``blocks`` (b, n) or None: tokens with one number >= 0 see each other.
+    """A mask function of transformers, with window bounds and documents (b, n). In ``blocks``
+    (b, n) tokens with one number >= 0 see each other.
     """
 
     causal: bool = False
@@ -182,9 +181,7 @@ def _runs(valid: Tensor) -> list[range]:
 
 
 def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the starts and stops of the blocks of one sequence. Raise ValueError if one is in
-    parts.
-    """
+    """Return the starts and stops of the blocks of one sequence."""
     ids, lengths = torch.unique_consecutive(blocks, return_counts=True)
     stops, inside = lengths.cumsum(0), ids >= 0
     if len(ids[inside].unique()) < int(inside.sum()):
@@ -196,6 +193,6 @@ def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(documents: Tensor) -> list[int]:
-    """Return cu_seqlens of one sequence from the document [n] of each token, on the CPU."""
+    """Return cu_seqlens from the document [n] of each token."""
     lengths = torch.unique_consecutive(documents, return_counts=True)[1]
     return [0, *lengths.cumsum(0).tolist()]

@@ -14,8 +14,7 @@ neighbours of the run:
     row = 3    x x x . x        1 < row <= 3   keys 4:5
 
 Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one
-band. Random ids in r runs make 0.105 r^2 bands. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs
-of a stretch and a run of queries.
+band. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and one of r runs of queries.
 """
 
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ def block_bands(
 
 
 def _block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
+    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens."""
     ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
     flags = (
         [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
@@ -64,9 +63,7 @@ def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tu
 
 
 def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
-    """Return the bands in which query i sees key j iff columns[j] < rows[i]. Levels are int64
-    >= 0.
-    """
+    """Return the bands of levels, int64 >= 0."""
     row, q_edges = _runs(rows)
     column, k_edges = _runs(columns)
     stretches = torch.tensor(
@@ -81,9 +78,7 @@ def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
 
 
 def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the level of each run of equal levels, and the first index of each, then the
-    length.
-    """
+    """Return the level of each run of equal levels, and the edges of the runs."""
     values, lengths = torch.unique_consecutive(levels, return_counts=True)
     return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
@@ -102,9 +97,7 @@ def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <=
-    upto.
-    """
+    """Return (stretch, first, last) of neighbouring ``rows`` with above < row <= upto."""
     by_level = rows.argsort()
     begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
     ends = (end - begin).cumsum(0)  # of each stretch in a list of all (stretch, row) pairs

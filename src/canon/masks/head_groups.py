@@ -21,20 +21,17 @@ BUDGET = 1 << 30  # bytes of gathered K and V
 
 def default_stride(heads: int, bytes_per_head: int) -> int:
     """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
-    1.
+    1. The backward pass of `canon.fast` holds up to eight times these bytes.
 
     On every recorded shape (`tests/masks/test_defaults.py`), both passes take at most 1.02 times as
-    long as with the best stride. The backward pass of `canon.fast` holds up to eight times these
-    bytes.
+    long as with the best stride.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)
 
 
 def gathered_bytes(layout: Layout, bytes_per_token: int) -> int:
-    """Return the bytes of a gathered key head, with a padded shard from each rank.
-    ``bytes_per_token``: its K and V.
-    """
+    """Return the bytes of a gathered key head, with a padded shard from each rank."""
     return layout.ranks * max(map(layout.size, range(layout.ranks))) * bytes_per_token
 
 
@@ -44,8 +41,7 @@ def head_groups(
     """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
     above.
 
-    ``option`` is the prefix of both in errors. Raises ValueError if the stride does not divide the
-    heads, if f or l is not in (0, stride), or if both split one group.
+    ``option`` is the prefix of both in errors. Raises ValueError if they do not fit.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")

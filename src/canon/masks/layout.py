@@ -83,7 +83,7 @@ class Layout(Immutable):
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
         """Return the layout that divides each document as `zigzag` does. ``cu_seqlens``: 0, then
-        the end of each document.
+        the end of each document. Raises ValueError if it decreases.
 
         Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
         """
@@ -203,15 +203,14 @@ class Layout(Immutable):
             batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``,
                 ``position_ids``, others.
             cu_seqlens: 0, then the end of each document. A Mask: documents start where a token does
-                not see the one before it. None: they start where ``position_ids`` is 0, or there is
-                one.
+                not see the one before it. None: they start where ``position_ids`` is 0.
             dims: the dim of the tokens in other entries by name, such as ``{"position_ids": 2}``
-                for positions (3, b, n) of a vision model. Their documents need ``cu_seqlens``.
+                for positions (3, b, n) of a vision model, which need ``cu_seqlens``.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
         ``labels``: the label of the next token, -100 at the end of each document. Raises ValueError
         or TypeError for an entry of another shape or type, and where `Mask.from_position_ids`
-        refuses the positions.
+        refuses them.
         """
         from canon.ranks.movement import sharded_batch
 
@@ -275,7 +274,7 @@ class Layout(Immutable):
 
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the
-        matplotlib figure. Raises ValueError if the mask does not fit.
+        figure. Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
         """
         from canon.show.layout_figures import plot_layout
 

@@ -368,7 +368,9 @@ class Mask(Immutable):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with a colour for each band. Return the matplotlib axes."""
+        """Draw the visible cells, with a colour for each band. Return the axes. Raises
+        ModuleNotFoundError without matplotlib.
+        """
         from canon.show.mask_figures import plot_mask
 
         return plot_mask(self, ax)

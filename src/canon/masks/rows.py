@@ -3,8 +3,7 @@
     4 ranks, 2 rows      rank 0    rank 1    rank 2    rank 3      row 0          row 1
     zigzag(16, 4)        0 1 14 15 2 3 12 13 4 5 10 11 6 7 8 9     0..3 12..15    4..11
 
-A row has its pieces in the order of their positions: a step over rows has as few bands as one over
-T ranks.
+A row has its pieces by position, so that steps over rows have few bands.
 """
 
 import numpy as np
@@ -23,7 +22,7 @@ def united(layout: Layout, heads: int) -> Layout:
 
 
 def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
-    """Return the place of each token of a row of `united` among its parts, in rank order: int64, or
+    """Return the place of each token of a row of `united` among its parts in rank order (int64), or
     nothing if they arrive by position.
     """
     pieces = _pieces_of_row(layout, heads, row)
@@ -42,7 +41,7 @@ def divided(rows: Layout, heads: int) -> Layout:
 
 
 def _pieces_of_row(layout: Layout, heads: int, row: int) -> list[range]:
-    """Return the pieces of the parts of a row that hold tokens, in rank order."""
+    """Return the pieces of a row, in rank order."""
     parts = layout.ranges_per_rank[row * heads : (row + 1) * heads]
     return [piece for part in parts for piece in part if len(piece)]
 

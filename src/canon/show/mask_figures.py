@@ -26,8 +26,8 @@ def band_numbers(mask: "Mask") -> Tensor:
 
 
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
-    """Return the least n such that every n-th of so many tokens are at most `CELLS`, without a
-    factor in common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
+    """Return the least n such that every n-th token makes at most `CELLS`, without a factor in
+    common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")
@@ -58,7 +58,7 @@ def counted(number: int, noun: str) -> str:
 
 @styled
 def plot_mask(mask: "Mask", ax=None):
-    """Draw a mask of any size, and return the axes. See `Mask.plot`."""
+    """Draw as `Mask.plot`."""
     if ax is None:
         ax = plt.subplots(figsize=(4.6, 4.6), layout="constrained")[1]
     step = sample_step((mask.queries, mask.keys))

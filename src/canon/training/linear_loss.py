@@ -1,17 +1,16 @@
-"""`linear_sequence_loss`: projection and loss chunk by chunk of tokens, with the gradients in the
-same pass.
+"""`linear_sequence_loss`: projection, loss and gradients, chunk by chunk of tokens.
 
     for each chunk
         logits = softcap(hidden W^T + bias)    c x V float32; with ``vocab_group`` V of all columns
         maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
         dhidden, dW, dbias                     all-reduce of dhidden over it: 4 c D bytes
 
-Every sum over chunks is float32; float64 for float64 and for the loss. The sums for weight and bias
-are multiplied by the gradient of the loss in the backward pass, and rounded there, once.
+Every sum over chunks is float32; float64 for float64 and for the loss. The backward pass multiplies
+the sums for weight and bias by the gradient of the loss, and rounds once.
 
 Cost for N tokens of width D: 6 N D V FLOPs. Peak memory in bytes, beyond inputs, gradients and
 results, if D <= V / 32: 1.2 L for L = 4 c V (8 c V) bytes of logits. In 16 bits also 2 D V forward,
-and 4 D V backward, for the float32 sum of the weight.
+and 4 D V backward.
 
 Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also
 torch.nn.functional.linear_cross_entropy; divided vocabulary, Shoeybi et al., Megatron-LM (2019),
@@ -77,8 +76,7 @@ def linear_sequence_loss(
     group: Group = None,
     vocab_group: Group = None,
 ) -> Tensor:
-    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk together with
-    the gradients.
+    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk.
 
     Args: those of `sequence_loss`, and
         hidden: (b, t, width) or (t, width); on every rank of ``vocab_group`` the same, with the
@@ -90,8 +88,8 @@ def linear_sequence_loss(
         z_loss: factor of the mean of lse squared, which is added.
         label_smoothing: part of the target, 0 to 1, that is divided equally over the vocabulary.
         chunk: tokens whose logits exist at one time; None is 2,048.
-        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
-            this rank with ``group``.
+        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares no other
+            rank with ``group``.
 
     The gradient of hidden is complete on every rank of ``vocab_group``. Logits and sums are float32
     (float64 for float64). In 16 bits the gradient of a chunk's logits is rounded, as an operand of
@@ -152,9 +150,7 @@ def linear_sequence_loss(
 
 @dataclass(frozen=True)
 class _Terms:
-    """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first
-    row.
-    """
+    """The arguments besides hidden and the head. ``first``: this rank's first row."""
 
     labels: Tensor
     weights: Tensor | None
@@ -174,8 +170,8 @@ class _Terms:
         return torch.where(valid, weights.to(dtype), 0)
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two at or below the largest factor: gradients of logits, divided by
-        it, fit in float16.
+        """Return the power of two at or below the largest factor, so that gradients of logits fit
+        in float16.
         """
         largest = self.factors(slice(None), dtype).abs().amax()
         return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
@@ -183,9 +179,7 @@ class _Terms:
     def statistics(
         self, logits: Tensor, blocks: list[slice], labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return lse, the label's logit and the mean logit of each token, over the whole
-        vocabulary.
-        """
+        """Return lse, the label's logit and the mean logit of each token."""
         # finite, if a slice has only -inf
         maximum = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)
         summed = torch.zeros_like(maximum)
@@ -284,9 +278,7 @@ def _project(
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-    """Return the gradient of the uncapped logits of a block of columns, from which ``labels``
-    count.
-    """
+    """Return the gradient of uncapped logits. ``labels`` count from the first column."""
     found = (logits - lse[:, None]).exp_().mul_((factor * (1 + 2 * terms.z_loss * lse))[:, None])
     if terms.smoothing:
         found -= (factor * terms.smoothing / terms.vocabulary)[:, None]
