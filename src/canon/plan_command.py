@@ -40,8 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--mask", default="causal", help=MASKS)
     add("--memory", type=_gb, default=float("inf"), help="GB of a GPU; larger plans are refused")
     add("--links", type=Path, help="a record of canon bench links")
-    add("--all", action="store_true", help="show all schedules")
-    add("--json", action="store_true", help="print JSON, of all schedules")
+    add(
+        "--json",
+        action="store_true",
+        help="print all schedules, as JSON",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
     fastest = {(row["mesh"], row["call"].partition("(")[0]): row for row in reversed(rows)}
-    shown = [row for row in rows if options.all or row in fastest.values()]
     columns = [name for name in rows[0] if name != "layout"]
     cells = [
-        [x if isinstance(x := row[name], str) else f"{x:.2f}" for name in columns] for row in shown
+        [x if isinstance(x := row[name], str) else f"{x:.2f}" for name in columns]
+        for row in rows
+        if row in fastest.values()
     ]
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(f"model; links: {source}", columns, cells))

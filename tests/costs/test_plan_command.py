@@ -59,15 +59,10 @@ def test_links_that_carry_nothing_are_refused(gb_s, tmp_path):
         read_links(path)
 
 
-def test_the_fastest_of_each_function_and_mesh_is_shown_and_all_if_asked(capsys):
-    found = []
-    for words in ([], ["--all"]):
-        assert main([*SMALL, *words]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        found.append([x.split("│")[1:4] for x in lines if x.startswith("│") and "_attention(" in x])
-    few, everything = ({tuple(map(str.strip, x)) for x in rows} for rows in found)
-    assert len(few) == 9 < len(everything)  # ring, strided and magi on three meshes
-    assert few < everything
+def test_the_fastest_of_each_function_and_mesh_is_shown(capsys):
+    assert main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("_attention(" in x for x in lines if x.startswith("│")) == 9  # on three meshes
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents:128"])

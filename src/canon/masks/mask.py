@@ -92,11 +92,9 @@ class Mask(Immutable):
     @classmethod
     def full(cls, queries: int, keys: int | None = None) -> "Mask":
         """Return the mask in which every query sees every key."""
-        queries = whole("queries", queries, 0)
-        keys = queries if keys is None else whole("keys", keys, 0)
-        return cls.of_disjoint(
-            [Band(0, queries, 0, keys)] if queries and keys else [], queries, keys
-        )
+        queries, keys = _sizes(queries, keys)
+        bands = [Band(0, queries, 0, keys)] if queries and keys else []
+        return cls.of_disjoint(bands, queries, keys)
 
     @classmethod
     def causal(cls, queries: int, keys: int | None = None) -> "Mask":
@@ -109,8 +107,7 @@ class Mask(Immutable):
 
         FlashAttention aligns in the same way.
         """
-        queries = whole("queries", queries, 0)
-        keys = queries if keys is None else whole("keys", keys, 0)
+        queries, keys = _sizes(queries, keys)
         band = Band(0, queries, 0, keys, None, keys - queries)
         return cls.of_disjoint([band] if band.area else [], queries, keys)
 
@@ -242,16 +239,14 @@ class Mask(Immutable):
         seen. For padding on the left, `block_causal` has ``q_valid`` and ``k_valid``.
         """
         n, high = whole("n", n, 0), 0 if flag("causal", causal) else None
-        masks = []
-        for place, length in enumerate(whole_numbers("lengths", lengths)):
+        lengths = whole_numbers("lengths", lengths)
+        for place, length in enumerate(lengths):
             if not 0 <= length <= n:
                 raise ValueError(
                     f"lengths[{place}] must be in 0..{n}, the tokens of a sequence, got {length}"
                 )
-            masks.append(
-                cls.of_disjoint([Band(0, length, 0, length, None, high)] if length else [], n, n)
-            )
-        return tuple(masks)
+        seen = ([Band(0, end, 0, end, None, high)] if end else [] for end in lengths)
+        return tuple(cls.of_disjoint(bands, n, n) for bands in seen)
 
     @classmethod
     def block_causal(
@@ -328,12 +323,8 @@ class Mask(Immutable):
         A negative number cuts rows or columns off.
         """
         queries, keys = whole("queries", queries), whole("keys", keys)
-        sizes = (
-            whole("queries", max(0, self.queries + queries), 0),
-            whole("keys", max(0, self.keys + keys), 0),
-        )
         kept = picked(self.bands, range(-queries, self.queries), range(-keys, self.keys))
-        return self.of_disjoint(kept, *sizes)
+        return self.of_disjoint(kept, max(0, self.queries + queries), max(0, self.keys + keys))
 
     def windowed(self, left: int | None = None, right: int | None = None) -> "Mask":
         """Return the visible cells with -left <= j - i <= right, as in `window`."""
@@ -380,6 +371,11 @@ class Mask(Immutable):
         if self._rows is None:
             object.__setattr__(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
+
+
+def _sizes(queries: int, keys: int | None) -> tuple[int, int]:
+    queries = whole("queries", queries, 0)
+    return queries, queries if keys is None else whole("keys", keys, 0)
 
 
 def cells_of(band: Band) -> Tensor:

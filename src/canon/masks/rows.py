@@ -6,6 +6,8 @@
 A row has its pieces by position, so that steps over rows have few bands.
 """
 
+from operator import attrgetter
+
 import numpy as np
 
 from canon.masks.arguments import whole
@@ -17,8 +19,8 @@ from canon.masks.plan_cache import cached_plan
 def united(layout: Layout, heads: int) -> Layout:
     """Return the layout of the rows of ``heads`` ranks."""
     rows = (_pieces_of_row(layout, heads, row) for row in range(layout.ranks // heads))
-    return Layout([[piece for _, piece in placed(sorted(row, key=_start))] for row in rows],
-                  layout.tokens)  # fmt: skip
+    rows = [sorted(row, key=attrgetter("start")) for row in rows]
+    return Layout([[piece for _, piece in placed(row)] for row in rows], layout.tokens)
 
 
 def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
@@ -44,7 +46,3 @@ def _pieces_of_row(layout: Layout, heads: int, row: int) -> list[range]:
     """Return the pieces of a row, in rank order."""
     parts = layout.ranges_per_rank[row * heads : (row + 1) * heads]
     return [piece for part in parts for piece in part if len(piece)]
-
-
-def _start(piece: range) -> int:
-    return piece.start
