@@ -9,15 +9,12 @@ from band_strategies import bands, bounds, intervals
 from hypothesis import given
 from hypothesis import strategies as st
 
-from canon import Band
+from canon import Band, Mask
 from canon.masks.band import joined
 
 
-def cells(band, size=12):
-    """Return the cells of a band by its definition, as a boolean matrix of size x size."""
-    i, j = torch.arange(size)[:, None], torch.arange(size)
-    rectangle = (band.q_start <= i) & (i < band.q_stop) & (band.k_start <= j) & (j < band.k_stop)
-    return rectangle & (band.lo <= j - i) & (j - i <= band.hi)
+def cells(band):
+    return Mask([band], 12, 12).dense()
 
 
 @given(intervals(), intervals(), bounds, bounds)

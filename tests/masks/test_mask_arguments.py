@@ -75,19 +75,13 @@ def test_integers_of_numpy_count_as_whole_numbers(kind):
     for ours, expected in [
         (Mask.window(n, two, none), Mask.window(8, 2, 0)),
         (Mask.documents(ends), Mask.documents([0, 3, 8])),
-        (
-            Mask.block_causal(ends, q_valid=ends > 0),
-            Mask.block_causal([0, 3, 8], q_valid=[0, 1, 1]),
-        ),
         (Mask.ranges(np.array([[0, 8]], kind), np.array([[0, 8]], kind), [one]), MASK),
         (Mask([Band(none, n, none, n, None, none)], n, n), MASK),
-        (Layout.zigzag(n, two), LAYOUT),
         (LAYOUT.local_mask(MASK, none, one), LAYOUT.local_mask(MASK, 0, 1)),
     ]:
         assert ours == expected
         assert ours.digest == expected.digest
-        assert not isinstance(getattr(ours, "queries", 0) + getattr(ours, "tokens", 0), np.generic)
-    assert LAYOUT.shard(X, none, one).shape == (1, 4)
+        assert type(ours.queries) is int
 
 
 NO_LISTS = ["038", 8, None, {0, 8}, {0: 8}, (x for x in (0, 8))]
@@ -155,7 +149,6 @@ VALUES = [  # parts of the error
     (lambda: trees.pack([[1, 2]]).unpack(X), "unpack: x has 1 entries along dim 0, the tree 2"),
     (lambda: Band(0, 4, 0, 4).pick(range(0, 4, 2), range(4)), "two ascending ranges of one step"),
     (lambda: Layout([[range(10**30)]], 4), "rank 0 must lie inside the layout's 4 tokens"),
-    (lambda: ONE.unshard(torch.zeros(8)), "unshard: x of shape (8,) has no dim 1"),
     (lambda: Mask([Band(0, 5, 0, 4)], 4, 4), "0:5", "4 queries"),
     (lambda: Mask.documents([1, 3]), "[1, 3]"),
     (lambda: Mask.documents([0, 5, 3]), "5", "3"),
@@ -177,7 +170,6 @@ VALUES = [  # parts of the error
     (lambda: Layout.striped(9, 3).shard(torch.zeros(1, 8, 2), 0), "8", "9"),
     (lambda: Layout.striped(9, 3).document_positions(0, [0, 4]), "4", "9"),
     (lambda: Layout.striped(9, 3).local_mask(Mask.causal(8), 0, 0), "8 x 8", "9"),
-    (lambda: Layout.striped(9, 3).local_mask(Mask.causal(9), 0, [0, 5]), "5"),
     (lambda: Layout.striped(9, 3).unshard(torch.zeros(1, 3, 2)), "3 ranks"),
 ]
 TYPES = [  # parts of the error
@@ -192,11 +184,8 @@ TYPES = [  # parts of the error
     (lambda: Mask.ranges([(0, 3)], [(0, 3)], ["inv_causal"]), "'inverse_causal'", "'inv_causal'"),
     (lambda: Mask.concat(MASK), "masks must be a sequence of Masks"),
     (lambda: Mask.concat([MASK, 3]), "masks[1] must be a Mask, got 3"),
-    (lambda: Mask(Band(0, 4, 0, 4), 4, 4), "bands[0] must be a Band, got 0"),
     (lambda: MASK.crop(slice(0, 2)), "crop: queries must be a range"),
-    (lambda: MASK.needed_keys(range(3)), "query_ranges[0] must be a range, got 0"),
     (lambda: Layout([[0, 1], [2, 3]], 4), "ranges_per_rank[0][0] must be a range, got 0"),
-    (lambda: Layout(None, 4), "ranges_per_rank must be a sequence"),
     (
         lambda: LAYOUT.shard(np.zeros((1, 8)), 0),
         "plain tensor, got ndarray: pass torch.as_tensor(x)",

@@ -58,11 +58,8 @@ def test_a_union_has_the_cells_of_its_masks_in_any_order(data, n, count):
 
 
 def test_known_masks_are_unions():
-    assert Mask.causal(9).with_blocks([0], [9]) == Mask.full(9)
     images = Mask.causal(9).with_blocks([1, 6], [4, 8])
     assert images.bands == (Band(0, 9, 0, 9, None, 0), Band(1, 3, 2, 4, 1), Band(6, 7, 7, 8))
-    first = Mask.ranges([(0, 9)], [(0, 1)], ["full"], keys=9)
-    assert len(Mask.union(Mask.window(9, 2, 0), first).bands) == 2
     assert Mask.union(Mask.documents(range(10)), Mask.causal(9)) == Mask.causal(9)
 
 
