@@ -49,8 +49,8 @@ class ContextParallelTrainer(Trainer):
     Args, besides those of Trainer:
         group: this rank's group of successive ranks. Different groups read different batches.
         half, function, options: of `sharded`.
-        layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
-            pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
+        layout: of a mask and a number of ranks. None is `dispatch`. For a mesh pass ``lambda mask,
+            ranks: dispatch(mask, ranks // heads).divided(heads)``.
 
     Raises TypeError or ValueError for arguments that have no place here.
     """
@@ -147,7 +147,7 @@ class ContextParallelTrainer(Trainer):
 
 @dataclass
 class ShardingCollator:
-    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank."""
+    """Collate a batch (b, n), plan it, and return one rank's part."""
 
     collate: Callable
     layout: Callable[[Mask, int], Layout]

@@ -101,9 +101,9 @@ def sharded(
             position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
         group: as in `canon.faces`.
-        half: "fast", or "reference", which also runs on CPUs.
+        half: "fast" or "reference".
         function: "ring", "strided" or "magi".
-        options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
+        options: of that function, such as ``reduce_dtype``.
 
     ``attention_mask`` (b, t) is this rank's part of the padding mask. Padding in some sequences
     only must be invisible in these, as on the right of causal sequences.
@@ -301,7 +301,7 @@ def attend_layer(
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux, softcap: sinks (h,), and the limit of the scores.
-        options: unsupported ones raise; others are not read.
+        options: unsupported ones raise.
     """
     for name, remedy in UNSUPPORTED.items():
         option = options.get(name)

@@ -1,6 +1,5 @@
-"""Checks of arguments. A wrong type raises TypeError, a value out of range ValueError.
-
-Booleans, floats and tensors are not whole numbers: rounding would make a wrong mask.
+"""Checks of arguments: a wrong type raises TypeError, a value out of range ValueError. Booleans,
+floats and tensors are no whole numbers.
 """
 
 from collections.abc import Iterable, Sequence

@@ -164,12 +164,12 @@ def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: in
 
 
 def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
-    """Return the bands of six ints each, which must be tight."""
+    """Return the bands of tight numbers."""
     return list(map(tuple.__new__, repeat(Band), numbers))
 
 
 def _corner(rows: int, columns: int, diagonals: int) -> int:
-    """Return the cells of a rectangle on the first ``diagonals`` diagonals from one corner."""
+    """Return the number of cells on the first diagonals from a corner."""
     return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
 
 
@@ -178,7 +178,7 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the cells of disjoint bands in fewer bands: neighbours join along keys, then rows."""
+    """Return disjoint bands in fewer ones: neighbours join along keys, then rows."""
     for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
@@ -239,7 +239,7 @@ class IntervalIndex:
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return a slice with all intervals that overlap start:stop, and perhaps others."""
+        """Return a slice with all intervals that overlap start:stop."""
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
@@ -273,7 +273,7 @@ def picked(
 
 def check_disjoint(bands: Sequence[Band]) -> None:
     """Raise ValueError if two of the sorted bands share a cell. Name both."""
-    # the first band of a group that shares rows, and the largest end of the group's rows
+    # of a group that shares rows: its first band, and the end of its rows
     first, reach = 0, 0
     for place, band in enumerate(bands):
         if band.q_start >= reach:
@@ -305,7 +305,7 @@ def _check_rows(bands: Sequence[Band]) -> None:
 
 
 def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]]:
-    """Yield the keys that the queries ``rows`` see, as intervals (start, stop) in any order."""
+    """Yield the keys that ``rows`` see, as intervals (start, stop) in any order."""
     step = rows.step
     for q_start, q_stop, k_start, k_stop, lo, hi in bands:
         inside = rows[

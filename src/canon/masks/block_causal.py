@@ -1,13 +1,10 @@
-"""The bands of a block-causal mask, for ids in any order.
-
-Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
+"""The bands of a block-causal mask. Query i sees key j iff ``columns[j] < rows[i]``, for levels in
+place of ids:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
-    columns     the number of valid keys with a smaller id; that of all valid keys for an invalid
-                key
+    columns     the number of valid keys with a smaller id; of all of them for an invalid key
 
-A *stretch* is a run of keys that queries with an interval of levels see together, without the
-neighbours of the run:
+A *stretch* is a run of keys that queries of some levels see without its neighbours:
 
     columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
     row = 2    . x x . x        1 < row <= 2   keys 1:3        3 < row        keys 0:5
@@ -84,7 +81,7 @@ def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see it."""
+    """Yield (start, stop, above, upto) of every stretch that rows with above < row <= upto see."""
     # (start, highest column) of the stretches that are still open
     walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row

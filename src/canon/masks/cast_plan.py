@@ -23,7 +23,7 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions; they are its rows ``row``, ``row`` + 1, ..."""
+    """Tokens of rank ``source``, its rows from ``row`` on."""
 
     source: int
     tokens: range
@@ -85,7 +85,7 @@ class CastPlan:
         return 1 + (self.casts if self.own_keys_first else 0)
 
     def holds_own(self, step: int) -> bool:
-        """Return whether the buffer begins with the rank's own keys."""
+        """Return whether the buffer has the rank's own keys."""
         return step == 0
 
     def cast_of(self, step: int) -> int | None:
@@ -94,7 +94,7 @@ class CastPlan:
         return cast if 0 <= cast < self.casts else None
 
     def received(self, cast: int, rank: int) -> Pieces:
-        """Return the pieces that a rank receives, by source, then by row."""
+        """Return the pieces that a rank receives, by source."""
         return tuple(
             piece for pieces in self.casts_of(self, rank).received[cast] for piece in pieces
         )
@@ -180,17 +180,17 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The quality of a plan: areas in visible cells, traffic in tokens."""
+    """Areas of ranks in visible cells, traffic in tokens."""
 
     tokens: int
     areas: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
-    largest_chunk: int  # the largest area of a chunk, which a plan may not divide
+    largest_chunk: int  # area
 
     @property
     def balance(self) -> float:
-        """The largest area divided by its lower bound; 1 is perfect."""
+        """The largest area over its lower bound."""
         return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
 
     @property
@@ -200,17 +200,17 @@ class PlanReport:
 
     @property
     def volume(self) -> float:
-        """The tokens that all ranks receive, relative to an all-gather."""
+        """The received tokens over those of an all-gather."""
         return self._of_all_gather(sum(self.received))
 
     @property
     def worst_receive(self) -> float:
-        """The most tokens that a rank receives, as in `volume`."""
+        """The most that a rank receives, as in `volume`."""
         return self._of_all_gather(max(self.received) * len(self.areas))
 
     @property
     def worst_send(self) -> float:
-        """The most tokens that a rank sends, likewise."""
+        """The most that a rank sends, likewise."""
         return self._of_all_gather(max(self.sent) * len(self.areas))
 
     def _of_all_gather(self, tokens: int) -> float:

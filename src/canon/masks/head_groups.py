@@ -5,8 +5,7 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-Smaller groups shorten the first gather and the last reduction, which nothing hides; each split adds
-a step.
+Smaller groups shorten the first gather and the last reduction, which nothing hides.
 """
 
 from collections.abc import Mapping
@@ -38,8 +37,7 @@ def gathered_bytes(layout: Layout, bytes_per_token: int) -> int:
 def head_groups(
     heads: int, stride: int, first: int | None = None, last: int | None = None, *, option: str = ""
 ) -> tuple[range, ...]:
-    """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
-    above.
+    """Return the key heads of each step, ``stride`` of them, with ``first`` and ``last`` as above.
 
     ``option`` is the prefix of both in errors. Raises ValueError if they do not fit.
     """

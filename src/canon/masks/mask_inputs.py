@@ -51,7 +51,7 @@ def document_bands(
 
 
 def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[Band], int]:
-    """Return the bands of a tree's nodes, and the number of its tokens. Cost: O(n) for n nodes."""
+    """Return the bands of a tree's nodes, and the number of its tokens."""
     before, sizes = whole_numbers("parents", parents), whole_numbers("lengths", lengths)
     begins = (
         [0, *accumulate(sizes)][: len(sizes)] if starts is None else whole_numbers("starts", starts)
@@ -64,7 +64,7 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
     bands, path, end = [], [], 0
 
     def leave(parent: int) -> None:
-        """Finish the nodes of the path behind ``parent``: their subtrees stop at ``end``."""
+        """Finish the nodes of the path behind ``parent``."""
         while path and path[-1] > parent:
             start, size = begins[node := path.pop()], sizes[node]
             if size:
@@ -151,7 +151,7 @@ def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]]
 
 
 def _rows(name: str, values: Any) -> list[Any] | None:
-    """Return (b, n) values as b rows, copied from a GPU at once, or None for values of one axis."""
+    """Return (b, n) values as b rows, or None for values of one axis."""
     axes = getattr(values, "ndim", 1)
     if isinstance(values, list | tuple) and values:
         axes = 1 + getattr(values[0], "ndim", int(isinstance(values[0], list | tuple | range)))
@@ -163,7 +163,7 @@ def _rows(name: str, values: Any) -> list[Any] | None:
 
 
 def number_tensor(name: str, values: Ints) -> Tensor:
-    """Return whole numbers as an int64 tensor on the CPU. ``name`` is for errors."""
+    """Return whole numbers as an int64 tensor on the CPU."""
     if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
         return values.to("cpu", torch.int64)
     return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
@@ -263,9 +263,7 @@ def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
 
 
 def _check_partition(pieces: list[tuple[range, int]], tokens: int, step: int) -> None:
-    """Raise unless each token is held once: the pieces of each residue class of the step form a
-    chain.
-    """
+    """Raise unless the pieces of each residue class of the step form a chain."""
     once = f"a layout holds each of its {tokens} tokens once"
     due = list(range(min(step, tokens)))  # the next token of each residue class
     for piece, rank in sorted(pieces, key=lambda x: x[0].start):

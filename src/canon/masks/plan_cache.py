@@ -30,7 +30,7 @@ ENTRY = 200  # bytes of a key (an estimate)
 
 
 class PlanCache:
-    """The plans of one process, the least recently used first. Thread-safe."""
+    """Plans, the least recently used first. Thread-safe."""
 
     def __init__(self, host_limit: int = HOST_LIMIT, device_limit: int = DEVICE_LIMIT):
         self.limits = {"cpu": host_limit}
@@ -41,7 +41,7 @@ class PlanCache:
         self.lock = threading.RLock()
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
-        """Return the plan of ``key``. Make it if it is not in the cache."""
+        """Return the plan of ``key``; make it if needed."""
         if (plan := self.get(key)) is None:
             plan = self.put(key, _made(make))
         for noted in (_notes.plans, _notes.seen):
@@ -58,7 +58,7 @@ class PlanCache:
             return entry[0]
 
     def put(self, key: Hashable, plan: R) -> R:
-        """Keep the plan of ``key``, unless there is one. Return the plan that the cache keeps."""
+        """Keep the plan of ``key``, unless there is one. Return the kept one."""
         size = sizes(plan)
         size["cpu"] += ENTRY
         with self.lock:
@@ -78,7 +78,7 @@ class PlanCache:
             self.held.clear()
 
     def drop(self, key: Hashable) -> None:
-        """Drop the plan of ``key``, if there is one."""
+        """Drop the plan of ``key``, if any."""
         with self.lock:
             if (entry := self.plans.pop(key, None)) is not None:
                 self.held -= entry[1]
@@ -109,7 +109,7 @@ _notes = _Notes()
 
 
 def noted_plans() -> AbstractContextManager[dict[Any, Any]]:
-    """Note the plans that this thread finds or makes inside, by key, but not their parts."""
+    """Note the plans that this thread finds or makes inside, by key."""
     return _noting("plans")
 
 
@@ -139,7 +139,7 @@ def _made(make: Callable[[], R]) -> R:
         torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
     )
     try:
-        # both contexts take longer than the plan of a short mask
+        # a context takes longer than the plan of a short mask
         with (
             torch.inference_mode(False) if inference else nullcontext(),
             _disable_current_modes() if modes else nullcontext(),
@@ -160,7 +160,7 @@ def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def cached_part(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function in `PARTS`: only functions of `cached_plan` call it."""
+    """As `cached_plan` in `PARTS`, for functions that only plans call."""
     return _cached_in(lambda: PARTS, function)
 
 
@@ -187,7 +187,7 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream, or for a captured graph."""
+    """Keep tensors valid for the current stream or captured graph."""
     for x in tensors:
         if not x.is_cuda:
             continue
