@@ -44,6 +44,12 @@ def test_intersect_and_join_of_bands(one, other):
         assert both == other.join(one)
 
 
+@given(bands(), st.integers(0, 3), st.integers(0, 3))
+def test_shift_of_a_band_moves_its_cells(band, queries, keys):
+    moved = torch.nn.functional.pad(cells(band), (keys, 0, queries, 0))[:12, :12]
+    assert torch.equal(cells(band.shift(queries, keys)), moved)
+
+
 @given(st.data(), bands(), st.lists(st.integers(1, 11), max_size=3))
 def test_joined_repairs_a_band_that_was_cut_at_keys_in_any_order(data, band, seams):
     cuts = sorted({0, 12, *seams})
