@@ -3,6 +3,7 @@ and nothing else changes.
 """
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_masks_and_those_of_packs_have_the_cells_of_transformers(function):
     padding = torch.rand(3, 16, generator=torch.Generator().manual_seed(0)) < 0.7
     padding[2] = False  # every key is padding
     for sizes in ((16, 16, 0, 0), (1, 16, 15, 0), (3, 9, 13, 7), (5, 20, 4, 0), (5, 16, 0, 0)):
-        masks = build_mask(3, *sizes, mask_function=function, attention_mask=padding).masks
+        masks: Any = build_mask(3, *sizes, mask_function=function, attention_mask=padding).masks
         dense = cells(function, sizes, b=3, padding=padding)[:, 0]
         assert torch.stack([mask.dense() for mask in masks]).equal(dense)
 

@@ -3,6 +3,7 @@ and the masks of pi0.
 """
 
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -49,6 +50,6 @@ def test_block_causal_of_a_batch_has_the_cells_of_pi0(data, b, n):
     bits = st.lists(st.lists(st.integers(0, 1), min_size=n, max_size=n), min_size=b, max_size=b)
     att, pad = (torch.tensor(data.draw(bits), dtype=torch.int64).reshape(b, n) for _ in range(2))
     levels, valid = att.cumsum(1), pad.bool()
-    masks = Mask.block_causal(levels, q_valid=valid, k_valid=valid)
+    masks: Any = Mask.block_causal(levels, q_valid=valid, k_valid=valid)
     cells = (levels[:, None] <= levels[:, :, None]) & valid[:, None] & valid[:, :, None]
     assert [mask.dense().tolist() for mask in masks] == cells.tolist()

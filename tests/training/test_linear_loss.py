@@ -81,7 +81,7 @@ def compare_on_a_mesh(loss, options, shards):
     rows.
     """
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    cp, tp = mesh.get_coordinate()
+    cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
     leaves, labels, weights = inputs(sum(shards))
     expected = all_logits(leaves, labels, **with_weights(options, weights))
     grads = torch.autograd.grad(expected, leaves)
