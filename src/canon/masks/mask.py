@@ -380,5 +380,4 @@ def cells_of(band: Band) -> Tensor:
     return (keys >= queries + band.lo).logical_and_(keys <= queries + band.hi)
 
 
-
 Masks = Mask | Sequence[Mask]  # one for all sequences of a batch, or one for each
