@@ -4,17 +4,21 @@ from typing import Any
 
 from canon.masks.opaque import OpaqueMeta
 
+write = object.__setattr__  # to the slots of an immutable object
+
 
 class Immutable(metaclass=OpaqueMeta):
     """An object that never changes, compared and hashed by ``_content``, a tuple."""
 
-    __slots__ = ("__weakref__", "_content", "_hash")
+    __slots__ = ("__weakref__", "_content", "_digest", "_hash")
     _content: tuple[Any, ...]
+    _digest: str | None
     _hash: int
 
-    def _fill(self, content: tuple[Any, ...], **values: Any) -> None:
-        for name, value in {"_content": content, "_hash": hash(content), **values}.items():
-            object.__setattr__(self, name, value)
+    def _remember(self, content: tuple[Any, ...]) -> None:
+        write(self, "_content", content)
+        write(self, "_hash", hash(content))
+        write(self, "_digest", None)
 
     def __setattr__(self, name, value):
         raise AttributeError(f"a {type(self).__name__} is immutable: cannot set {name}")

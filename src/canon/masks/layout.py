@@ -24,7 +24,7 @@ from torch import Tensor
 from canon.masks.arguments import list_of, plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.cuts import note_cut, note_possible
-from canon.masks.immutable import Immutable
+from canon.masks.immutable import Immutable, write
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
 from canon.masks.plan_cache import cached_plan, keep_for_stream
@@ -44,16 +44,17 @@ class Layout(Immutable):
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
 
-    __slots__ = ("_digest", "_planned_for", "ranges_per_rank", "tokens")
+    __slots__ = ("_planned_for", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
         tokens = whole("tokens", tokens, 0)
         held = checked_ranges(ranges_per_rank, tokens)
-        # ``_planned_for``: the mask of `dispatch`
-        given = {"ranges_per_rank": held, "tokens": tokens, "_digest": None, "_planned_for": None}
-        self._fill((held, tokens), **given)
+        self._remember((held, tokens))
+        write(self, "ranges_per_rank", held)
+        write(self, "tokens", tokens)
+        write(self, "_planned_for", None)  # the mask of `dispatch`
 
     def __reduce__(self):
         return self._unpickled, self._content
@@ -138,7 +139,7 @@ class Layout(Immutable):
         """SHA-256 of the content in hexadecimal, equal in every process."""
         if self._digest is None:
             digest = hashlib.sha256(repr(self._content).encode()).hexdigest()
-            object.__setattr__(self, "_digest", digest)
+            write(self, "_digest", digest)
         return self._digest
 
     @property
@@ -269,7 +270,7 @@ class Layout(Immutable):
         from canon.masks.rows import divided
 
         parts = divided(self, heads)
-        object.__setattr__(parts, "_planned_for", self._planned_for)
+        write(parts, "_planned_for", self._planned_for)
         return parts
 
     def plot(self, mask: Mask | None = None):

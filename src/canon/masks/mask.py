@@ -27,7 +27,7 @@ from canon.masks.band import (
     visible_keys,
 )
 from canon.masks.block_causal import block_bands
-from canon.masks.immutable import Immutable
+from canon.masks.immutable import Immutable, write
 from canon.masks.mask_inputs import (
     Ints,
     Ranges,
@@ -52,7 +52,7 @@ class Mask(Immutable):
     Raises ValueError if a band leaves the matrix or two share a cell.
     """
 
-    __slots__ = ("_digest", "_rows", "bands", "keys", "queries")
+    __slots__ = ("_rows", "bands", "keys", "queries")
     bands: tuple[Band, ...]
     queries: int
     keys: int
@@ -75,8 +75,11 @@ class Mask(Immutable):
         return mask
 
     def _set(self, bands: tuple[Band, ...], queries: int, keys: int) -> None:
-        content = queries, keys, bands
-        self._fill(content, bands=bands, queries=queries, keys=keys, _digest=None, _rows=None)
+        self._remember((queries, keys, bands))
+        write(self, "bands", bands)
+        write(self, "queries", queries)
+        write(self, "keys", keys)
+        write(self, "_rows", None)
 
     def __reduce__(self):
         numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
@@ -85,7 +88,7 @@ class Mask(Immutable):
     @classmethod
     def _unpickled(cls, queries: int, keys: int, digest: str | None, numbers: array) -> "Mask":
         mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
-        object.__setattr__(mask, "_digest", digest)
+        write(mask, "_digest", digest)
         return mask
 
     # constructors
@@ -278,7 +281,7 @@ class Mask(Immutable):
         """SHA-256 of the content in hexadecimal, equal in every process."""
         if self._digest is None:
             content = array("q", chain((self.queries, self.keys), *self.bands))
-            object.__setattr__(self, "_digest", hashlib.sha256(content).hexdigest())
+            write(self, "_digest", hashlib.sha256(content).hexdigest())
         return self._digest
 
     @property
@@ -364,7 +367,7 @@ class Mask(Immutable):
     def bands_near(self, rows: range) -> tuple[Band, ...]:
         """Return a slice of ``bands`` with all that have queries in ``rows``, perhaps others."""
         if self._rows is None:
-            object.__setattr__(self, "_rows", IntervalIndex(self.bands))
+            write(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
 
 
