@@ -94,7 +94,7 @@ def test_equal_cells_make_equal_masks(blocks):
     assert (hash(other), other.digest) == (hash(mask), mask.digest)
 
 
-def test_padding_in_the_middle_costs_a_few_bands():
+def test_stairs_are_one_band_and_padding_in_the_middle_costs_a_few():
     """With ascending ids and a hole, the queries after the hole see all keys before it as one
     rectangle.
     """
@@ -103,6 +103,7 @@ def test_padding_in_the_middle_costs_a_few_bands():
     before, after = Band(0, 1500, 0, 1500, None, 0), Band(1600, n, 1600, n, None, 0)
     expected = Mask([before, Band(1600, n, 0, 1500), after], n, n)
     assert Mask.block_causal(range(n), None, valid, valid) == expected
+    assert Mask.block_causal(range(9, 0, -1)).bands == (Band(0, 9, 0, 9, 0),)
 
 
 # --- overlapping bands ---
