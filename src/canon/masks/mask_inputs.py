@@ -20,6 +20,11 @@ SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
     """Return cu_seqlens as ints, from 0 on and ascending."""
+    if isinstance(cu_seqlens, tuple | list) and any(hasattr(x, "bands") for x in cu_seqlens):
+        raise TypeError(
+            "cu_seqlens must be of one pack, got several masks: put position_ids (b, n) into the "
+            "batch, which begin at 0 in each document, and leave cu_seqlens out"
+        )
     ends = whole_numbers("cu_seqlens", cu_seqlens)
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
