@@ -11,6 +11,16 @@ from canon import Band, Layout, Mask
 bounds = st.none() | st.integers(-12, 12)
 
 
+def check(mask, matrix):
+    """Assert that a mask has the cells of a matrix, in sorted tight bands that share none."""
+    checked = Mask(mask.bands, mask.queries, mask.keys)
+    assert checked == mask
+    assert (checked.bands, hash(checked), checked.digest) == (mask.bands, hash(mask), mask.digest)
+    assert all(type(band) is Band and band == Band(*band) for band in mask.bands), "tight"
+    assert mask.dense().equal(matrix)
+    assert mask.area == matrix.sum()
+
+
 @st.composite
 def intervals(draw, low=0, high=9):
     """Draw (start, stop) with low <= start <= stop <= high."""

@@ -5,8 +5,7 @@ written twice.
     from canon import fast as attn           # the same functions as Triton and Gluon kernels
 
 Both halves take a `Mask` (a set of `Band`s) and a `Layout` (the tokens of each rank).
-`canon.training` has the loss, and `canon.trees` packs sequences that begin alike. Only `canon.fast`
-imports Triton, on its first use.
+`canon.training` has the loss, and `canon.trees` packs sequences that begin alike.
 """
 
 from importlib import import_module

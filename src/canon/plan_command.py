@@ -4,10 +4,9 @@ canon plan --tokens 1048576 --heads 32/8 --width 128 --gpus 64 --hosts 8 --mask 
 canon plan --tokens 131072 --gpus 16 --hosts 2 --links canon-bench/links.json --memory 80 --json
 
 Every figure is one of a model of H200s (`canon.costs`), for bfloat16. Schedules have the names of
-`canon bench schedules`, on meshes of tokens x heads; --all shows more than the fastest of each
-function and mesh. "0 stages" is one step, "1 stages" are two, own keys first; "keys kept" is
-keep_kv=True. "exposed" is the time in which the busiest GPU runs no attention kernel. "NIC" is what
-a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
+`canon bench schedules`, on meshes of tokens x heads. "1 stages" are two steps, own keys first;
+"keys kept" is keep_kv=True. In the "exposed" time, the busiest GPU runs no attention kernel. "NIC"
+is what a GPU exchanges with other hosts. "peak" are the tensors of a call and its gradients.
 """
 
 import argparse
@@ -31,33 +30,29 @@ RARE = "small ends|invariant|repeatable|strided contiguous|striped"  # schedules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon plan``."""
+    """Add the arguments."""
     add = parser.add_argument
-    add("--tokens", type=_tokens, required=True, help="of the whole sequence")
+    add("--tokens", type=int, required=True, help="of the whole sequence")
     add("--heads", default="32/8", metavar="H/G", help="query and key heads (default: 32/8)")
     add("--width", type=int, default=128, help="of a head (default: 128)")
     add("--gpus", type=int, required=True, help="in all")
     add("--hosts", type=int, default=1, help="with equally many GPUs (default: 1)")
     add("--mask", default="causal", help=MASKS)
-    add("--memory", type=float, default=float("inf"), help="GB of a GPU; larger plans are refused")
+    add("--memory", type=_gb, default=float("inf"), help="GB of a GPU; larger plans are refused")
     add("--links", type=Path, help="a record of canon bench links")
-    add("--all", action="store_true", help="show all schedules")
-    add("--json", action="store_true", help="print JSON, of all schedules")
+    add(
+        "--json",
+        action="store_true",
+        help="print all schedules, as JSON",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plans and return the exit status: 0, or 2 for invalid arguments."""
+    """Return the exit status: 0, or 2 for invalid arguments."""
     source = f"measured, {options.links}" if options.links else "assumed"
     try:
         links = read_links(options.links) if options.links else ASSUMED
         rows = sorted(_rows(options, links), key=lambda row: (row["refused"], row["both ms"]))
-    except FileNotFoundError as error:
-        print(
-            f"canon plan: there is no {error.filename}: run canon bench links first, or leave "
-            "--links out",
-            file=sys.stderr,
-        )
-        return MISUSED
     except (ValueError, OSError) as error:
         print(f"canon plan: {error}", file=sys.stderr)
         return MISUSED
@@ -65,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"figures": "model", "links": source, "plans": rows}, indent=1))
         return 0
     fastest = {(row["mesh"], row["call"].partition("(")[0]): row for row in reversed(rows)}
-    shown = [row for row in rows if options.all or row in fastest.values()]
     columns = [name for name in rows[0] if name != "layout"]
     cells = [
-        [x if isinstance(x := row[name], str) else f"{x:.2f}" for name in columns] for row in shown
+        [x if isinstance(x := row[name], str) else f"{x:.2f}" for name in columns]
+        for row in rows
+        if row in fastest.values()
     ]
     console = Console(width=None if sys.stdout.isatty() else 180)
     console.print(table(f"model; links: {source}", columns, cells))
@@ -76,13 +72,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tokens(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number: write it out, as 1048576"
-        ) from None
+def _gb(text: str) -> float:
+    if not (gb := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number of GB above 0")
+    return gb
 
 
 def _recipe(row, given) -> str:

@@ -20,8 +20,8 @@ MISUSED = 2
 LAYOUTS = ("dispatch", "zigzag", "contiguous", "striped")
 # option: metavar, help, mask of its numbers
 MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
-    "causal": ("TOKENS", "each token sees itself and all earlier ones", lambda n: Mask.causal(n)),
-    "full": ("TOKENS", "each token sees all tokens", lambda n: Mask.full(n)),
+    "causal": ("TOKENS", "each token sees itself and all earlier ones", Mask.causal),
+    "full": ("TOKENS", "each token sees all tokens", Mask.full),
     "window": (
         "TOKENS,LEFT[,RIGHT]",
         "each token sees LEFT tokens before it and RIGHT after it (default: 0)",
@@ -30,7 +30,7 @@ MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
     "prefix": (
         "TOKENS,PREFIX",
         "causal; the first PREFIX tokens see each other",
-        lambda n, p: Mask.prefix(n, p),
+        Mask.prefix,
     ),
     "documents": (
         "LENGTH[,LENGTH...]",
@@ -41,7 +41,7 @@ MASKS: dict[str, tuple[str, str, Callable[..., Mask]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon show``."""
+    """Add the arguments."""
     whats = parser.add_subparsers(dest="what", required=True, metavar="mask|layout|plan")
     for what, purpose in (
         ("mask", "the visible cells, with one colour for each band"),
@@ -90,9 +90,7 @@ def blocks(text: str) -> list[tuple[int, int]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Draw, print the file's name and return the exit status: 0, or 2 for invalid arguments or
-    without matplotlib.
-    """
+    """Return the exit status: 0, or 2 for invalid arguments or without matplotlib."""
     try:
         drawn(arguments).savefig(arguments.out, bbox_inches="tight")
     except (ValueError, TypeError, OSError, ModuleNotFoundError) as error:
@@ -103,9 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def drawn(arguments: argparse.Namespace) -> Any:
-    """Return the figure. Raises ModuleNotFoundError without matplotlib, ValueError or TypeError for
-    invalid arguments.
-    """
+    """Return the figure."""
     from canon.show.style import plt
 
     plt.switch_backend("agg")  # a file needs no display

@@ -3,8 +3,7 @@
     0 1 2 3 4 5   trunk   branches
     0 1 2 3 6 7   0 1 2   3 4 5 | 3 6 7
 
-A node is a run of tokens. `Tree.mask` lets a token see its ancestors. Token 3 repeats: its next
-token differs, and a position has one label.
+A node is a run of tokens. Token 3 repeats: its next token differs, and a position has one label.
 
     tree = canon.trees.pack(sequences)
     logits = model(tree.token_ids[None], tree.position_ids[None])     with attention under tree.mask
@@ -12,8 +11,7 @@ token differs, and a position has one label.
 
 This loss is the mean over all tokens of all sequences, and with `sequence_weights` that over the
 sequences' means. Attention gives each token the output that it has in its sequence alone, up to
-rounding. Policy gradients, and what can never be equal to separate sequences:
-paper/in_your_program.md#many-answers-to-one-prompt.
+rounding. Policy gradients and limits: paper/in_your_program.md#many-answers-to-one-prompt.
 """
 
 from bisect import bisect_left, insort
@@ -37,18 +35,15 @@ NO_LABEL = -100
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Sequences packed into t positions. Tensors are (t,) and on the CPU. Positions in gaps behind
-    leaves have token 0, position 0, no label and weight 0.
+    """Sequences packed into t positions. Tensors are (t,) and on the CPU. Gaps behind leaves have
+    token 0, position 0, no label and weight 0.
     """
 
     token_ids: Tensor  # int64
     position_ids: Tensor  # int64, the place of each token in its sequences
     labels: Tensor  # int64, the next token; -100 after the last token of a sequence
-    # float64, the number of sequences with this label: for the mean over all tokens of all
-    # sequences
-    weights: Tensor
-    # float64, the sum of 1 / (labels of the sequence): for the mean of the sequences' means
-    sequence_weights: Tensor
+    weights: Tensor  # float64, the number of sequences with this label
+    sequence_weights: Tensor  # float64, the sum of 1 / (labels of the sequence)
     mask: Mask
     parents: tuple[int, ...]  # of each node; -1 for a root
     lengths: tuple[int, ...]  # tokens of each node, without gaps
@@ -74,8 +69,8 @@ class Tree:
         size = lengths[nodes]
         rows = (starts[nodes] - size.cumsum(0) + size).repeat_interleave(size)
         rows += torch.arange(len(rows), device="cpu")
-        # Indexing adds gradients of equal rows in a fixed order. On a GPU, `index_select` does not.
-        # Half precision would lose the later ones of many sequences, so the sum is float32.
+        # Indexing adds gradients of equal rows in a fixed order; `index_select` on a GPU does not.
+        # The sum over many sequences is float32.
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) if x.requires_grad else x
         taken = wide[(slice(None),) * dim + (rows.to(x.device),)].to(x.dtype)
         return list(
@@ -83,12 +78,12 @@ class Tree:
         )
 
     def weights_of(self, per_sequence: Iterable[float | Tensor]) -> Tensor:
-        """Return the weight of each label: the sum over the sequences that share it, float64 (t,).
-        For advantages.
+        """Return the weight of each label, such as its advantage: the sum over the sequences that
+        share it, float64 (t,).
 
-        ``per_sequence``: for each sequence a number, the weight of all its labels, or a tensor with
-        a weight for each of its tokens. The sums may be 0 or below: pass the number of labels to
-        the loss, as ``num_items_in_batch``. Raises TypeError or ValueError.
+        ``per_sequence``: for each sequence a number, or a tensor with a weight for each token. The
+        sums may be 0 or below: pass the number of labels to the loss, as ``num_items_in_batch``.
+        Raises TypeError or ValueError.
         """
         rows = self.unpack(torch.arange(len(self.token_ids), device="cpu"))
         given = list(per_sequence)
@@ -125,17 +120,14 @@ def pack(
     Args:
         sequences: lists or tensors of one axis.
         multiple_of: branches begin at depths and positions that are multiples of this number. Up to
-            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it. 8
-            answers of 5 tokens to a prompt of 130 take 177 positions with 1, 1,031 with 128, and
-            1,080 apart.
+            ``multiple_of`` shared tokens then repeat in each branch, and a gap follows it.
         max_tokens: each tree then packs the next sequences as long as they fit, so `unpack` of tree
             after tree keeps the order.
 
     Two sequences part at the last multiple of ``multiple_of`` before their last shared token, so
-    that its label is unique. A sequence that is the beginning of another has a leaf, and its last
-    token has label -100. Equal sequences have one path, and weight 2. Sequences of 0 or 1 tokens
-    have no label, and count in no mean. Branches are sorted by their tokens. Cost: O(s log n) for n
-    sequences of s tokens together.
+    that its label is unique. Also a sequence that is the beginning of another has a leaf. Equal
+    sequences have one path. Sequences of 0 or 1 tokens have no label, and count in no mean.
+    Branches are sorted by their tokens. Cost: O(s log n) for n sequences of s tokens together.
 
     Raises TypeError for other types, and ValueError if ``multiple_of`` is below 1 or a sequence is
     longer than ``max_tokens``.

@@ -20,7 +20,7 @@ FAILED, MISUSED = 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of ``canon warm``."""
+    """Add the arguments."""
     add = parser.add_argument
     add(
         "--dtype",
@@ -70,8 +70,8 @@ def _pair(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print a summary and return the exit status: 1 if a kernel does not compile or there
-    is no GPU, 2 for invalid arguments.
+    """Return the exit status: 1 if a kernel does not compile or there is no GPU, 2 for invalid
+    arguments.
     """
     a, start = arguments, time.monotonic()
     options = {

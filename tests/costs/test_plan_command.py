@@ -43,21 +43,26 @@ def test_plans_are_sorted_and_those_beyond_the_memory_come_last_with_a_reason(ca
     (["--hosts", "0"], "--hosts 0: expected a divisor of the 8 GPUs"),
     (["--heads", "9/2"], "with h a multiple of g"),
     (["--links", __file__], "expected a record of canon bench links"),
+    (["--links", "absent.json"], "No such file or directory: 'absent.json'"),
+    *((["--memory", x], f"{x}: expected a number of GB above 0") for x in ("nan", "0", "-1")),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(words, text, capsys):
     assert main([*SMALL, *words]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_the_fastest_of_each_function_and_mesh_is_shown_and_all_if_asked(capsys):
-    found = []
-    for words in ([], ["--all"]):
-        assert main([*SMALL, *words]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        found.append([x.split("│")[1:4] for x in lines if x.startswith("│") and "_attention(" in x])
-    few, everything = ({tuple(map(str.strip, x)) for x in rows} for rows in found)
-    assert len(few) == 9 < len(everything)  # ring, strided and magi on three meshes
-    assert few < everything
+@pytest.mark.parametrize("gb_s", [0, -50, float("nan"), float("inf")])
+def test_links_that_carry_nothing_are_refused(gb_s, tmp_path):
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps({"results": [{"one_host": True, "gb_s": gb_s, "us": 9}]}))
+    with pytest.raises(ValueError, match="expected a record of canon bench links.*above 0"):
+        read_links(path)
+
+
+def test_the_fastest_of_each_function_and_mesh_is_shown(capsys):
+    assert main(SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("_attention(" in x for x in lines if x.startswith("│")) == 9  # on three meshes
 
 
 @pytest.mark.parametrize("mask", ["causal", "documents:128"])
@@ -95,12 +100,3 @@ def test_a_model_of_several_hosts_states_that_no_link_was_measured(capsys):
     assert "by a model, no link between hosts was measured" in capsys.readouterr().out
     assert main([*SMALL, "--memory", "0.001"]) == 0
     assert "no plan fits" in capsys.readouterr().out
-
-
-def test_a_missing_record_of_links_and_words_for_tokens_name_the_remedy(capsys):
-    assert main([*SMALL, "--links", "absent.json"]) == 2
-    assert (
-        "no absent.json: run canon bench links first, or leave --links" in capsys.readouterr().err
-    )
-    assert main(["plan", "--tokens", "1M", "--gpus", "8"]) == 2
-    assert "'1M' is no whole number: write it out, as 1048576" in capsys.readouterr().err

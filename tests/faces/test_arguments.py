@@ -385,14 +385,14 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (
         LINEAR,
         dict(linear_weight=zeros(5, 3).double()),
-        "hidden and linear_weight must share a dtype",
+        "hidden, linear_weight must share one dtype",
     ),
     (
         LINEAR,
         dict(linear_bias=zeros(4)),
         "linear_bias must be (5,), a row for each of linear_weight",
     ),
-    (LINEAR, dict(softcap=0.0), "softcap must be a finite number > 0, got 0.0"),
+    (LINEAR, dict(softcap=0.0), "softcap must be None or a number from 1e-30 to 1e30, got 0.0"),
     (
         LINEAR,
         dict(z_loss=float("nan")),

@@ -22,11 +22,14 @@ from canon.training import sequence_loss
 
 N, ENDS = 48, [0, 24, 30, 48]
 COUNTED = "position_ids count the tokens of this rank from 0"
-NAMES = "input_ids", "position_ids"
 LABELS = "the model inside sharded gets labels"
 
 
-def of_canon(found):
+def warnings_of(program):
+    """Return Canon's warnings in a program."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        program()
     return [str(each.message) for each in found if str(each.message).startswith("canon:")]
 
 
@@ -37,12 +40,12 @@ def warned(name, layout, mask, change, implementation="canon"):
     labels = part.pop("shift_labels")
     del part["labels"]
     change(part, labels, model)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+
+    def step():
         with sharded(mask, layout, half="reference"):
-            out = model(**part, use_cache=False)
-            sequence_loss(out.logits, labels)
-    return of_canon(found)
+            sequence_loss(model(**part, use_cache=False).logits, labels)
+
+    return warnings_of(step)
 
 
 def unchanged(part, labels, model):
@@ -101,12 +104,14 @@ def programs():
         found.append(warned(*case))
     tree = trees.pack([[1, 2, 3], [1, 2, 4], [5, 6, 7]])
     layout = Layout([[range(5)], [range(5, 8)]], 8)  # a path from a root on rank 1
-    parts = (layout.shard(x, dist.get_rank(), 0)[None] for x in (tree.token_ids, tree.position_ids))
-    with warnings.catch_warnings(record=True) as of_tree:
-        warnings.simplefilter("always")
+    given = {"input_ids": tree.token_ids, "position_ids": tree.position_ids}
+    part = {name: layout.shard(x, dist.get_rank(), 0)[None] for name, x in given.items()}
+
+    def step():
         with sharded(tree.mask, layout, half="reference"):
-            tiny("Llama", "canon")(**dict(zip(NAMES, parts, strict=True)), use_cache=False)
-    return [*found, of_canon(of_tree)]
+            tiny("Llama", "canon")(**part, use_cache=False)
+
+    return [*found, warnings_of(step)]
 
 
 @functools.cache
@@ -156,13 +161,8 @@ def outside(layout):
         "attention_mask": padding,
         "position_ids": (padding.long().cumsum(1) - 1).masked_fill(~padding, 1),
     }
-    model, found = tiny("Llama", "canon"), []
-    for inputs in (whole, part):
-        with warnings.catch_warnings(record=True) as some:
-            warnings.simplefilter("always")
-            model(**inputs, use_cache=False)
-        found.append(of_canon(some))
-    return found
+    model = tiny("Llama", "canon")
+    return [warnings_of(lambda x=x: model(**x, use_cache=False)) for x in (whole, part)]
 
 
 def test_positions_of_a_shard_outside_of_sharded_warn_on_each_rank():

@@ -16,9 +16,8 @@ from canon import Layout, Mask
 from canon.testing import process_groups
 
 pytest.importorskip("transformers", reason="the extra transformers is not installed")
-from tiny_models import MODELS, assert_close, sharded_step, tiny, tokens, whole_step
+from tiny_models import LATENT, MODELS, SIZES, assert_close, sharded_step, tiny, tokens, whole_step
 
-from canon.integrations import transformers as transformers_module
 from canon.integrations.transformers import sharded
 
 N = 49
@@ -57,24 +56,14 @@ def test_latent_attention_takes_the_tensors_of_deepseek_v3(half, monkeypatch):
     """
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
-    sizes = dict(
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=16,
-        kv_lora_rank=12,
-    )
-    widths = dict(qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4)
-    config = deepseek.DeepseekV3Config(**sizes, **widths, attn_implementation="eager")
+    sizes = SIZES | LATENT | dict(qk_rope_head_dim=4, qk_nope_head_dim=8, head_dim=4)
+    config = deepseek.DeepseekV3Config(**sizes, attn_implementation="eager")
     layer, seen = deepseek.DeepseekV3Attention(config, 0).double(), {}
 
     def eager(module, *states, scaling, **options):
-        seen.update(
-            states=states[:2],
-            scaling=scaling,
-            out=attend(module, *states, scaling=scaling, **options),
-        )
-        return seen["out"]
+        out = attend(module, *states, scaling=scaling, **options)
+        seen.update(states=states[:2], scaling=scaling, out=out)
+        return out
 
     attend = deepseek.eager_attention_forward
     monkeypatch.setattr(deepseek, "eager_attention_forward", eager)
@@ -99,17 +88,13 @@ def test_padding_on_any_side_is_honoured(name):
 
 
 def test_packed_positions_that_a_model_does_not_give_to_its_mask_raise():
-    batch = {"input_ids": tokens(N), "position_ids": POSITIONS}
-    for name, options in (("GptOss", dict(use_cache=False)), ("Llama", dict(use_cache=True))):
+    """Llama does if it has no cache."""
+    packed = dict(input_ids=tokens(N), position_ids=POSITIONS)
+    for name, cached in (("GptOss", False), ("Llama", True)):
         with pytest.raises(
             ValueError, match="position_ids restart at a token that sees the one before it"
         ):
-            tiny(name, "canon")(**batch, **options)
-    tiny("GptOss", "canon")(
-        input_ids=tokens(N), position_ids=torch.arange(N)[None], use_cache=False
-    )
-    with sharded(Mask.documents(ENDS), Layout.contiguous(N, 1), half="reference"):
-        tiny("GptOss", "canon")(**batch, use_cache=False)
+            tiny(name, "canon")(**packed, use_cache=cached)
 
 
 def warnings_of_restarts():
@@ -118,19 +103,13 @@ def warnings_of_restarts():
     """
     model, layout, found = tiny("Llama", "canon"), Layout.zigzag(N, 2), []
     part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank(), ENDS)
+    text = "a document sees those before it: pass Mask.documents"
     for mask in (Mask.documents(ENDS), None, None):
-        with (
-            warnings.catch_warnings(record=True) as raised,
-            sharded(mask, layout, half="reference"),
-        ):
+        with warnings.catch_warnings(record=True) as raised:
             warnings.simplefilter("always")
-            model(**part, use_cache=False)
-        found.append(
-            sum(
-                "a document sees those before it: pass Mask.documents" in str(one.message)
-                for one in raised
-            )
-        )
+            with sharded(mask, layout, half="reference"):
+                model(**part, use_cache=False)
+        found.append(sum(text in str(warning.message) for warning in raised))
     return found
 
 
@@ -153,27 +132,6 @@ def test_sharded_without_a_mask_names_sizes_that_do_not_fit_the_layout():
             pytest.raises(ValueError, match=f"rank 0 {n} tokens"),
         ):
             tiny("Llama", "canon")(input_ids=tokens(N), use_cache=False)
-
-
-def test_a_model_warns_outside_of_sharded_if_its_positions_are_those_of_a_shard():
-    model, layout = tiny("Llama", "canon"), Layout.zigzag(N, 2)
-
-    def program():
-        part = layout.shard_batch({"input_ids": tokens(N)}, dist.get_rank())
-        transformers_module._warn_of_a_shard.cache_clear()
-        with warnings.catch_warnings(record=True) as raised:
-            warnings.simplefilter("always")
-            model(**part, use_cache=False)
-            dist.barrier()
-        return [str(warning.message) for warning in raised]
-
-    (message,) = {
-        message
-        for found in process_groups.threads(program, 2)
-        for message in found
-        if "canon:" in message
-    }
-    assert "this rank attends to its own tokens alone" in message
 
 
 # --- several ranks
@@ -205,25 +163,21 @@ def test_a_whole_model_can_be_compiled_inside_sharded(name):
 
 
 @pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
-def test_a_mesh_of_tokens_and_heads_computes_the_same(name):
-    layout, model = Layout.zigzag(N, 2).divided(2), tiny(name, "canon")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_kernels_of_fast_and_a_mesh_of_tokens_and_heads_compute_the_same(name, ranks):
+    n = {2: 21, 4: N}[ranks]
+    layout, model, batch = Layout.zigzag(n, 2), tiny(name, "canon"), batch_of(n)
 
     def step():
-        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
-        options = {"half": "reference", "function": "magi", "group": mesh}
-        return sharded_step(model, batch_of(), Mask.causal(N), layout, **options)
+        options = {}
+        if ranks == 4:
+            mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("tokens", "heads"))
+            options = {"half": "reference", "group": mesh}
+        parts = layout.divided(ranks // 2)
+        return sharded_step(model, batch, None, parts, function="magi", **options)
 
-    for found in process_groups.threads(step, 4):
-        assert_close(found, eager(name))
-
-
-@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
-def test_the_kernels_of_fast_compute_the_same(name):
-    layout, model, batch = Layout.zigzag(21, 2), tiny(name, "canon"), batch_of(21)
     expected = whole_step(tiny(name), batch)
-    for found in process_groups.threads(
-        lambda: sharded_step(model, batch, None, layout, function="magi"), 2
-    ):
+    for found in process_groups.threads(step, ranks):
         assert_close(found, expected)
 
 

@@ -2,7 +2,6 @@
 sequence is divided, and the tokens of an image see one another.
 """
 
-import functools
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,6 @@ from canon.integrations.transformers_masks import pattern_of
 
 PAGE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 IMAGE, START, STOP = 60, 62, 63  # special tokens
-GRIDS = torch.tensor([[1, 4, 8], [1, 4, 4]])  # patches of each image; 2 x 2 of them are a token
-ENDS = [0, 17, 28]
 TOLERANCE = 1e-9
 
 
@@ -65,117 +62,41 @@ def qwen(attention):
         return filled(transformers.Qwen2_5_VLForConditionalGeneration(config), attention)
 
 
-def document(place):
-    """Return the token ids (1, n), patches and grid of a text with an image."""
-    draw = torch.Generator().manual_seed(place)
-    count = int(GRIDS[place].prod()) // 4
-    text = torch.randint(50, (ENDS[place + 1] - ENDS[place] - count - 2,), generator=draw)
-    image = torch.tensor([START, *[IMAGE] * count, STOP])
-    patches = torch.randn(4 * count, 3 * 2 * 4 * 4, generator=draw, dtype=torch.float64)
-    return torch.cat([text[:3], image, text[3:]])[None], patches, GRIDS[place : place + 1]
-
-
-def labels_of(ids):
-    return ids.masked_fill(ids >= IMAGE, -100)
-
-
-@functools.cache
-def qwen_alone():
-    """Return logits, loss and gradients of eager attention, one document after the other."""
-    model, logits, losses, labelled = qwen("eager"), [], 0, 0
-    with Float64():
-        for place in range(2):
-            ids, patches, grid = document(place)
-            found = model(
-                input_ids=ids,
-                pixel_values=patches,
-                image_grid_thw=grid,
-                mm_token_type_ids=(ids == IMAGE).int(),
-                use_cache=False,
-            ).logits
-            labels = labels_of(ids)[:, 1:].flatten()
-            losses += torch.nn.functional.cross_entropy(found[0, :-1], labels, reduction="sum")
-            labelled += int((labels >= 0).sum())
-            logits.append(found.detach())
-        (losses / labelled).backward()
-    return torch.cat(logits, 1), losses.detach() / labelled, gradients_of(model)
-
-
 def gradients_of(model):
     return {name: x.grad for name, x in model.named_parameters()}
 
 
-def embedded(model):
-    """Return embeddings (1, n, d), positions (3, 1, n) and ids (1, n) of both documents, packed."""
-    embeddings, positions, ids = [], [], []
-    for place in range(2):
-        text, patches, grid = document(place)
-        image = torch.cat(model.model.get_image_features(patches, grid).pooler_output)
-        whole = model.get_input_embeddings()(text)
-        embeddings.append(whole.masked_scatter((text == IMAGE)[..., None], image))
-        kinds = (text == IMAGE).int()
-        positions.append(model.model.get_rope_index(text, kinds, image_grid_thw=grid)[0])
-        ids.append(text)
-    return torch.cat(embeddings, 1), torch.cat(positions, 2), torch.cat(ids, 1)
-
-
-@pytest.mark.parametrize(("ranks", "function"), [(1, "ring"), (2, "magi"), (3, "strided")])
-def test_embeddings_and_positions_in_three_axes_are_made_before_the_cut(ranks, function):
-    """Two packed documents with an image each, against eager attention of each alone: logits, loss,
-    and gradients of both parts of the model.
-    """
-    true_logits, true_loss, true_gradients = qwen_alone()
-    layout, mask, models = Layout.zigzag(ENDS[-1], ranks), Mask.documents(ENDS), [None] * ranks
-    for rank in range(ranks):
-        models[rank] = qwen("canon")
+def test_the_code_of_the_page_has_the_loss_and_gradients_of_eager_attention():
+    """Text and an image on two ranks, with the gradients of both parts of the model."""
+    section = PAGE.read_text().split("## Images in the sequence")[1]
+    code = section.split("```python\n")[1].split("```")[0]
+    draw = torch.Generator().manual_seed(0)
+    text, image = torch.randint(50, (7,), generator=draw), torch.tensor([START, *[IMAGE] * 8, STOP])
+    ids = torch.cat([text[:3], image, text[3:]])[None]
+    pixels = torch.randn(4 * 8, 3 * 2 * 4 * 4, generator=draw, dtype=torch.float64)
+    grid, labels = torch.tensor([[1, 4, 8]]), ids.masked_fill(ids >= IMAGE, -100)
+    alone, models, layout = qwen("eager"), [qwen("canon"), qwen("canon")], Layout.zigzag(17, 2)
+    with Float64():
+        images = dict(
+            pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=(ids == IMAGE).int()
+        )
+        logits = alone(ids, **images, use_cache=False).logits
+        true_loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
+        true_loss.backward()
+    given = dict(ids=ids, pixels=pixels, grid=grid, image_token=IMAGE, labels=labels, layout=layout)
+    given |= dict(mask=Mask.causal(17), sharded=sharded, sequence_loss=sequence_loss, torch=torch)
 
     def program():
         rank = dist.get_rank()
-        model = models[rank]
-        with Float64():
-            embeddings, positions, ids = embedded(model)
-            assert positions.shape == (3, 1, ENDS[-1])
-            batch = {"inputs_embeds": embeddings, "position_ids": positions}
-            part = layout.shard_batch(
-                batch | {"labels": labels_of(ids)}, rank, mask, dims={"position_ids": 2}
-            )
-            inputs = {name: part[name] for name in batch}
-            with sharded(mask, layout, half="reference", function=function):
-                logits = model(**inputs, use_cache=False).logits
-            loss = sequence_loss(logits, part["shift_labels"])
-            loss.backward()
-        assert near(layout.unshard(logits.detach()), true_logits)
-        assert near(loss.detach(), true_loss)
-        for name, gradient in gradients_of(model).items():
-            dist.all_reduce(gradient)
-            assert near(gradient / ranks, true_gradients[name]), name
-
-    process_groups.threads(program, ranks)
-
-
-def test_the_code_of_the_page_runs_as_printed():
-    """One document on two ranks, with the losses of eager attention."""
-    section = PAGE.read_text().split("## Images in the sequence")[1]
-    code = section.split("```python\n")[1].split("```")[0]
-    ids, pixels, grid = document(0)
-    labels, kinds = labels_of(ids), (ids == IMAGE).int()
-    with Float64():
-        logits = qwen("eager")(
-            ids, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, use_cache=False
-        ).logits
-    true_loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:])
-    models, layout = [qwen("canon"), qwen("canon")], Layout.zigzag(ENDS[1], 2)
-    given = dict(ids=ids, pixels=pixels, grid=grid, image_token=IMAGE, labels=labels, layout=layout)
-    given |= dict(mask=Mask.causal(ENDS[1]), sharded=sharded, sequence_loss=sequence_loss)
-
-    def program():
-        names = dict(
-            given, __name__="page", torch=torch, rank=dist.get_rank(), model=models[dist.get_rank()]
-        )
+        names = given | dict(rank=rank, model=models[rank], __name__="page")
         with Float64():
             exec(code, names)
-        assert names["positions"].shape == (3, 1, ENDS[1])
-        assert near(names["loss"].detach(), true_loss)
+            names["loss"].backward()
+        assert names["positions"].shape == (3, 1, 17)
+        assert near(names["loss"].detach(), true_loss.detach())
+        for name, gradient in gradients_of(models[rank]).items():
+            dist.all_reduce(gradient)
+            assert near(gradient / 2, gradients_of(alone)[name]), name
 
     process_groups.threads(program, 2)
 
@@ -225,15 +146,15 @@ KINDS[1, 20:] = 1
 def test_blocks_of_images_compute_as_eager_attention_on_one_process():
     valid = torch.ones(2, N, dtype=torch.long)
     valid[1, 23:] = 0
-    batch = dict(input_ids=tokens(N, 2) % 60, use_cache=False)
-    for more in ({}, {"attention_mask": valid}):
-        with Float64():
-            kinds = dict(token_type_ids=KINDS, **more)
-            expected, found = (gemma(x)(**batch, **kinds).logits for x in ("eager", "canon"))
-            causal = gemma("canon")(**batch, **more).logits
-        rows = valid.bool() if more else torch.ones(2, N, dtype=torch.bool)
-        assert near(found[rows], expected[rows])
-        assert not near(causal[rows], expected[rows])
+    batch = dict(input_ids=tokens(N, 2) % 60, use_cache=False, attention_mask=valid)
+    with Float64():
+        expected, found = (
+            gemma(x)(**batch, token_type_ids=KINDS).logits for x in ("eager", "canon")
+        )
+        causal = gemma("canon")(**batch).logits
+    rows = valid.bool()
+    assert near(found[rows], expected[rows])
+    assert not near(causal[rows], expected[rows])
 
 
 @torch.no_grad()

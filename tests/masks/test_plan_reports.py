@@ -18,11 +18,8 @@ masks_and_layouts = sizes.flatmap(lambda n: st.tuples(square_masks(n), layouts(n
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_closed_forms_of_the_volume(half, ranks):
     n = 48 * ranks
-    causal, window = Mask.causal(n), Mask.window(n, 7, 0)
-    assert half.plan_report(causal, Layout.zigzag(n, ranks)).volume == 0.75
-    assert half.plan_report(causal, Layout.contiguous(n, ranks)).volume == 0.5
-    assert half.plan_report(causal, Layout.striped(n, ranks)).volume > 0.97
-    assert half.plan_report(Mask.full(n), Layout.zigzag(n, ranks)).volume == 1.0
+    assert half.plan_report(Mask.causal(n), Layout.zigzag(n, ranks)).volume == 0.75
+    window = Mask.window(n, 7, 0)
     assert half.plan_report(window, Layout.contiguous(n, ranks)).volume == 7 / n
 
 

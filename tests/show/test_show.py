@@ -129,10 +129,7 @@ def test_a_window_of_a_mask_has_its_cells_in_the_colours_of_the_mask():
 @pytest.mark.parametrize(
     "words",
     [
-        "mask --causal 64",
         "mask --full 8",
-        "mask --window 4096,512",
-        "mask --prefix 64,9",
         "mask --window 64,9 --prefix 64,4 --blocks 8:20,30:32",
         "layout --causal 96 --layout striped",
         "plan --documents 4096,1024,300",
@@ -159,12 +156,8 @@ def test_the_command_draws_the_union_of_its_masks_with_blocks():
 
 @pytest.mark.parametrize(("words", "message"), [
     ("mask --window 4", "--window takes TOKENS,LEFT[,RIGHT], got 4"),
-    ("mask --prefix 4,5", "prefix must be in 0..4, got 5"),
     ("mask", "give one or more of the masks --causal, --full, --window, --prefix, --documents"),
-    ("mask --causal 4 --full 5", "union needs masks of one size, got 4 x 4, 5 x 5"),
     ("mask --causal 4 --blocks 2:5", "block 0 needs 0 <= start < stop <= 4"),
-    ("mask --causal 4 --blocks 2", "argument --blocks: invalid blocks value: '2'"),
-    ("mask --causal 4 --ranks 2", "unrecognized arguments: --ranks 2"),
 ])  # fmt: skip
 def test_the_command_refuses_what_it_cannot_draw(words, message, tmp_path, capsys):
     assert __main__.main(["show", *words.split(), "--out", str(tmp_path / "x.svg")]) == 2

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from one_layer import OneLayer
 
 import canon
 from canon import Mask
@@ -17,22 +17,15 @@ IMPORTS, TRAINING = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.M
 ENDS, SIZE = [0, 30, 40, 100], 9
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token, self.position = nn.Embedding(SIZE, 16), nn.Embedding(100, 16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, SIZE)
-
+class Model(OneLayer):
     def forward(self, ids, positions):
-        x = self.token(ids) + self.position(positions)
-        q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
-        return self.head(x + self.attend(q, k, v).flatten(2))
+        return self.head(self.hidden(ids, positions, self.attend))
 
 
 def gradients(ranks):
     """Run the code on this rank. Add the gradients of all ranks, and divide by their number."""
     drawn = torch.Generator().manual_seed(0)
-    model = Model().double()
+    model = Model(SIZE, 100).double()
     for parameter in model.parameters():
         parameter.data = torch.randn(parameter.shape, generator=drawn, dtype=torch.float64)
     names = {"W": ranks, "rank": dist.get_rank(), "model": model, "cu_seqlens": ENDS}

@@ -45,27 +45,20 @@ def inputs(tokens=7, dtype=torch.float64, seed=0):
 
 
 def all_logits(
-    hidden,
-    weight,
-    labels,
-    *,
-    bias,
-    weights=None,
-    num_items_in_batch=None,
-    softcap=None,
-    z_loss=0.0,
-    label_smoothing=0.0,
+    leaves, labels, weights=None, num_items_in_batch=None, softcap=None, z_loss=0.0, **options
 ):
     """Return the loss by its definition, with all logits."""
-    logits, labels = linear(hidden, weight, bias).flatten(0, -2), labels.flatten()
+    logits, labels = linear(*leaves).flatten(0, -2), labels.flatten()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     factors = (labels >= 0).double() * (1 if weights is None else weights.flatten())
-    losses = cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    losses = cross_entropy(logits, labels, reduction="none", **options)  # label_smoothing
     losses = losses + z_loss * torch.logsumexp(logits, 1).square()
-    return (factors * losses).sum() / (
-        factors.sum() if num_items_in_batch is None else num_items_in_batch
-    )
+    return (factors * losses).sum() / (num_items_in_batch or factors.sum() or 1)
+
+
+def of_chunks(leaves, labels, loss=linear_sequence_loss, **options):
+    return loss(*leaves[:2], labels, linear_bias=leaves[2], **options)
 
 
 def with_weights(options, weights):
@@ -76,52 +69,34 @@ def with_weights(options, weights):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_equals_the_loss_of_all_logits(options, chunk):
     leaves, labels, weights = inputs()
-    hidden, weight, bias = leaves
     options = with_weights(options, weights)
-    expected = all_logits(hidden, weight, labels, bias=bias, **options)
-    found = linear_sequence_loss(hidden, weight, labels, linear_bias=bias, chunk=chunk, **options)
+    expected = all_logits(leaves, labels, **options)
+    found = of_chunks(leaves, labels, chunk=chunk, **options)
     close(found, expected)
     close(*(torch.autograd.grad(3 * x, leaves) for x in (found, expected)))
-
-
-def mesh_of_four():
-    """Return this rank's place among the token ranks and among the vocabulary ranks, and both
-    groups.
-    """
-    tokens, vocabulary = (
-        [dist.new_group(ranks) for ranks in pairs] for pairs in (([0, 2], [1, 3]), ([0, 1], [2, 3]))
-    )
-    cp, tp = divmod(dist.get_rank(), 2)
-    return cp, tp, {"group": tokens[tp], "vocab_group": vocabulary[cp]}
 
 
 def compare_on_a_mesh(loss, options, shards):
     """Two token ranks with their own shards, and two vocabulary ranks with slices of 20 and 30
     rows.
     """
-    cp, tp, groups = mesh_of_four()
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
     leaves, labels, weights = inputs(sum(shards))
-    options = with_weights(options, weights)
-    hidden, weight, bias = leaves
-    expected = (
-        all_logits(hidden, weight, labels, bias=bias, **options)
-        if sum(shards)
-        else 0 * sum(x.sum() for x in leaves)
-    )
+    expected = all_logits(leaves, labels, **with_weights(options, weights))
     grads = torch.autograd.grad(expected, leaves)
     tokens = slice(sum(shards[:cp]), sum(shards[: cp + 1]))
     rows = slice(sum(SLICES[:tp]), sum(SLICES[: tp + 1]))
-    mine = [
-        x.detach()[part].requires_grad_()
-        for x, part in ((hidden, (slice(None), tokens)), (weight, rows), (bias, rows))
-    ]
+    parts = zip(leaves, ((slice(None), tokens), rows, rows), strict=True)
+    mine = [x.detach()[part].requires_grad_() for x, part in parts]
     options = with_weights(options, weights[:, tokens])
-    found = loss(*mine[:2], labels[:, tokens], linear_bias=mine[2], chunk=3, **options, **groups)
+    groups = {"group": mesh["cp"], "vocab_group": mesh["tp"]}
+    found = of_chunks(mine, labels[:, tokens], loss, chunk=3, **options, **groups)
     close(found.detach(), expected.detach())
     dhidden, *of_head = torch.autograd.grad(found, mine)
     close(dhidden / 2, grads[0][:, tokens])  # the averaging of DDP divides by the two token ranks
     for grad, right in zip(of_head, grads[1:], strict=True):
-        dist.all_reduce(grad, group=groups["group"])
+        dist.all_reduce(grad, group=mesh.get_group("cp"))
         close(grad / 2, right[rows])
 
 
@@ -129,12 +104,6 @@ def compare_on_a_mesh(loss, options, shards):
 def test_tokens_and_vocabulary_may_be_divided_unevenly(shards):
     for options in OPTIONS:
         process_groups.threads(partial(compare_on_a_mesh, linear_sequence_loss, options, shards), 4)
-
-
-def test_processes_divide_the_vocabulary():
-    process_groups.processes(
-        partial(compare_on_a_mesh, linear_sequence_loss, OPTIONS[-1], SHARDS[0]), 4
-    )
 
 
 FAULTS = [  # a text of the file, its replacement, and the options that show the fault
@@ -174,22 +143,6 @@ def test_a_planted_fault_is_seen(text, fault, options, monkeypatch):
     assert isinstance(raised.value.__cause__, AssertionError)
 
 
-def test_without_a_label_loss_and_gradients_are_0():
-    (hidden, weight, bias), labels, _ = inputs()
-    for ignored in (-100, 7):  # 7 is a token, too
-        loss = linear_sequence_loss(
-            hidden,
-            weight,
-            torch.full_like(labels, ignored),
-            linear_bias=bias,
-            z_loss=0.1,
-            label_smoothing=0.1,
-            ignore_index=ignored,
-        )
-        assert loss == 0
-        assert all(grad.eq(0).all() for grad in torch.autograd.grad(loss, (hidden, weight, bias)))
-
-
 def bytes_at_peak(program):
     """Return the most bytes that tensors from inside the program hold at a time, also temporaries
     of operators.
@@ -227,15 +180,8 @@ def test_peak_memory_is_that_of_the_formula(dtype, options):
     def excess(chunk_of_call):
         for x in leaves:
             x.grad = None
-        loss = partial(
-            linear_sequence_loss,
-            *leaves[:2],
-            labels,
-            linear_bias=leaves[2],
-            chunk=chunk_of_call,
-            **options,
-        )
-        peak = bytes_at_peak(lambda: loss().backward())
+        step = lambda: of_chunks(leaves, labels, chunk=chunk_of_call, **options).backward()
+        peak = bytes_at_peak(step)
         return (peak - sum(x.nbytes for x in leaves)) / (chunk * vocabulary * 4)
 
     excess(chunk)  # allocates the workspaces of libraries
@@ -250,21 +196,17 @@ def test_16_bits_have_float32_logits_and_round_gradients_once(dtype):
     with 1 / 12.
     """
     leaves, labels, _ = inputs(dtype=dtype)
-    hidden, weight, bias = leaves = [x.detach().to(DEVICE).requires_grad_() for x in leaves]
+    leaves = [x.detach().to(DEVICE).requires_grad_() for x in leaves]
     labels, exact = labels.to(DEVICE), [x.detach().double().requires_grad_() for x in leaves]
-    expected = all_logits(*exact[:2], labels, bias=exact[2])
-    found = linear_sequence_loss(hidden, weight, labels, linear_bias=bias, chunk=7)
+    expected, found = all_logits(exact, labels), of_chunks(leaves, labels, chunk=7)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    for grad, right in zip(
-        *(torch.autograd.grad(*x) for x in ((found, leaves), (expected, exact))), strict=True
-    ):
+    both = torch.autograd.grad(found, leaves), torch.autograd.grad(expected, exact)
+    for grad, right in zip(*both, strict=True):
         assert grad.dtype == dtype
         assert (grad - right).norm() <= 1.5 * torch.finfo(dtype).eps * right.norm()
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = linear_sequence_loss(
-            *(x.float() for x in (hidden, weight)), labels, linear_bias=bias.float()
-        )
+        found = of_chunks([x.float() for x in leaves], labels)
     torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
 
 
@@ -275,35 +217,33 @@ def test_small_and_large_weights_fit_in_float16(size):
     weights.
     """
     leaves, labels, weights = inputs(dtype=torch.float16)
-    leaves = [x.detach().to(DEVICE) for x in leaves]
-    labels = labels.to(DEVICE)
-    weights = weights.to(DEVICE)
+    leaves = [x.detach().to(DEVICE).requires_grad_() for x in leaves]
+    labels, weights = labels.to(DEVICE), weights.to(DEVICE)
 
     def gradients(weights, items):
-        mine = [x.clone().requires_grad_() for x in leaves]
-        loss = partial(linear_sequence_loss, *mine[:2], labels, linear_bias=mine[2], chunk=7)
-        return torch.autograd.grad(loss(weights=weights, num_items_in_batch=items), mine)
+        found = of_chunks(leaves, labels, weights=weights, num_items_in_batch=items, chunk=7)
+        return torch.autograd.grad(found, leaves)
 
     expected = gradients(weights, 5.0)
     close(gradients(size * weights, 5 * size), expected, rtol=0, atol=0)
 
 
 def test_its_gradients_serve_one_backward_pass():
-    (hidden, weight, bias), labels, _ = inputs()
-    loss = linear_sequence_loss(hidden, weight, labels)
+    leaves, labels, _ = inputs()
+    loss = of_chunks(leaves, labels)
     loss.backward(retain_graph=True)
     with pytest.raises(
         RuntimeError, match="to one backward pass: call it again instead of retain_graph=True"
     ):
         loss.backward()
-    loss = linear_sequence_loss(hidden, weight, labels, linear_bias=bias)
-    (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+    loss = of_chunks(leaves, labels)
+    (grad,) = torch.autograd.grad(loss, leaves[1], create_graph=True)
     with pytest.raises(
         RuntimeError, match="does not support second derivatives of linear_sequence_loss"
     ):
         grad.sum().backward()
     with torch.no_grad():
-        close(linear_sequence_loss(hidden, weight, labels, linear_bias=bias), loss.detach())
+        close(of_chunks(leaves, labels), loss.detach())
 
 
 def test_weights_sums_and_item_counts_of_both_losses_agree():
@@ -323,20 +263,19 @@ def test_weights_sums_and_item_counts_of_both_losses_agree():
 
 def wrong_groups_and_arguments():
     """Ranks 0 and 3 share no group."""
-    (hidden, weight, _), labels, _ = inputs()
+    leaves, labels, _ = inputs()
     with pytest.raises(
-        ValueError,
-        match=r"share the ranks \[0, 1, 2, 3\], expected this rank only: pass two "
-        r"dimensions",
+        ValueError, match=r"share the ranks \[0, 1, 2, 3\], expected this rank only: pass two dim"
     ):
-        linear_sequence_loss(hidden, weight, labels, vocab_group=dist.group.WORLD)
-    groups = mesh_of_four()[2]
+        of_chunks(leaves, labels, vocab_group=dist.group.WORLD)
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    smoothing = 2 if dist.get_rank() == 3 else 0
     with pytest.raises(
         ValueError,
         match="label_smoothing must be a finite number >= 0 and <= 1, got 2|the ranks disagree",
     ):
-        linear_sequence_loss(
-            hidden, weight, labels, **groups, label_smoothing=2 if dist.get_rank() == 3 else 0
+        of_chunks(
+            leaves, labels, group=mesh["cp"], vocab_group=mesh["tp"], label_smoothing=smoothing
         )
 
 

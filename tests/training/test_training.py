@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from one_layer import OneLayer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
@@ -21,33 +22,25 @@ from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
 
 VOCABULARY, ENDS = 11, [0, 5, 6, 19]
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 MASK = Mask.documents(ENDS)
 GUIDE = Path(__file__).parents[2] / "paper" / "in_your_program.md"
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.token, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(19, 16)
-        self.qkv, self.head = nn.Linear(16, 48), nn.Linear(16, VOCABULARY)
-
+class Model(OneLayer):
     def forward(self, ids, positions, attend, labels=None, **options):
         """Return the logits, or with ``labels`` the loss: FSDP2 has the weights of the head only
         inside of forward.
         """
-        x = self.token(ids) + self.position(positions)
-        q, k, v = self.qkv(x).unflatten(2, (6, 8)).split(2, dim=2)
-        x, head = x + attend(q, k, v).flatten(2), self.head
-        return (
-            head(x)
-            if labels is None
-            else linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
-        )
+        x, head = self.hidden(ids, positions, attend), self.head
+        if labels is None:
+            return head(x)
+        return linear_sequence_loss(x, head.weight, labels, linear_bias=head.bias, **options)
 
 
-def new_model():
+def new_model(kind=Model):
     torch.manual_seed(0)
-    return Model().double()
+    return kind(VOCABULARY, 19).double()
 
 
 def batch(seed=0, ignored=range(0)):
@@ -60,35 +53,38 @@ def batch(seed=0, ignored=range(0)):
     return {"input_ids": ids, "labels": labels}
 
 
-def mean_of_one_process(model, batch):
+def losses_of_one_process(model, batch):
+    """Return the losses of all tokens with a label."""
     part = Layout.contiguous(19, 1).shard_batch(batch, 0, ENDS)
-    logits = model(
-        part["input_ids"], part["position_ids"], lambda q, k, v: reference.attention(q, k, v, MASK)
-    )
-    return nn.functional.cross_entropy(logits[0], part["shift_labels"][0])
+    attend = functools.partial(reference.attention, mask=MASK)
+    logits, labels = model(part["input_ids"], part["position_ids"], attend), part["shift_labels"]
+    losses = nn.functional.cross_entropy(logits[0], labels[0], reduction="none")
+    return losses[labels[0] >= 0]
 
 
-def gradients_of_one_process(*batches):
-    model = new_model()
-    loss = sum(mean_of_one_process(model, each) for each in batches) / len(batches)
-    loss.backward()
-    return loss.detach(), [x.grad for x in model.parameters()]
+def assert_equal_to_one_process(loss, model, *batches, by_token=False):
+    """Compare with the mean of the batches' means, or over all their tokens."""
+    alone = new_model()
+    losses = [losses_of_one_process(alone, each) for each in batches]
+    expected = (torch.cat(losses) if by_token else torch.stack([x.mean() for x in losses])).mean()
+    expected.backward()
+    close(loss, expected.detach())
+    grads = [x.grad for x in model.parameters()]
+    grads = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
+    close(grads, [x.grad for x in alone.parameters()])
 
 
-def step(model, batch, layout, attention_group, loss_group, linear=False, **options):
+def step(model, batch, layout, attention_group, loss_group, linear=False):
     """Return the loss of this rank's part of the sequence, after the backward pass."""
     part = layout.shard_batch(batch, dist.get_rank(attention_group), ENDS)
     attend = functools.partial(
         reference.ring_attention, mask=MASK, layout=layout, group=attention_group
     )
-    inputs = (part["input_ids"], part["position_ids"], attend)
-    labels = part["shift_labels"]
-    options = options | {"group": loss_group}
-    loss = (
-        model(*inputs, labels, chunk=4, **options)
-        if linear
-        else sequence_loss(model(*inputs), labels, **options)
-    )
+    inputs, labels = (part["input_ids"], part["position_ids"], attend), part["shift_labels"]
+    if linear:
+        loss = model(*inputs, labels, chunk=4, group=loss_group)
+    else:
+        loss = sequence_loss(model(*inputs), labels, group=loss_group)
     loss.backward()
     return loss.detach()
 
@@ -97,75 +93,18 @@ def step(model, batch, layout, attention_group, loss_group, linear=False, **opti
 IGNORED = range(3, 9), range(10, 19), range(0)
 
 
-def assert_equal_to_one_process(loss, model, *batches):
-    expected, gradients = gradients_of_one_process(*batches)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        found = (
-            parameter.grad.full_tensor()
-            if hasattr(parameter.grad, "full_tensor")
-            else parameter.grad
-        )
-        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-12)
-
-
 def train_on_two_ranks(wrap):
     for layout in (Layout.zigzag(19, 2), Layout([[range(19)], []], 19), Layout.contiguous(19, 2)):
         for ignored in IGNORED:
             for linear in (False, True):
-                model = wrap(new_model())
-                mine = batch(ignored=ignored)
-                assert_equal_to_one_process(
-                    step(model, mine, layout, None, None, linear), model, mine
-                )
+                model, mine = wrap(new_model()), batch(ignored=ignored)
+                loss = step(model, mine, layout, None, None, linear)
+                assert_equal_to_one_process(loss, model, mine)
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard], ids=["DDP", "FSDP2"])
 def test_two_ranks_have_the_loss_and_gradients_of_one_process(wrap):
     process_groups.processes(functools.partial(train_on_two_ranks, wrap), 2)
-
-
-def assert_equal_to_tokens(loss, model, batches):
-    """Compare with the mean over all tokens of the batches in one process."""
-    tokens = [
-        int((Layout.contiguous(19, 1).shard_batch(each, 0, ENDS)["shift_labels"] >= 0).sum())
-        for each in batches
-    ]
-    alone = [gradients_of_one_process(each) for each in batches]
-    weights = [n / sum(tokens) for n in tokens]
-    expected = sum(weight * mean for weight, (mean, _) in zip(weights, alone, strict=True))
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    for parameter, *parts in zip(
-        model.parameters(), *(gradients for _, gradients in alone), strict=True
-    ):
-        whole = sum(weight * part for weight, part in zip(weights, parts, strict=True))
-        # tokens count equally
-        torch.testing.assert_close(parameter.grad, whole, rtol=1e-12, atol=1e-12)
-
-
-def accumulate_on_two_ranks():
-    """Two microbatches with different numbers of valid tokens: their losses add up to the mean over
-    all tokens.
-    """
-    layout, microbatches = Layout.zigzag(19, 2), (batch(0, range(3, 12)), batch(1))
-    count = sum(
-        (layout.shard_batch(each, dist.get_rank(), ENDS)["shift_labels"] != -100).sum()
-        for each in microbatches
-    )
-    dist.all_reduce(count)
-    for linear in (False, True):
-        model = DistributedDataParallel(new_model())
-        losses = [
-            step(model, each, layout, None, None, linear, num_items_in_batch=count)
-            for each in microbatches
-        ]
-        assert_equal_to_tokens(sum(losses), model, microbatches)
-        total = step(model, microbatches[1], layout, None, None, linear, num_items_in_batch=1)
-        torch.testing.assert_close(total, mean_of_one_process(new_model(), batch(1)).detach() * 16)
-
-
-def test_accumulation_weights_tokens():
-    process_groups.processes(accumulate_on_two_ranks, 2)
 
 
 class Attending(Model):
@@ -180,25 +119,11 @@ def run_the_guide():
     """Run the guide's example, uncompiled, on three microbatches: with some labels, with none and
     with all.
     """
-    (code,) = re.findall(
-        r"```python\n(model = "
-        r"DistributedDataParallel.*?)```",
-        GUIDE.read_text(),
-        re.DOTALL,
-    )
-    torch.manual_seed(0)
+    code = re.search(r"```python\n(model = Dist.*?)```", GUIDE.read_text(), re.DOTALL)[1]
     microbatches = [batch(0, range(6, 15)), batch(1, range(19)), batch(2)]
-    names = {
-        "model": Attending().double(),
-        "layout": Layout.zigzag(19, 2),
-        "rank": dist.get_rank(),
-        "cu_seqlens": ENDS,
-    }
-    names |= {
-        "DistributedDataParallel": DistributedDataParallel,
-        "nullcontext": contextlib.nullcontext,
-        "torch": torch,
-    }
+    names = dict(model=new_model(Attending), layout=Layout.zigzag(19, 2), rank=dist.get_rank())
+    names |= dict(DistributedDataParallel=DistributedDataParallel, cu_seqlens=ENDS, torch=torch)
+    names["nullcontext"] = contextlib.nullcontext
     sums = []
     hook = lambda state, bucket: sums.append(bucket.index()) or allreduce_hook(state, bucket)
     code = code.replace("torch.compile(model))", "model)\nmodel.register_comm_hook(None, hook)")
@@ -206,9 +131,8 @@ def run_the_guide():
     losses = []
     exec(code, names | {"sequence_loss": taking, "microbatches": microbatches, "hook": hook}, names)
     assert len(sums) == 1, "gradients travel once"
-    assert_equal_to_tokens(
-        sum(x.detach() for x in losses), names["model"], microbatches[::2]
-    )  # the one between has no labels
+    whole = sum(x.detach() for x in losses)  # the microbatch between has no labels
+    assert_equal_to_one_process(whole, names["model"], *microbatches[::2], by_token=True)
 
 
 def test_the_guide_trains_with_ddp_on_microbatches_of_different_label_counts():
@@ -223,14 +147,12 @@ def train_on_a_mesh():
     context = mesh["cp"].get_group()
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, mesh["cp"])
-    torch.testing.assert_close(
-        loss, mean_of_one_process(new_model(), mine).detach(), rtol=1e-12, atol=1e-12
-    )
+    close(loss, losses_of_one_process(new_model(), mine).mean().detach())
     # data ranks count equally
     assert_equal_to_one_process(sum_over(loss, mesh["dp"].get_group()) / 2, model, *both)
     model = DistributedDataParallel(new_model())
     loss = step(model, mine, layout, context, None)
-    assert_equal_to_tokens(loss, model, both)
+    assert_equal_to_one_process(loss, model, *both, by_token=True)
 
 
 def sum_over(x, group):
@@ -257,45 +179,43 @@ def test_without_a_process_group_it_is_the_mean_cross_entropy():
     )
 
 
+def linear_loss(hidden, labels, **options):
+    """Return `linear_sequence_loss` of hidden states that are the logits."""
+    return linear_sequence_loss(
+        hidden, torch.eye(VOCABULARY, dtype=hidden.dtype), labels, **options
+    )
+
+
+LOSSES = sequence_loss, linear_loss
+
+
 @pytest.mark.parametrize("tokens", [(3, 3), (0, 4), (0, 0)])
 def test_without_a_valid_token_loss_and_gradients_are_0(tokens):
     def program():
-        logits = torch.randn(1, tokens[dist.get_rank()], 5, requires_grad=True)
-        loss = sequence_loss(logits, torch.full(logits.shape[:2], -100))
-        loss.backward()
-        return loss == 0 and logits.grad.eq(0).all()
+        hidden = torch.randn(1, tokens[dist.get_rank()], VOCABULARY, requires_grad=True)
+        for loss in LOSSES:
+            found = loss(hidden, torch.full(hidden.shape[:2], 7), ignore_index=7)
+            assert found == 0
+            assert torch.autograd.grad(found, hidden)[0].eq(0).all()
 
-    assert all(process_groups.threads(program, 2))
-
-
-def both_losses(hidden, labels, **options):
-    """Return both losses of the same logits."""
-    weight = torch.eye(VOCABULARY, dtype=hidden.dtype)
-    return sequence_loss(hidden, labels, **options), linear_sequence_loss(
-        hidden, weight, labels, **options
-    )
+    process_groups.threads(program, 2)
 
 
-def one_rank_has_a_wrong_weight(wrong, linear):
-    weights = torch.ones(4, dtype=torch.float64)
-    weights[2] = wrong if dist.get_rank() == 1 else 1
-    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
-    loss, given = (
-        (linear_sequence_loss, (torch.eye(VOCABULARY).double(),)) if linear else (sequence_loss, ())
-    )
-    with pytest.raises(
-        ValueError,
-        match="weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch",
-    ):
-        loss(hidden, *given, labels, weights=weights)
-    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
-    assert loss(hidden, *given, unlabelled, weights=weights).isfinite()
-
-
-@pytest.mark.parametrize("linear", [False, True])
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("wrong", [-0.5, torch.nan, torch.inf, 1e-40])
-def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, linear):
-    process_groups.threads(functools.partial(one_rank_has_a_wrong_weight, wrong, linear), 2)
+def test_weights_whose_sum_may_vanish_raise_on_every_rank(wrong, loss):
+    hidden, labels = torch.zeros(4, VOCABULARY, dtype=torch.float64), torch.arange(4)
+    unlabelled = labels.masked_fill(labels == 2, -100)  # its weight may be anything
+    message = "weights must be finite, and 0 or at least 1.2e-38.*pass num_items_in_batch"
+
+    def program():
+        weights = torch.ones(4, dtype=torch.float64)
+        weights[2] = wrong if dist.get_rank() == 1 else 1
+        with pytest.raises(ValueError, match=message):
+            loss(hidden, labels, weights=weights)
+        assert loss(hidden, unlabelled, weights=weights).isfinite()
+
+    process_groups.threads(program, 2)
 
 
 def test_advantages_are_weights_of_a_number_of_items():
@@ -307,9 +227,9 @@ def test_advantages_are_weights_of_a_number_of_items():
     hidden = torch.randn(12, VOCABULARY, generator=torch.Generator().manual_seed(0)).double()
     labels = torch.arange(12) % 7
     expected = nn.functional.cross_entropy(hidden, labels, reduction="none") @ advantages / 12
-    for loss in both_losses(hidden, labels, weights=advantages, num_items_in_batch=12):
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    assert all(loss == 0 for loss in both_losses(hidden, labels, weights=0 * advantages))
+    for loss in LOSSES:
+        close(loss(hidden, labels, weights=advantages, num_items_in_batch=12), expected)
+        assert loss(hidden, labels, weights=0 * advantages) == 0
 
 
 def test_labels_of_later_tokens_stay_inside_their_documents():

@@ -2,9 +2,8 @@
 
 A kernel takes as long as the mean SM, or as its longest work tile. A step takes some time more.
 
-`RATES` and the latency inside a host, in `network.ASSUMED`, were fitted together to
-paper/data/schedules_two_h200.json and schedules_later_two_h200.json alone.
-tests/costs/test_cost_records.py compares the model with four and eight GPUs.
+`RATES` and the latency inside a host were fitted to the records of two GPUs alone.
+tests/costs/test_cost_records.py compares the model with four and eight.
 """
 
 import numpy as np

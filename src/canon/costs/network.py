@@ -1,6 +1,5 @@
 """The links of a cluster: an array with a row for NVLink inside a host, and one for the NIC of each
-GPU. A row has the bandwidth of one direction, in GB/s, and the latency of a message, in
-microseconds.
+GPU: GB/s of one direction, and the latency of a message in microseconds.
 """
 
 import json
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-# Bandwidths are round figures of NCCL on H200s and of 400 Gbit/s. The first latency is fitted with
-# the rates of `kernel_costs`. The second was never measured.
+# Round figures of NCCL on H200s and of 400 Gbit/s; a latency that is fitted with the rates of
+# `kernel_costs`, and one that was never measured.
 ASSUMED = np.array([[300, 35.4], [50, 40]])
 
 
@@ -29,6 +28,8 @@ def read_links(path: Path) -> np.ndarray:
         for kind in {row["one_host"] for row in rows}:
             some = [(row["gb_s"], row["us"]) for row in rows if row["one_host"] is kind]
             links[0 if kind else 1] = np.median(some, 0)
+        if not ((links > 0) & np.isfinite(links)).all():
+            raise ValueError(f"links {links.tolist()} are not above 0")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a record of canon bench links: {error!r}") from error
     return links

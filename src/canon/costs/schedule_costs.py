@@ -1,11 +1,11 @@
 """The time of both passes of a schedule: its steps on a clock, as `canon.fast.schedule` runs them.
 
 A step takes as long as its kernels, or as the messages in flight: the keys of the next step, and
-in the backward pass dk and dv of the step before. Steps, masks and messages are those of the
-schedule's own plans. Of many ranks, eight are followed, at equal distances.
+in the backward pass dk and dv of the step before. All are those of the schedule's own plans. Eight
+ranks are followed, at equal distances.
 
-On a mesh nothing hides the first and the last message of a pass, which exchange heads inside a
-host. All columns are alike: the first is followed.
+On a mesh nothing hides the exchanges of heads inside a host, the first and the last message of a
+pass. All columns are alike: the first is followed.
 """
 
 from typing import Any, NamedTuple
@@ -26,15 +26,15 @@ from canon.route.call import Call
 from canon.route.prepared_plans import Preparation
 
 FOLLOWED = 8  # ranks
-# Bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
-# merge a float32 part, and to round float32 results at the end.
+# bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
+# merge a float32 part, and to round at the end
 COPIED, MERGED, ROUNDED = 4, 12, 8
 
 
 class Pass(NamedTuple):
-    """A pass: ``work`` of `tile_work`, and bytes of row kernels, (followed ranks, steps).
-    ``messages``: bytes (2, steps, 2, ranks) of `traffic`: keys arrive before a step, sums leave
-    after it. ``is_ring``: ranks wait for one another in each step.
+    """``work`` of `tile_work` and bytes of row kernels: (followed ranks, steps). ``messages``:
+    bytes (2, steps, 2, ranks) of `traffic`: keys arrive before a step, sums leave after it. In a
+    ring, ranks wait for one another in each step.
     """
 
     rates: np.ndarray
@@ -44,7 +44,7 @@ class Pass(NamedTuple):
     messages: np.ndarray
 
     def seconds(self, links: np.ndarray) -> tuple[float, float]:
-        """Return the time of the slowest rank, and that of the kernels of the busiest one."""
+        """Return the times of the slowest rank, and of the kernels of the busiest one."""
         tile, step = self.rates
         kernels = tile * self.work
         computed = kernels + step * (kernels > 0) + self.rows / MEMORY
@@ -91,8 +91,8 @@ def plan_of(
     function: str, heads: tuple[int, int], width: int, hosts: int = 1, mesh_heads: int = 1, *,
     mask: Mask, layout: Layout, **options: Any,
 ) -> Plan:  # fmt: skip
-    """Return the plan of a bfloat16 call on GPUs of equal hosts, with whole rows of a mesh in each.
-    Raises ValueError or TypeError as the call would.
+    """Return the plan of a bfloat16 call on equal hosts, with whole rows of a mesh in each. Raises
+    ValueError or TypeError as the call would.
     """
     rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
     given = heads, (width, width), torch.bfloat16, True, options

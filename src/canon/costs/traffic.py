@@ -1,8 +1,8 @@
 """The messages of a schedule, from the plans that the schedule itself follows.
 
 Each function returns (2, ranks): the tokens that a rank receives or sends, whichever are more, and
-those through its NIC. ``hosts``: the host of each rank. An all-gather enters each host once, and
-the NICs of the host share it, as in NCCL's rings.
+those through its NIC. ``hosts``: the host of each rank. An all-gather enters a host once, and its
+NICs share it, as in NCCL's rings.
 """
 
 import numpy as np

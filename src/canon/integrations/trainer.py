@@ -6,8 +6,8 @@
     trainer.train()  # under torchrun
 
 The ranks of ``group`` read the same batch. The collator plans its mask and layout, and takes this
-rank's tokens, positions and shifted labels. The loss is `sequence_loss` of the model inside
-`sharded`, divided by the labels of all ranks and microbatches. DDP's averages are its gradient.
+rank's part. The loss is `sequence_loss` of the model inside `sharded`, divided by the labels of all
+ranks and microbatches.
 
 Limits: datasets without a length, label smoothing, ``compute_loss_func``, ``compute_metrics``,
 router losses and layers that mix tokens outside of attention raise. Evaluation gives losses, no
@@ -47,11 +47,10 @@ class ContextParallelTrainer(Trainer):
     """Train on batches that the ranks of ``group`` hold together.
 
     Args, besides those of Trainer:
-        group: of successive ranks, as in `canon.faces`. Each rank passes its own group. Different
-            groups read different batches.
+        group: this rank's group of successive ranks. Different groups read different batches.
         half, function, options: of `sharded`.
-        layout: returns the layout for a mask and a number of ranks. None is `dispatch`. For a mesh
-            pass ``lambda mask, ranks: dispatch(mask, ranks // heads).divided(heads)``.
+        layout: of a mask and a number of ranks. None is `dispatch`. For a mesh pass ``lambda mask,
+            ranks: dispatch(mask, ranks // heads).divided(heads)``.
 
     Raises TypeError or ValueError for arguments that have no place here.
     """
@@ -81,9 +80,7 @@ class ContextParallelTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a data loader that gives the ranks of a context group the same batches.
-        Evaluation: all ranks.
-        """
+        """Return a data loader with the same batches for a context group, in evaluation for all."""
         loader: Any = super()._get_dataloader(*args, **kwargs)
         if (ranks := self.args.world_size) == 1:
             return loader
@@ -95,7 +92,8 @@ class ContextParallelTrainer(Trainer):
                 "different batches: pass a dataset with a length, and leave dispatch_batches out"
             )
         held_by = self.context_ranks if kwargs.get("is_training") else ranks
-        batches.num_processes, batches.process_index = readers(dist.get_rank(), ranks, held_by)
+        # groups of ``held_by`` ranks read different batches
+        batches.num_processes, batches.process_index = ranks // held_by, dist.get_rank() // held_by
         # one group takes a short last batch as one process does
         batches.even_batches &= ranks > held_by
         return loader
@@ -108,11 +106,8 @@ class ContextParallelTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         mask, layout = inputs[SHARDING]
-        given = {
-            name: x
-            for name, x in inputs.items()
-            if name not in (SHARDING, "labels", "shift_labels")
-        }
+        left_out = SHARDING, "labels", "shift_labels"
+        given = {name: x for name, x in inputs.items() if name not in left_out}
         with sharded(mask, layout, **self.sharding):
             outputs = model(**given, use_cache=False)
         loss = sequence_loss(
@@ -143,9 +138,8 @@ class ContextParallelTrainer(Trainer):
     def _losses_of_samples(self, losses: Tensor) -> Tensor:
         """Return one loss for each sequence, of as many as a full batch has."""
         state = self.accelerator.gradient_state
-        return (
-            losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
-        )
+        short = state.end_of_dataloader and state.remainder > 0
+        return losses[: state.remainder] if short else losses
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return super().get_total_train_batch_size(args) // self.context_ranks
@@ -153,7 +147,7 @@ class ContextParallelTrainer(Trainer):
 
 @dataclass
 class ShardingCollator:
-    """Collate a batch (b, n), plan its mask and layout, and return the tokens of one rank."""
+    """Collate a batch (b, n), plan it, and return one rank's part."""
 
     collate: Callable
     layout: Callable[[Mask, int], Layout]
@@ -173,15 +167,8 @@ class ShardingCollator:
         return {**layout.shard_batch(batch, self.rank), SHARDING: (mask, layout)}
 
 
-def readers(rank: int, ranks: int, held_by: int) -> tuple[int, int]:
-    """Return how many groups of ``held_by`` ranks read different batches, and a rank's group."""
-    return ranks // held_by, rank // held_by
-
-
 def mask_of(batch: Mapping[str, Tensor]) -> Mask:
-    """Return the mask of a batch: causal, in each document of ``position_ids``. Raises ValueError
-    if the sequences have different ones.
-    """
+    """Return the one mask of a batch: causal, in each document of ``position_ids``."""
     if (positions := batch.get("position_ids")) is None:
         return Mask.causal(batch["labels"].shape[1])
     masks = set(Mask.from_position_ids(positions))

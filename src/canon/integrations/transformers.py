@@ -5,21 +5,17 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="canon")
     part = layout.shard_batch(batch, rank)
     labels = part.pop("shift_labels")
-    del part["labels"]                            # with labels, the model would compute a loss of
-                                                  # this rank alone in float32
+    del part["labels"]                            # else the model computes a loss of this rank
     with sharded(mask, layout, function="magi"):
         loss = canon.training.sequence_loss(model(**part, use_cache=False).logits, labels)
 
 transformers builds the mask of each kind of layer once in a forward pass. Inside `sharded` it is
-the mask of `sharded`, narrowed by the layer's window and by padding. Elsewhere, on one process, it
-is the model's own: causal or not, window, padding, packed `position_ids`, a KV cache. On several
-ranks, a padding mask costs an all-gather of one byte for each token and kind of layer.
+the mask of `sharded`, narrowed by the layer's window and by padding, which costs an all-gather of
+one byte for each token and kind of layer. Elsewhere, on one process, it is the model's own.
 
 Limits: dropout, position bias, 4-D masks, chunked and custom masks raise. Inside `sharded` so do
 `generate`, cross-attention and blocks of images, which its mask holds (`Mask.with_blocks`). Packed
 `position_ids` need ``use_cache=False``: with a cache, transformers treats a pack as one document.
-Outside `sharded` they raise if the model does not give them to its mask, as gpt-oss; a compiled
-model is not checked.
 
 Source: transformers 5.23, masking_utils.py and integrations/sdpa_attention.py.
 """
@@ -30,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -54,7 +51,6 @@ from canon.integrations.transformers_masks import (
     padded,
     pattern_of,
     refuse_another_mask,
-    windowed,
 )
 from canon.masks.arguments import shown
 from canon.masks.band import picked
@@ -80,9 +76,8 @@ UNSUPPORTED = {  # keyword of an attention function: remedy
 
 
 def register(name: str = "canon") -> None:
-    """Register Canon with transformers, as ``attn_implementation=name``.
-
-    Outside `sharded`, only CUDA tensors use `canon.fast`.
+    """Register Canon with transformers, as ``attn_implementation=name``. Outside `sharded`, only
+    CUDA tensors use `canon.fast`.
     """
     if not isinstance(name, str):
         raise TypeError(f"register: name must be a string, got {shown(name)}")
@@ -99,27 +94,32 @@ def sharded(
     function: str = "ring",
     **options: Any,
 ) -> Iterator[None]:
-    """Let the ranks of ``group`` hold one sequence together inside the block. All ranks must enter
-    it.
-
-    Gradients of parameters are sums over a rank's tokens: `canon.training.sequence_loss` fits DDP
-    and FSDP2.
+    """Let the ranks of ``group`` hold one sequence together inside the block.
 
     Args:
         mask: of the whole sequence, for all b sequences; None is causal, with a warning if
             position_ids restart. It replaces the model's own mask.
         layout: the tokens of each rank, at least one.
         group: as in `canon.faces`.
-        half: "fast", or "reference", which also runs on CPUs.
+        half: "fast" or "reference".
         function: "ring", "strided" or "magi".
-        options: of that function, such as ``reduce_dtype``; not ``scale``, ``softcap`` or ``sink``.
+        options: of that function, such as ``reduce_dtype``.
 
-    ``attention_mask`` (b, t) is this rank's part of the padding mask. A key that is padding in some
-    sequences only must be invisible in these: padding on the right of causal sequences is.
+    ``attention_mask`` (b, t) is this rank's part of the padding mask. Padding in some sequences
+    only must be invisible in these, as on the right of causal sequences.
 
     Raises TypeError or ValueError; for a wrong padding mask in the forward pass, on every rank.
     """
-    sharding = Sharding(mask, _attention_of(half, function, options, layout, group), layout, group)
+    attention = _attention_of(half, function, options, layout, group)
+    refuse_numbers(mask, "sharded: mask")
+    whole = Mask.causal(layout.tokens) if mask is None else mask
+    if not isinstance(whole, Mask):
+        raise TypeError(
+            f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask serves the "
+            "batch"
+        )
+    check_size(whole, layout, "sharded: mask")
+    sharding = Sharding(whole, attention, layout, group, given=mask is not None)
     token = _current.set(sharding)
     try:
         yield
@@ -133,31 +133,17 @@ def sharded(
         )
 
 
+@dataclass(eq=False)
 class Sharding:
-    """The mask of one kind of layer over the whole sequence, and the call of all ranks."""
+    """The mask of one kind of layer over the whole sequence, and the attention of all ranks."""
 
-    __slots__ = ("attention", "called", "given", "group", "layout", "mask")
+    mask: Mask
+    attention: Callable
+    layout: Layout
+    group: Group
+    given: bool  # else the mask is causal over the whole sequence
+    called: bool = False  # whether a model has built a mask from it
     ndim = property(refuse_another_mask)
-
-    def __init__(
-        self,
-        mask: Mask | None,
-        attention: Callable,
-        layout: Layout,
-        group: Group,
-        given: bool = True,
-    ):
-        self.called = False  # whether a model has built a mask from it
-        self.given = given and mask is not None  # else the mask is causal over the whole sequence
-        mask = Mask.causal(layout.tokens) if mask is None else mask
-        refuse_numbers(mask, "sharded: mask")
-        if not isinstance(mask, Mask):
-            raise TypeError(
-                f"sharded: mask must be one canon.Mask or None, got {shown(mask)}: one Mask "
-                "serves the batch"
-            )
-        check_size(mask, layout, "sharded: mask")
-        self.mask, self.attention, self.layout, self.group = mask, attention, layout, group
 
     def __getitem__(self, index: Any) -> "Sharding":
         """Return self for ``mask[:, :, :, :]``. Raises ValueError if a model drops queries."""
@@ -176,7 +162,7 @@ _current: ContextVar[Sharding | None] = ContextVar("canon_sharding", default=Non
 def _attention_of(
     half: str, function: str, options: dict[str, Any], layout: Layout, group: Group
 ) -> Callable:
-    """Return the function of `sharded` with its layout, group and options, if all of them exist."""
+    """Return the function of `sharded` with its layout, group and options."""
     if half not in HALVES:
         raise ValueError(f"sharded: half must be one of {HALVES}, got {shown(half)}")
     if function not in FUNCTIONS:
@@ -216,8 +202,7 @@ def build_mask(
 ) -> LayerMask | Sharding:
     """Return the mask of one kind of layer, inside `sharded` a `Sharding`.
 
-    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding. Queries begin at
-    ``q_offset``, keys at ``kv_offset``. Raises ValueError for unsupported masks.
+    ``attention_mask`` is bool (b, m) of all tokens so far, False for padding.
     """
     pattern, sharding = pattern_of(mask_function), _current.get()
     rows = range(int(q_offset), int(q_offset) + q_length)
@@ -252,7 +237,7 @@ GENERATE = inspect.unwrap(vars(GenerationMixin)["generate"]).__code__
 
 
 def _check_whole(rows: range, columns: range) -> None:
-    """Raise ValueError for a KV cache. Only its caller tells its first pass from training."""
+    """Raise ValueError for a KV cache, and warn of labels. Callers show the first pass of both."""
     frame = sys._getframe()
     while frame is not None and frame.f_code is not GENERATE:
         if frame.f_code.co_name == "forward" and _computes_a_loss(frame.f_locals):
@@ -272,8 +257,8 @@ def _check_whole(rows: range, columns: range) -> None:
 
 
 def _computes_a_loss(given: dict[str, Any]) -> bool:
-    """Return whether these locals of a ``forward`` are those of a model that makes a loss from
-    labels. One from shift_labels is right by another loss function, or divided by a number.
+    """Return whether a ``forward`` with these locals makes a wrong loss. One from shift_labels is
+    right by another loss function, or divided by a number.
     """
     model, options = given.get("self"), given.get("kwargs", {})
     if not isinstance(model, PreTrainedModel) or given.get("labels") is None:
@@ -285,10 +270,11 @@ def _computes_a_loss(given: dict[str, Any]) -> bool:
 
 def _narrowed(sharding: Sharding, pattern: Pattern, attention_mask: Tensor | None) -> Sharding:
     """Narrow a sharding by window and padding (b, t). A collective."""
-    mask, layout, group = sharding.mask, sharding.layout, sharding.group
+    mask = sharding.mask
     if attention_mask is not None:
-        mask = padded(mask, layout.unshard(attention_mask.to(torch.uint8), group).bool().cpu())
-    return Sharding(windowed(mask, pattern), sharding.attention, layout, group, sharding.given)
+        valid = sharding.layout.unshard(attention_mask.to(torch.uint8), sharding.group)
+        mask = padded(mask, valid.bool().cpu())
+    return replace(sharding, mask=mask.windowed(pattern.left, pattern.right))
 
 
 # --- attention
@@ -315,14 +301,11 @@ def attend_layer(
         attention_mask: the result of `build_mask`. None, only outside `sharded`, is causal or full.
         is_causal: of a layer without a mask; None is ``module.is_causal``, or else True.
         s_aux, softcap: sinks (h,), and the limit of the scores.
-        options: unsupported ones raise; others are not read.
+        options: unsupported ones raise.
     """
     for name, remedy in UNSUPPORTED.items():
-        if (
-            (option := options.get(name)) is not None
-            and option is not False
-            and not (name == "dropout" and option == 0)
-        ):
+        option = options.get(name)
+        if not (option is None or option is False or (name == "dropout" and option == 0)):
             raise ValueError(f"canon: {name}={shown(option)} is not supported: {remedy}")
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attention_mask, Sharding):
@@ -333,20 +316,20 @@ def attend_layer(
         )
         return out.contiguous(), None
     if isinstance(attention_mask, LayerMask):
-        attention_mask = attention_mask.masks
-    if attention_mask is None:
+        masks = attention_mask.masks
+    elif attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        attention_mask = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
-    if not isinstance(attention_mask, Mask | tuple):
+        masks = _default_mask(q.shape[1], k.shape[1], causal, sliding_window)
+    else:
         raise TypeError(
             "canon: attention_mask must be a padding mask (b, n) or None, the layer got "
             f"{shown(attention_mask)}: for other cells use `sharded` with a Mask"
         )
     positions = options.get("position_ids")
     if positions is not None and q.shape[1] == k.shape[1] and not torch.compiler.is_compiling():
-        _check_positions(positions, attention_mask)
+        _check_positions(positions, masks)
     half = import_module("canon.fast" if q.is_cuda else "canon.reference")
-    out = half.attention(q, k, v, attention_mask, scale=scaling, softcap=softcap, sink=s_aux)
+    out = half.attention(q, k, v, masks, scale=scaling, softcap=softcap, sink=s_aux)
     return out.contiguous(), None
 
 
@@ -375,14 +358,12 @@ def _check_positions(positions: Tensor, masks: Mask | tuple[Mask, ...]) -> None:
     _checked[0] = ref(positions), (*known, masks)
 
 
-MOST = 16  # layouts; each is looked at once, as positions on a GPU take time to read
+MOST = 16  # layouts; each is looked at once, as reading from a GPU takes time
 _looked: set[tuple[int, bool]] = set()  # hashes of layouts, and whether a mask was given
 
 
 def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
-    """Warn if this rank's positions restart, although no mask has documents, or if they count the
-    tokens of the rank.
-    """
+    """Warn if positions restart without a mask, or count the tokens of this rank."""
     layout, whole = sharding.layout, _current.get()
     looked_at = hash(layout), sharding.given
     if positions is None or whole is None or len(_looked) >= MOST or looked_at in _looked:
@@ -415,17 +396,14 @@ def _look_at_positions(positions: Tensor | None, sharding: Sharding) -> None:
 
 
 def _are_readable(positions: Tensor) -> bool:
-    """Return whether positions are (b, t), and no CUDA graph is captured."""
+    """Return whether positions are (b, t), outside of the capture of a CUDA graph."""
     captured = positions.is_cuda and torch.cuda.is_current_stream_capturing()
     return positions.ndim == 2 and not captured
 
 
 def _sees(mask: Mask, query: int, key: int) -> bool:
-    return bool(
-        picked(
-            mask.bands_near(range(query, query + 1)), range(query, query + 1), range(key, key + 1)
-        )
-    )
+    rows, columns = range(query, query + 1), range(key, key + 1)
+    return bool(picked(mask.bands_near(rows), rows, columns))
 
 
 @cache
@@ -438,7 +416,7 @@ def _warn_of_a_shard() -> None:
 
 
 def _default_mask(tokens: int, keys: int, causal: bool, sliding_window: int | None) -> Mask:
-    """Return the mask of a layer without one, such as an image encoder."""
+    """Return the mask of a layer without one, as in image encoders."""
     if tokens != keys:
         raise ValueError(
             f"canon: a layer with {tokens} queries and {keys} keys has no mask from "

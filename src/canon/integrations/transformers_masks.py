@@ -1,5 +1,4 @@
-"""Masks of Hugging Face transformers as masks of Canon: mask functions, padding, and the part that
-a KV cache leaves.
+"""Masks of Hugging Face transformers as masks of Canon.
 
 A mask function becomes a `Pattern`, and `own_masks` makes the square Mask of each sequence from it.
 A `LayerMask` holds its part between the queries of one forward pass and the keys of the cache.
@@ -21,8 +20,8 @@ from canon.ranks.graph_break import untraced
 
 
 class Pattern(NamedTuple):
-    """A mask function of transformers: causal or not, window bounds (None is no bound), documents
-    (b, n) or None. ``blocks`` (b, n) or None: tokens with one number >= 0 see each other.
+    """A mask function of transformers, with window bounds and documents (b, n). In ``blocks``
+    (b, n) tokens with one number >= 0 see each other.
     """
 
     causal: bool = False
@@ -122,15 +121,12 @@ def _only_windows(patterns: list[Pattern]) -> bool:
 
 
 def _both(patterns: list[Pattern]) -> Pattern:
-    lefts, rights = (
-        [x for x in side if x is not None] for side in list(zip(*patterns, strict=True))[1:3]
-    )
-    documents = [pattern.documents for pattern in patterns if pattern.documents is not None]
+    causal, lefts, rights, documents, _ = zip(*patterns, strict=True)
     return Pattern(
-        any(pattern.causal for pattern in patterns),
-        min(lefts, default=None),
-        min(rights, default=None),
-        documents[0] if documents else None,
+        any(causal),
+        min((x for x in lefts if x is not None), default=None),
+        min((x for x in rights if x is not None), default=None),
+        next((x for x in documents if x is not None), None),
         patterns[0].blocks,
     )
 
@@ -149,7 +145,7 @@ def own_masks(pattern: Pattern, sequences: int, n: int, valid: Tensor | None) ->
         rows = [mask.with_blocks(*_edges(ids[:n])) for mask, ids in zip(rows, blocks, strict=True)]
     if valid is not None and (valid.shape[1] < n or not valid.all()):
         rows = [_seen(mask, _runs(row[:n])) for mask, row in zip(rows, valid.cpu(), strict=True)]
-    return [windowed(mask, pattern) for mask in rows]
+    return [mask.windowed(pattern.left, pattern.right) for mask in rows]
 
 
 def padded(mask: Mask, valid: Tensor) -> Mask:
@@ -168,22 +164,12 @@ def padded(mask: Mask, valid: Tensor) -> Mask:
     return mask
 
 
-def windowed(mask: Mask, pattern: Pattern) -> Mask:
-    """Return the mask inside the pattern's window."""
-    return (
-        mask
-        if pattern.left is pattern.right is None
-        else mask.windowed(pattern.left, pattern.right)
-    )
-
-
 def _seen(mask: Mask, keys: list[range]) -> Mask:
     if keys == [range(mask.keys)]:
         return mask
-    rows = range(mask.queries)
-    bands = [
-        band for columns in keys for band in picked(mask.bands, rows, columns, 0, columns.start)
-    ]
+    bands, rows = [], range(mask.queries)
+    for columns in keys:
+        bands += picked(mask.bands, rows, columns, 0, columns.start)
     return Mask.of_disjoint(bands, mask.queries, mask.keys)
 
 
@@ -195,9 +181,7 @@ def _runs(valid: Tensor) -> list[range]:
 
 
 def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the starts and stops of the blocks of one sequence. Raise ValueError if one is in
-    parts.
-    """
+    """Return the starts and stops of the blocks of one sequence."""
     ids, lengths = torch.unique_consecutive(blocks, return_counts=True)
     stops, inside = lengths.cumsum(0), ids >= 0
     if len(ids[inside].unique()) < int(inside.sum()):
@@ -209,6 +193,6 @@ def _edges(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ends(documents: Tensor) -> list[int]:
-    """Return cu_seqlens of one sequence from the document [n] of each token, on the CPU."""
+    """Return cu_seqlens from the document [n] of each token."""
     lengths = torch.unique_consecutive(documents, return_counts=True)[1]
     return [0, *lengths.cumsum(0).tolist()]

@@ -1,6 +1,5 @@
-"""Checks of arguments. A wrong type raises TypeError, a value out of range ValueError.
-
-Booleans, floats and tensors are not whole numbers: rounding would make a wrong mask.
+"""Checks of arguments: a wrong type raises TypeError, a value out of range ValueError. Booleans,
+floats and tensors are no whole numbers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +12,7 @@ LIMIT = 2**62
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int. With ``least``, it is also below 2^62: two such numbers add in 64
-    bits.
-    """
+    """Return ``value`` as an int. With ``least``, it is below 2^62, so that two add in 64 bits."""
     expected = f"{name} must be a whole number" + ("" if least is None else f" >= {least}")
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{expected}, got {shown(value)}: pass an int")

@@ -39,8 +39,7 @@ class Band(_Bounds):
     bound.
 
     The constructor shrinks rectangle and bounds to the cells inside, so bands with equal cells are
-    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0). Without cells it is (0, 0, 0, 0, 0,
-    -1).
+    equal: Band(0, 4, 0, 9, None, 0) is Band(0, 4, 0, 4, -3, 0).
     """
 
     __slots__ = ()
@@ -93,9 +92,8 @@ class Band(_Bounds):
         )
 
     def minus(self, other: "Band") -> "list[Band]":
-        """Return the cells that ``other`` lacks, as at most six disjoint bands. ``other`` is the
-        intersection of six half-planes: part n lies inside the first n - 1 of them and outside of
-        half-plane n.
+        """Return the cells that ``other`` lacks, as at most six disjoint bands: part n lies inside
+        the first n - 1 of its six half-planes, and outside of half-plane n.
         """
         if not self.intersect(other).q_stop:
             return [self]
@@ -121,11 +119,9 @@ class Band(_Bounds):
         )
 
     def pick(self, queries: range, keys: range) -> "Band":
-        """Return the band between ``queries`` and ``keys``, numbered from 0: the slice
-        ``matrix[queries][:, keys]``.
-
-        Both ranges have one step W >= 1. Bounds follow from lo <= (keys.start - queries.start) + W
-        (j' - i') <= hi."""
+        """Return the slice ``matrix[queries][:, keys]``, of two ranges with one step W >= 1. Bounds
+        follow from lo <= (keys.start - queries.start) + W (j' - i') <= hi.
+        """
         if queries.step != keys.step or queries.step < 1:
             raise ValueError(
                 f"pick needs two ascending ranges of one step, got {queries} and {keys}"
@@ -161,20 +157,19 @@ def _tight(q_start: int, q_stop: int, k_start: int, k_stop: int, lo: int, hi: in
     lo, hi = max(lo, k_start - q_stop + 1), min(hi, k_stop - 1 - q_start)
     if q_start >= q_stop or k_start >= k_stop or lo > hi:
         return Band._make((0, 0, 0, 0, 0, -1))
-    # Each bound limits a difference of two of the three numbers i, j and 0. Only the third number
-    # can tighten it.
+    # a bound on a difference of two of the numbers i, j and 0 is tightened by the third alone
     q_limits = max(q_start, k_start - hi), min(q_stop, k_stop - lo)
     k_limits = max(k_start, q_start + lo), min(k_stop, q_stop + hi)
     return Band._make((*q_limits, *k_limits, lo, hi))
 
 
 def tight_bands(numbers: Iterable[tuple[int, ...]]) -> list[Band]:
-    """Return the bands of six ints each, which must be tight."""
+    """Return the bands of tight numbers."""
     return list(map(tuple.__new__, repeat(Band), numbers))
 
 
 def _corner(rows: int, columns: int, diagonals: int) -> int:
-    """Return the cells of a rectangle on the first ``diagonals`` diagonals from one corner."""
+    """Return the number of cells on the first diagonals from a corner."""
     return _triangle(diagonals) - _triangle(diagonals - rows) - _triangle(diagonals - columns)
 
 
@@ -183,7 +178,7 @@ def _triangle(n: int) -> int:
 
 
 def joined(bands: list[Band]) -> list[Band]:
-    """Return the cells of disjoint bands in fewer bands: neighbours join along keys, then rows."""
+    """Return disjoint bands in fewer ones: neighbours join along keys, then rows."""
     for order in (itemgetter(0, 1, 2), itemgetter(0, 2)):
         merged: list[Band] = []
         for band in sorted(bands, key=order):
@@ -199,8 +194,8 @@ def joined(bands: list[Band]) -> list[Band]:
 def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
     """Return disjoint bands with the cells of any bands: of each, what no larger one holds.
 
-    Raises ValueError if they are more than ``most``. Cost: O(n log n + p) for p pairs with a common
-    query.
+    Raises ValueError if they are more than ``most``. Cost: O(n log n), and all pairs that share
+    rows.
     """
     ranked = sorted(bands, key=lambda band: (-band.area, band))
     larger: list[list[Band]] = [[] for _ in ranked]  # those that share cells with each, by q_start
@@ -224,7 +219,7 @@ def disjoint(bands: Iterable[Band], most: int) -> list[Band]:
 
 def _without(band: Band, others: list[Band]) -> list[Band]:
     """Return the cells of a band that none of the others holds; all share cells with it. The middle
-    one parts neighbours of one side from those of the other, so it comes first.
+    one comes first, as it separates the others.
     """
     if not others:
         return [band]
@@ -244,16 +239,14 @@ class IntervalIndex:
         self.stops = list(accumulate(map(itemgetter(1), intervals), max))  # the largest stop so far
 
     def near(self, start: int, stop: int) -> slice:
-        """Return a slice with all intervals that overlap start:stop, and perhaps others."""
+        """Return a slice with all intervals that overlap start:stop."""
         return slice(bisect_right(self.stops, start), bisect_left(self.starts, stop))
 
 
 def picked(
     bands: Iterable[Band], rows: range, columns: range, q_offset: int = 0, k_offset: int = 0
 ) -> list[Band]:
-    """Return the bands between ``rows`` and ``columns``, numbered from the offsets, without empty
-    ones.
-    """
+    """Return the bands between ``rows`` and ``columns``, numbered from the offsets."""
     kept: list[tuple[int, ...]] = []
     top, bottom, left, right = rows.start, rows.stop, columns.start, columns.stop
     down, across = q_offset - top, k_offset - left
@@ -280,7 +273,7 @@ def picked(
 
 def check_disjoint(bands: Sequence[Band]) -> None:
     """Raise ValueError if two of the sorted bands share a cell. Name both."""
-    # the first band of a group that shares rows, and the largest end of the group's rows
+    # of a group that shares rows: its first band, and the end of its rows
     first, reach = 0, 0
     for place, band in enumerate(bands):
         if band.q_start >= reach:
@@ -292,7 +285,7 @@ def check_disjoint(bands: Sequence[Band]) -> None:
 
 def _check_rows(bands: Sequence[Band]) -> None:
     """Compare the neighbours along the keys in each row in which a band starts or ends. In between,
-    their ends move by at most one column per row, so they cannot pass unseen.
+    no band can pass another unseen: ends move by at most one column per row.
     """
     if len(bands) < 2:
         return
@@ -312,14 +305,13 @@ def _check_rows(bands: Sequence[Band]) -> None:
 
 
 def visible_keys(bands: Iterable[Band], rows: range) -> Iterator[tuple[int, int]]:
-    """Yield the keys that the queries ``rows`` see, as intervals (start, stop) in any order."""
+    """Yield the keys that ``rows`` see, as intervals (start, stop) in any order."""
     step = rows.step
     for q_start, q_stop, k_start, k_stop, lo, hi in bands:
         inside = rows[
             max(0, -((rows.start - q_start) // step)) : max(0, -((rows.start - q_stop) // step))
         ]
-        # With step <= hi - lo + 1 the keys of neighbouring rows overlap or touch, so they form one
-        # interval.
+        # up to this step, the keys of neighbouring rows form one interval
         for part in [inside] if step <= hi - lo + 1 else [range(row, row + 1) for row in inside]:
             if part:
                 start, stop = max(k_start, part[0] + lo), min(k_stop, part[-1] + hi + 1)

@@ -1,21 +1,17 @@
-"""The bands of a block-causal mask, for ids in any order.
-
-Ids only order the tokens, so levels replace them. Query i sees key j iff ``columns[j] < rows[i]``:
+"""The bands of a block-causal mask. Query i sees key j iff ``columns[j] < rows[i]``, for levels in
+place of ids:
 
     rows        the number of valid keys that the query sees; 0 for an invalid query
-    columns     the number of valid keys with a smaller id; that of all valid keys for an invalid
-                key
+    columns     the number of valid keys with a smaller id; of all of them for an invalid key
 
-A *stretch* is a run of keys that queries with an interval of levels see together, without the
-neighbours of the run:
+A *stretch* is a run of keys that queries of some levels see without its neighbours:
 
     columns    2 0 1 3 1        0 < row <= 1   keys 1:2        2 < row <= 3   keys 0:3
     row = 2    . x x . x        1 < row <= 2   keys 1:3        3 < row        keys 0:5
     row = 3    x x x . x        1 < row <= 3   keys 4:5
 
 Neighbouring queries that see a stretch make a rectangle, and the rectangles of a stair join to one
-band. Random ids in r runs make 0.105 r^2 bands. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs
-of a stretch and a run of queries.
+band. Cost: O(n log n + p log p) for p <= r^2 / 2 pairs of a stretch and one of r runs of queries.
 """
 
 from collections.abc import Iterator
@@ -38,7 +34,7 @@ def block_bands(
 
 
 def _block_ids(name: str, blocks: Ints, valid: Ints | None) -> tuple[Tensor, Tensor]:
-    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens, on the CPU."""
+    """Return the ids [n] (int64) and the validity [n] (bool) of one side's tokens."""
     ids = whole_numbers(f"{name}_blocks", blocks, booleans=True)
     flags = (
         [1] * len(ids) if valid is None else whole_numbers(f"{name}_valid", valid, booleans=True)
@@ -64,9 +60,7 @@ def levels(q_ids: Tensor, k_ids: Tensor, q_valid: Tensor, k_valid: Tensor) -> tu
 
 
 def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
-    """Return the bands in which query i sees key j iff columns[j] < rows[i]. Levels are int64
-    >= 0.
-    """
+    """Return the bands of levels, int64 >= 0."""
     row, q_edges = _runs(rows)
     column, k_edges = _runs(columns)
     stretches = torch.tensor(
@@ -81,15 +75,13 @@ def bands_of_levels(rows: Tensor, columns: Tensor) -> list[Band]:
 
 
 def _runs(levels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the level of each run of equal levels, and the first index of each, then the
-    length.
-    """
+    """Return the level of each run of equal levels, and the edges of the runs."""
     values, lengths = torch.unique_consecutive(levels, return_counts=True)
     return values, torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (start, stop, above, upto) of every stretch: rows with above < row <= upto see it."""
+    """Yield (start, stop, above, upto) of every stretch that rows with above < row <= upto see."""
     # (start, highest column) of the stretches that are still open
     walls: list[tuple[int, int]] = []
     for place, wall in enumerate([*columns, 1 << 62]):  # the last wall is higher than every row
@@ -102,9 +94,7 @@ def _stretches(columns: list[int]) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _seen_as_one(rows: Tensor, above: Tensor, upto: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (stretch, first, last) of every run of neighbouring ``rows`` inside above < row <=
-    upto.
-    """
+    """Return (stretch, first, last) of neighbouring ``rows`` with above < row <= upto."""
     by_level = rows.argsort()
     begin, end = (torch.searchsorted(rows[by_level], bound, right=True) for bound in (above, upto))
     ends = (end - begin).cumsum(0)  # of each stretch in a list of all (stretch, row) pairs

@@ -5,19 +5,17 @@ A cast is one all-to-all exchange of K and V; there is none if no rank needs ano
     casts=1, own_keys_first=False    step 0: own keys and cast 0
     casts=2, own_keys_first=True     step 0: own keys        step 1: cast 0        step 2: cast 1
 
-The buffer of a step holds first the rank's own keys, if used, then the received ones by source. A
-plan is equal on all ranks; the pieces of a rank are derived at their first use.
+The buffer of a step holds first the rank's own keys, if used, then the received ones by source.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from canon.masks.layout import Layout, mask_between
+from canon.masks.layout import Layout, equal_parts, mask_between
 from canon.masks.mask import Mask
-from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan
 
 MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
@@ -25,7 +23,7 @@ MANY_CELLS = 1 << 29  # visible cells of a rank, see `own_keys_come_first`
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens of rank ``source``, as positions; they are its rows ``row``, ``row`` + 1, ..."""
+    """Tokens of rank ``source``, its rows from ``row`` on."""
 
     source: int
     tokens: range
@@ -65,8 +63,8 @@ class RankCasts:
 
 @dataclass(frozen=True)
 class CastPlan:
-    """The exchanges of magi attention: ``casts``, 0 if no rank needs another's keys, and whether
-    step 0 uses own keys alone. ``casts_of(plan, rank)`` derives the pieces of a rank.
+    """The exchanges of magi attention, equal on all ranks. ``casts_of(plan, rank)`` derives the
+    pieces of a rank.
     """
 
     mask: Mask
@@ -76,12 +74,9 @@ class CastPlan:
     casts_of: "Callable[[CastPlan, int], RankCasts]" = field(compare=False)
     granularity: int = 1  # casts send whole units of so many tokens
 
-    def __reduce__(self):
-        return _unpickled, (FORMAT, *(getattr(self, each.name) for each in fields(self)))
-
     @property
     def nbytes(self) -> int:
-        """Bytes on the host (an estimate), without those of its mask and its layout."""
+        """Bytes on the host besides mask and layout (an estimate)."""
         return 1000
 
     @property
@@ -90,7 +85,7 @@ class CastPlan:
         return 1 + (self.casts if self.own_keys_first else 0)
 
     def holds_own(self, step: int) -> bool:
-        """Return whether the buffer begins with the rank's own keys."""
+        """Return whether the buffer has the rank's own keys."""
         return step == 0
 
     def cast_of(self, step: int) -> int | None:
@@ -99,7 +94,7 @@ class CastPlan:
         return cast if 0 <= cast < self.casts else None
 
     def received(self, cast: int, rank: int) -> Pieces:
-        """Return the pieces that a rank receives, by source, then by row."""
+        """Return the pieces that a rank receives, by source."""
         return tuple(
             piece for pieces in self.casts_of(self, rank).received[cast] for piece in pieces
         )
@@ -131,11 +126,6 @@ class CastPlan:
         return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def _unpickled(version: int, *content) -> CastPlan:
-    check_format("CastPlan", version)
-    return CastPlan(*content)
-
-
 @cached_plan
 def _local_mask(plan: CastPlan, step: int, rank: int) -> Mask:
     return mask_between(plan.mask, plan.layout.ranges_per_rank[rank], plan.keys(step, rank))
@@ -147,21 +137,15 @@ def tokens_in(pieces: Sequence[Piece]) -> int:
 
 
 def cut(pieces: Sequence[Piece], parts: int) -> list[Pieces]:
-    """Divide the pieces of a pair of ranks into ``parts`` nearly equal lists, larger ones first."""
+    """Divide the pieces of a pair of ranks as `equal_parts` does."""
     if parts == 1 or not pieces:
         return [tuple(pieces)] * parts
-    size, larger = divmod(tokens_in(pieces), parts)
-    ends = [part * size + min(part, larger) for part in range(parts + 1)]
-    lists: list[list[Piece]] = [[] for _ in range(parts)]
-    start = 0
-    for piece in pieces:
-        for part, (first, last) in enumerate(zip(ends, ends[1:], strict=False)):
-            inside = range(len(piece.tokens))[max(0, first - start) : max(0, last - start)]
-            if inside:
-                tokens_inside = piece.tokens[inside.start : inside.stop]
-                lists[part].append(Piece(piece.source, tokens_inside, piece.row + inside.start))
-        start += len(piece.tokens)
-    return [tuple(each) for each in lists]
+    rows = [range(piece.row, piece.row + len(piece.tokens)) for piece in pieces]
+    tokens = equal_parts([piece.tokens for piece in pieces], parts)
+    return [
+        tuple(Piece(pieces[0].source, held, at.start) for held, at in zip(*part, strict=True))
+        for part in zip(tokens, equal_parts(rows, parts), strict=True)
+    ]
 
 
 def planned_casts(
@@ -174,8 +158,8 @@ def planned_casts(
     casts_of: Callable,
     granularity: int = 1,
 ) -> CastPlan:
-    """Return the plan of at most ``casts`` casts. ``largest``: the most tokens from one rank to
-    another. ``received``: those of all ranks.
+    """Return the plan of at most ``casts`` casts. ``largest``: the most tokens between two ranks.
+    ``received``: those of all.
     """
     if own_keys_first is None:
         own_keys_first = own_keys_come_first(mask, layout, received)
@@ -186,27 +170,27 @@ def own_keys_come_first(mask: Mask, layout: Layout, received: int) -> bool:
     """Return whether magi attention by default computes on own keys while its one cast is in
     flight.
 
-    It does if both hold, in the mean over the ranks: a rank has at least 2^29 visible cells, and
-    receives at least half as many tokens as it holds. An additional step costs launches, a merge,
-    and shorter kernels; it hides the cast. In the records (`tests/masks/test_defaults.py`) a single
-    step takes 0.78 to 1.01 times as long below these limits, and 1.00 to 1.02 times above them.
+    It does if a mean rank has at least 2^29 visible cells, and receives at least half as many
+    tokens as it holds. An additional step costs launches, a merge and shorter kernels; it hides the
+    cast. In the records (`tests/masks/test_defaults.py`) a single step takes 0.78 to 1.01 times as
+    long below these limits, and 1.00 to 1.02 times above them.
     """
     return 2 * received >= layout.tokens and mask.area >= MANY_CELLS * layout.ranks
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The quality of a plan: areas in visible cells, traffic in tokens."""
+    """Areas of ranks in visible cells, traffic in tokens."""
 
     tokens: int
     areas: tuple[int, ...]
     received: tuple[int, ...]
     sent: tuple[int, ...]
-    largest_chunk: int  # the largest area of a chunk, which a plan may not divide
+    largest_chunk: int  # area
 
     @property
     def balance(self) -> float:
-        """The largest area divided by its lower bound; 1 is perfect."""
+        """The largest area over its lower bound."""
         return max(self.areas) / self.lower_bound if self.lower_bound else 1.0
 
     @property
@@ -216,17 +200,17 @@ class PlanReport:
 
     @property
     def volume(self) -> float:
-        """The tokens that all ranks receive, relative to an all-gather."""
+        """The received tokens over those of an all-gather."""
         return self._of_all_gather(sum(self.received))
 
     @property
     def worst_receive(self) -> float:
-        """The most tokens that a rank receives, as in `volume`."""
+        """The most that a rank receives, as in `volume`."""
         return self._of_all_gather(max(self.received) * len(self.areas))
 
     @property
     def worst_send(self) -> float:
-        """The most tokens that a rank sends, likewise."""
+        """The most that a rank sends, likewise."""
         return self._of_all_gather(max(self.sent) * len(self.areas))
 
     def _of_all_gather(self, tokens: int) -> float:

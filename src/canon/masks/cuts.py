@@ -1,6 +1,4 @@
-"""The layouts that have divided tensors in this process, so that a call with another one can
-warn.
-"""
+"""The layouts that have divided tensors in this process: a call with another one warns."""
 
 from typing import TYPE_CHECKING
 
@@ -16,7 +14,7 @@ _possible: set[int] = set()  # hashes of the layouts that may have divided tenso
 
 
 def note_possible(layout: "Layout") -> None:
-    """Note that a layout may have divided tensors in another way than by `Layout.shard`."""
+    """Note that a layout may have divided tensors without `Layout.shard`."""
     if len(_possible) < MOST and not torch.compiler.is_compiling():
         _possible.add(hash(layout))
 
@@ -29,9 +27,7 @@ def note_cut(layout: "Layout", rank: int) -> None:
 
 
 def only_others_cut(layout: "Layout", rank: int) -> bool:
-    """Return whether other layouts have divided tensors into as many tokens for ``rank``, but not
-    this one.
-    """
+    """Return whether only other layouts have divided tensors into as many tokens for ``rank``."""
     if len(_possible) >= MOST or hash(layout) in _possible:
         return False
     return _cut(layout, rank) in _cuts

@@ -5,12 +5,11 @@
     last = 2                          |0 1 2 3|4 5|6 7|        ..., s, s, [s-l, l]
     first = 1, last = 2               |0|1 2 3|4 5|6 7|
 
-Smaller groups shorten the first gather and the last reduction, which nothing hides; each split adds
-a step.
+Smaller groups shorten the first gather and the last reduction, which nothing hides.
 """
 
 from collections.abc import Mapping
-from inspect import signature
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from canon.masks.layout import Layout
@@ -21,31 +20,26 @@ BUDGET = 1 << 30  # bytes of gathered K and V
 
 def default_stride(heads: int, bytes_per_head: int) -> int:
     """Return the largest divisor of the key heads whose gathered K and V take at most 1 GiB, else
-    1.
+    1. The backward pass of `canon.fast` holds up to eight times these bytes.
 
     On every recorded shape (`tests/masks/test_defaults.py`), both passes take at most 1.02 times as
-    long as with the best stride. The backward pass of `canon.fast` holds up to eight times these
-    bytes.
+    long as with the best stride.
     """
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and n * bytes_per_head <= BUDGET]
     return max(fitting, default=1)
 
 
 def gathered_bytes(layout: Layout, bytes_per_token: int) -> int:
-    """Return the bytes of a gathered key head, with a padded shard from each rank.
-    ``bytes_per_token``: its K and V.
-    """
+    """Return the bytes of a gathered key head, with a padded shard from each rank."""
     return layout.ranks * max(map(layout.size, range(layout.ranks))) * bytes_per_token
 
 
 def head_groups(
     heads: int, stride: int, first: int | None = None, last: int | None = None, *, option: str = ""
 ) -> tuple[range, ...]:
-    """Return the key heads of each step: ``stride`` heads a step, with ``first`` and ``last`` as
-    above.
+    """Return the key heads of each step, ``stride`` of them, with ``first`` and ``last`` as above.
 
-    ``option`` is the prefix of both in errors. Raises ValueError if the stride does not divide the
-    heads, if f or l is not in (0, stride), or if both split one group.
+    ``option`` is the prefix of both in errors. Raises ValueError if they do not fit.
     """
     if stride < 1 or heads % stride:
         raise ValueError(f"head_stride={stride} does not divide the {heads} key heads")
@@ -61,11 +55,8 @@ def head_groups(
             f"but {heads} key heads "
             f"with head_stride={stride} form one: pass one of the two, or a smaller head_stride"
         )
-    ends = set(range(0, heads + 1, stride))
-    ends |= {first} if first is not None else set()
-    ends |= {heads - last} if last is not None else set()
-    edges = sorted(ends)
-    return tuple(range(start, stop) for start, stop in zip(edges, edges[1:], strict=False))
+    edges = {*range(0, heads + 1, stride), first or 0, heads - (last or 0)}
+    return tuple(range(start, stop) for start, stop in pairwise(sorted(edges)))
 
 
 class Steps(NamedTuple):
@@ -75,38 +66,21 @@ class Steps(NamedTuple):
     backward: tuple[range, ...] | None
 
 
-def strided_steps(
-    heads: int,
-    head_stride: int,
-    forward_first_stride: int | None,
-    backward_first_stride: int | None,
-    backward_last_stride: int | None,
-    backward_schedule: str,
-) -> Steps:
-    """Return the steps for these options of `strided_attention`, or raise ValueError."""
-    if backward_schedule not in SCHEDULES:
+def steps_of(heads: int, options: Mapping[str, Any]) -> Steps:
+    """Return the steps for the options of `strided_attention`, or raise ValueError."""
+    schedule, stride = options["backward_schedule"], options["head_stride"]
+    first, last = (options[f"backward_{name}_stride"] for name in ("first", "last"))
+    if schedule not in SCHEDULES:
         raise ValueError(
-            f"backward_schedule={backward_schedule!r}: expected one of "
-            f"{', '.join(map(repr, SCHEDULES))}"
+            f"backward_schedule={schedule!r}: expected one of {', '.join(map(repr, SCHEDULES))}"
         )
-    forward = head_groups(heads, head_stride, forward_first_stride, option="forward_")
-    if backward_schedule == "scatter":
-        backward = head_groups(
-            heads, head_stride, backward_first_stride, backward_last_stride, option="backward_"
-        )
-        return Steps(forward, backward)
-    for name, part in (("first", backward_first_stride), ("last", backward_last_stride)):
+    forward = head_groups(heads, stride, options["forward_first_stride"], option="forward_")
+    if schedule == "scatter":
+        return Steps(forward, head_groups(heads, stride, first, last, option="backward_"))
+    for name, part in (("first", first), ("last", last)):
         if part is not None:
             raise ValueError(
                 f"backward_{name}_stride={part} has no effect with "
                 'backward_schedule="ring": pass None'
             )
     return Steps(forward, None)
-
-
-STRIDES = tuple(signature(strided_steps).parameters)[1:]
-
-
-def steps_of(heads: int, options: Mapping[str, Any]) -> Steps:
-    """Return `strided_steps` for all options of a call, by name."""
-    return strided_steps(heads, *(options[name] for name in STRIDES))

@@ -6,8 +6,7 @@
     striped              0 3 6 9      1 4 7 10    2 5 8 11
     zigzag_documents     0 5  6 11    1 4  7 10   2 3  8 9        of two documents of 6 tokens
 
-Under a causal mask, the last of W contiguous shards has almost 2 W - 1 times the cells of the
-first. Zigzag and striped shards have nearly equal areas.
+Under a causal mask, zigzag and striped shards have nearly equal areas.
 
 Sources: zigzag, Zilin Zhu, ring-flash-attention issue 2 (2024); striped, Brandon et al., Striped
 Attention (2023).
@@ -25,10 +24,9 @@ from torch import Tensor
 from canon.masks.arguments import list_of, plain_tensor, shown, whole
 from canon.masks.band import Band, IntervalIndex, joined, picked
 from canon.masks.cuts import note_cut, note_possible
+from canon.masks.immutable import Immutable, write
 from canon.masks.mask import Mask
 from canon.masks.mask_inputs import Ints, RangesPerRank, checked_ranges, document_ends
-from canon.masks.opaque import OpaqueMeta
-from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import cached_plan, keep_for_stream
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 TILE = 128  # tokens along each side of a tile of the reference
 
 
-class Layout(metaclass=OpaqueMeta):
+class Layout(Immutable):
     """The tokens 0 .. ``tokens`` - 1, each on exactly one rank. Immutable, compared and hashed by
     content.
 
@@ -46,40 +44,23 @@ class Layout(metaclass=OpaqueMeta):
     Raises ValueError if a token is missing or held twice, or steps differ.
     """
 
-    __slots__ = ("__weakref__", "_digest", "_hash", "_planned_for", "ranges_per_rank", "tokens")
+    __slots__ = ("_planned_for", "ranges_per_rank", "tokens")
     ranges_per_rank: RangesPerRank
     tokens: int
 
     def __init__(self, ranges_per_rank: Sequence[Sequence[range]], tokens: int):
         tokens = whole("tokens", tokens, 0)
         held = checked_ranges(ranges_per_rank, tokens)
-        object.__setattr__(self, "ranges_per_rank", held)
-        object.__setattr__(self, "tokens", tokens)
-        object.__setattr__(self, "_hash", hash((held, tokens)))
-        object.__setattr__(self, "_digest", None)
-        object.__setattr__(self, "_planned_for", None)  # the mask of `dispatch`
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Layout is immutable: cannot set {name}")
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Layout):
-            return NotImplemented
-        mine, others = ((x._hash, x.tokens, x.ranges_per_rank) for x in (self, other))
-        return self is other or mine == others
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __deepcopy__(self, memo):
-        return self
+        self._remember((held, tokens))
+        write(self, "ranges_per_rank", held)
+        write(self, "tokens", tokens)
+        write(self, "_planned_for", None)  # the mask of `dispatch`
 
     def __reduce__(self):
-        return self._unpickled, (FORMAT, self.ranges_per_rank, self.tokens)
+        return self._unpickled, self._content
 
     @classmethod
-    def _unpickled(cls, version: int, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
-        check_format("Layout", version)
+    def _unpickled(cls, ranges_per_rank: RangesPerRank, tokens: int) -> "Layout":
         layout = cls(ranges_per_rank, tokens)
         note_possible(layout)  # it may have divided tensors in another process
         return layout
@@ -87,41 +68,30 @@ class Layout(metaclass=OpaqueMeta):
     # constructors
     @classmethod
     def contiguous(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return one piece for each rank; larger ones come first. Pieces begin at multiples of
+        """Return one piece for each rank, larger ones first. Pieces begin at multiples of
         ``multiple_of`` tokens.
         """
-        n = whole("n", n, 0)
-        ranks = whole("ranks", ranks, 1)
-        multiple_of = whole("multiple_of", multiple_of, 1)
-        return cls([[piece] for piece in _pieces(n, ranks, multiple_of)], n)
+        return cls([[piece] for piece in _pieces(n, whole("ranks", ranks, 1), multiple_of)], n)
 
     @classmethod
     def zigzag(cls, n: int, ranks: int, multiple_of: int = 1) -> "Layout":
-        """Return the layout of 2 ``ranks`` pieces, as in `contiguous`: rank r holds the pieces r
-        and 2 ``ranks`` - 1 - r.
+        """Return the layout in which rank r holds the pieces r and 2 ``ranks`` - 1 - r of 2
+        ``ranks``.
         """
-        n = whole("n", n, 0)
-        ranks = whole("ranks", ranks, 1)
-        multiple_of = whole("multiple_of", multiple_of, 1)
-        pieces = _pieces(n, 2 * ranks, multiple_of)
-        return cls([[pieces[r], pieces[2 * ranks - 1 - r]] for r in range(ranks)], n)
+        pieces = _pieces(n, 2 * whole("ranks", ranks, 1), multiple_of)
+        return cls([[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)], n)
 
     @classmethod
     def zigzag_documents(cls, cu_seqlens: Ints, ranks: int) -> "Layout":
-        """Return the layout in which a rank holds its pieces of each document, which is divided as
-        by `zigzag`.
-
-        ``cu_seqlens``: 0, then the end of each document. Raises ValueError if cu_seqlens does not
-        start at 0 or decreases.
+        """Return the layout that divides each document as `zigzag` does. ``cu_seqlens``: 0, then
+        the end of each document. Raises ValueError if it decreases.
 
         Source: Zilin Zhu, ring-flash-attention, `zigzag_ring_flash_attn_varlen_func`.
         """
         ends, ranks = document_ends(cu_seqlens), whole("ranks", ranks, 1)
         held: list[list[range]] = [[] for _ in range(ranks)]
         for start, stop in pairwise(ends):
-            pieces = [
-                range(start + p.start, start + p.stop) for p in _pieces(stop - start, 2 * ranks, 1)
-            ]
+            pieces = _pieces(stop - start, 2 * ranks, first=start)
             for rank, own in enumerate(held):
                 own += [pieces[rank], pieces[-1 - rank]]
         return cls(held, ends[-1])
@@ -138,13 +108,13 @@ class Layout(metaclass=OpaqueMeta):
 
         Raises ValueError if ranks or steps differ.
         """
-        layouts, tokens = list_of("layouts", layouts, cls), 0
+        layouts = list_of("layouts", layouts, cls)
         if len({layout.ranks for layout in layouts}) != 1:
             numbers = ", ".join(str(layout.ranks) for layout in layouts)
             raise ValueError(
                 f"concat needs layouts of one number of ranks, got {numbers or 'no layout'}"
             )
-        held: list[list[range]] = [[] for _ in range(layouts[0].ranks)]
+        held, tokens = [[] for _ in layouts[0].ranges_per_rank], 0
         for layout in layouts:
             for own, ranges in zip(held, layout.ranges_per_rank, strict=True):
                 own += [range(tokens + r.start, tokens + r.stop, r.step) for r in ranges]
@@ -168,8 +138,8 @@ class Layout(metaclass=OpaqueMeta):
     def digest(self) -> str:
         """SHA-256 of the content in hexadecimal, equal in every process."""
         if self._digest is None:
-            content = repr((self.ranges_per_rank, self.tokens))
-            object.__setattr__(self, "_digest", hashlib.sha256(content.encode()).hexdigest())
+            digest = hashlib.sha256(repr(self._content).encode()).hexdigest()
+            write(self, "_digest", digest)
         return self._digest
 
     @property
@@ -201,17 +171,16 @@ class Layout(metaclass=OpaqueMeta):
 
     # operations
     def document_positions(self, rank: int, cu_seqlens: Ints | Mask) -> Tensor:
-        """Return the position of each local token in its own document, for the rotary embedding:
-        int64 [t], on the CPU. ``cu_seqlens``: as in `shard_batch`. Raises ValueError or TypeError
-        unless it ends at ``tokens``.
+        """Return the position of each local token in its own document: int64 [t], on the CPU.
+        ``cu_seqlens``: as in `shard_batch`. Raises ValueError unless it ends at ``tokens``.
         """
         from canon.ranks.movement import document_positions, ends_of
 
         return document_positions(self, rank, ends_of(self, cu_seqlens))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the tokens of ``rank``, in local order, from a full tensor with its tokens on
-        ``dim``. Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
+        """Return the tokens of ``rank`` from a full tensor with its tokens on ``dim``.
+        Differentiable. Raises ValueError if ``x`` does not have ``tokens`` entries there.
         """
         dim = plain_tensor("shard", x, dim)
         if x.shape[dim] != self.tokens:
@@ -235,15 +204,14 @@ class Layout(metaclass=OpaqueMeta):
             batch: tensors (b, n, ...) by name, with all tokens on dim 1: ``input_ids``, ``labels``,
                 ``position_ids``, others.
             cu_seqlens: 0, then the end of each document. A Mask: documents start where a token does
-                not see the one before it. None: they start where ``position_ids`` is 0, or there is
-                one.
+                not see the one before it. None: they start where ``position_ids`` is 0.
             dims: the dim of the tokens in other entries by name, such as ``{"position_ids": 2}``
-                for positions (3, b, n) of a vision model. Their documents need ``cu_seqlens``.
+                for positions (3, b, n) of a vision model, which need ``cu_seqlens``.
 
         ``position_ids`` (b, t) are added unless given. So are ``shift_labels`` (b, t) if there are
         ``labels``: the label of the next token, -100 at the end of each document. Raises ValueError
         or TypeError for an entry of another shape or type, and where `Mask.from_position_ids`
-        refuses the positions.
+        refuses them.
         """
         from canon.ranks.movement import sharded_batch
 
@@ -252,7 +220,7 @@ class Layout(metaclass=OpaqueMeta):
     def unshard(
         self, x: Tensor, group: "Group" = None, dim: int = 1, *, partial_grad: bool = False
     ) -> Tensor:
-        """Gather the full tensor from the shards of all ranks. A collective, forward and backward;
+        """Gather the full tensor from the shards of all ranks. A collective in both passes;
         differentiable once.
 
         Args:
@@ -271,23 +239,19 @@ class Layout(metaclass=OpaqueMeta):
     def redistribute(
         self, x: Tensor, to: "Layout", *, group: "Group" = None, dim: int = 1
     ) -> Tensor:
-        """Return this rank's tokens in the layout ``to`` from its tokens in this layout. A
-        collective; differentiable.
+        """Return this rank's tokens in the layout ``to`` from its tokens in this layout, by one
+        all-to-all. A collective in both passes; differentiable.
 
-        One all-to-all moves the tokens, and their gradients back, so every rank must call both
-        passes. Raises ValueError or TypeError on every rank if arguments do not fit or differ
-        between ranks.
+        Raises ValueError or TypeError on every rank if arguments do not fit or differ between
+        ranks.
         """
         from canon.ranks.movement import redistributed
 
         return redistributed(self, x, to, group, dim)
 
     def local_mask(self, mask: Mask, q_rank: int, k_ranks: int | Sequence[int]) -> Mask:
-        """Return the mask between the queries of ``q_rank`` and the keys of ``k_ranks``, in local
-        coordinates. Cached.
-
-        Columns are the keys of ``k_ranks``, rank after rank, each in local order. Raises ValueError
-        if the mask or a rank does not fit.
+        """Return the mask between the local queries of ``q_rank`` and the local keys of
+        ``k_ranks``, rank after rank. Cached. Raises ValueError if the mask or a rank does not fit.
         """
         if not isinstance(mask, Mask):
             raise TypeError(f"local_mask: mask must be a Mask, got {shown(mask)}")
@@ -298,23 +262,20 @@ class Layout(metaclass=OpaqueMeta):
         )
 
     def divided(self, heads: int) -> "Layout":
-        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank.
+        """Return the layout in which ``heads`` neighbouring ranks share the tokens of one rank, in
+        order, in nearly equal parts.
 
-        So a plan for the rows of a mesh ("tokens", "heads") becomes a layout for its ranks:
-        ``dispatch(mask, rows).divided(heads)``. Parts follow the local order of the row, and differ
-        by at most one token.
+        For a mesh ("tokens", "heads"): ``dispatch(mask, rows).divided(heads)``.
         """
         from canon.masks.rows import divided
 
         parts = divided(self, heads)
-        object.__setattr__(parts, "_planned_for", self._planned_for)
+        write(parts, "_planned_for", self._planned_for)
         return parts
 
     def plot(self, mask: Mask | None = None):
         """Draw the rows of a mask, by default causal, in the colours of their ranks. Return the
-        figure.
-
-        Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
+        figure. Raises ValueError if the mask does not fit, ModuleNotFoundError without matplotlib.
         """
         from canon.show.layout_figures import plot_layout
 
@@ -350,15 +311,30 @@ def _local_mask(layout: Layout, mask: Mask, q_rank: int, k_ranks: tuple[int, ...
     return mask_between(mask, layout._held(q_rank), keys)
 
 
-def _pieces(n: int, count: int, multiple_of: int) -> list[range]:
+def _pieces(n: int, count: int, multiple_of: int = 1, first: int = 0) -> list[range]:
+    n, multiple_of = whole("n", n, 0), whole("multiple_of", multiple_of, 1)
     small, larger = divmod(-(-n // multiple_of), count)
-    starts = [min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+    ends = [first + min(n, (i * small + min(i, larger)) * multiple_of) for i in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def equal_parts(pieces: Sequence[range], count: int) -> list[list[range]]:
+    """Divide ranges into ``count`` lists of nearly as many tokens, larger ones first."""
+    smaller, larger = divmod(sum(map(len, pieces)), count)
+    left, piece = iter(pieces), range(0)
+    parts: list[list[range]] = []
+    for part in range(count):
+        parts.append([])
+        size = smaller + (part < larger)
+        while size:
+            piece = piece or next(left)
+            parts[-1].append(piece[:size])
+            piece, size = piece[size:], size - len(parts[-1][-1])
+    return parts
 
 
 def mask_between(mask: Mask, queries: Sequence[range], keys: Sequence[range]) -> Mask:
-    """Return the mask between the tokens of two lists of ranges, in the coordinates of buffers that
-    hold them in order. All ranges have one step >= 1.
+    """Return the mask between two buffers that hold these ranges of tokens. All have one step >= 1.
 
     Cost: O(r log n + c log c) for r query ranges, n bands and c crops, if the bands of a range are
     neighbours.

@@ -3,14 +3,13 @@
     Mask.causal(8)                    one band, hi = 0
     Mask.documents([0, 3, 8])         two bands: a causal square for each document
 
-A mask is immutable, and compared and hashed by content: ranks with equal masks make equal plans
-without communication. Arguments are sequences or tensors.
+A mask is compared and hashed by content: ranks with equal masks make equal plans without
+communication.
 """
 
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import chain
 
 import torch
@@ -28,6 +27,7 @@ from canon.masks.band import (
     visible_keys,
 )
 from canon.masks.block_causal import block_bands
+from canon.masks.immutable import Immutable, write
 from canon.masks.mask_inputs import (
     Ints,
     Ranges,
@@ -41,20 +41,18 @@ from canon.masks.mask_inputs import (
     tree_bands,
     window_bounds,
 )
-from canon.masks.opaque import OpaqueMeta
-from canon.masks.pickles import FORMAT, check_format
 
-# of a union; a local mask of 1.1 times as many would fill the plan cache, at 300 bytes each
+# of a union; 1.1 times as many would fill the plan cache
 MOST_BANDS = 200_000
 
 
-class Mask(metaclass=OpaqueMeta):
+class Mask(Immutable):
     """The visible cells of a matrix ``queries`` x ``keys``, as sorted disjoint bands.
 
     Raises ValueError if a band leaves the matrix or two share a cell.
     """
 
-    __slots__ = ("__weakref__", "_digest", "_hash", "_rows", "bands", "keys", "queries")
+    __slots__ = ("_rows", "bands", "keys", "queries")
     bands: tuple[Band, ...]
     queries: int
     keys: int
@@ -67,61 +65,39 @@ class Mask(metaclass=OpaqueMeta):
             if min(band.q_start, band.k_start) < 0 or band.q_stop > queries or band.k_stop > keys:
                 raise ValueError(f"{band} leaves the mask of {queries} queries and {keys} keys")
         check_disjoint(bands)
-        self._fill(bands, queries, keys)
+        self._set(bands, queries, keys)
 
     @classmethod
     def of_disjoint(cls, bands: list[Band], queries: int, keys: int) -> "Mask":
         """Return the mask of bands that must be disjoint, inside the matrix and not empty."""
         mask = object.__new__(cls)
-        mask._fill(tuple(sorted(bands)), whole("queries", queries, 0), whole("keys", keys, 0))
+        mask._set(tuple(sorted(bands)), whole("queries", queries, 0), whole("keys", keys, 0))
         return mask
 
-    def _fill(self, bands: tuple[Band, ...], queries: int, keys: int) -> None:
-        write = partial(object.__setattr__, self)
-        write("bands", bands)
-        write("queries", queries)
-        write("keys", keys)
-        write("_hash", hash((bands, queries, keys)))
-        write("_digest", None)
-        write("_rows", None)
-
-    def __setattr__(self, name, value):
-        raise AttributeError(f"a Mask is immutable: cannot set {name}")
-
-    def __eq__(self, other) -> bool:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        mine, others = ((m._hash, m.queries, m.keys, m.bands) for m in (self, other))
-        return self is other or mine == others
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __deepcopy__(self, memo):
-        return self
+    def _set(self, bands: tuple[Band, ...], queries: int, keys: int) -> None:
+        self._remember((queries, keys, bands))
+        write(self, "bands", bands)
+        write(self, "queries", queries)
+        write(self, "keys", keys)
+        write(self, "_rows", None)
 
     def __reduce__(self):
         numbers = array("q", chain.from_iterable(self.bands))  # much faster to pickle than objects
-        return self._unpickled, (FORMAT, self.queries, self.keys, self._digest, numbers)
+        return self._unpickled, (self.queries, self.keys, self._digest, numbers)
 
     @classmethod
-    def _unpickled(
-        cls, version: int, queries: int, keys: int, digest: str | None, numbers: array
-    ) -> "Mask":
-        check_format("Mask", version)
+    def _unpickled(cls, queries: int, keys: int, digest: str | None, numbers: array) -> "Mask":
         mask = cls.of_disjoint(tight_bands(zip(*[iter(numbers)] * 6, strict=True)), queries, keys)
-        object.__setattr__(mask, "_digest", digest)
+        write(mask, "_digest", digest)
         return mask
 
     # constructors
     @classmethod
     def full(cls, queries: int, keys: int | None = None) -> "Mask":
         """Return the mask in which every query sees every key."""
-        queries = whole("queries", queries, 0)
-        keys = queries if keys is None else whole("keys", keys, 0)
-        return cls.of_disjoint(
-            [Band(0, queries, 0, keys)] if queries and keys else [], queries, keys
-        )
+        queries, keys = _sizes(queries, keys)
+        bands = [Band(0, queries, 0, keys)] if queries and keys else []
+        return cls.of_disjoint(bands, queries, keys)
 
     @classmethod
     def causal(cls, queries: int, keys: int | None = None) -> "Mask":
@@ -132,10 +108,9 @@ class Mask(metaclass=OpaqueMeta):
                               x x x x                        x .
                                                              x x
 
-        ``keys`` is by default ``queries``. FlashAttention aligns in the same way.
+        FlashAttention aligns in the same way.
         """
-        queries = whole("queries", queries, 0)
-        keys = queries if keys is None else whole("keys", keys, 0)
+        queries, keys = _sizes(queries, keys)
         band = Band(0, queries, 0, keys, None, keys - queries)
         return cls.of_disjoint([band] if band.area else [], queries, keys)
 
@@ -186,11 +161,11 @@ class Mask(metaclass=OpaqueMeta):
                                              x x . x x
 
         ``parents[i]`` is the node before node i, -1 for a root. Nodes come in depth-first order.
-        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default at the end of node i
-        - 1. A token between two nodes is not seen, and sees the ancestors of the node after it. A
-        last node of length 0 makes the mask end at its start.
+        The ``lengths[i]`` tokens of node i begin at ``starts[i]``, by default where node i - 1
+        ends. A token between two nodes is not seen, and sees the ancestors of the node after it.
+        A last node of length 0 ends the mask at its start.
 
-        Raises ValueError that names the node if nodes overlap or are in another order.
+        Raises ValueError if nodes overlap or are in another order.
         """
         bands, tokens = tree_bands(parents, lengths, starts)
         return cls.of_disjoint(bands, tokens, tokens)
@@ -216,8 +191,7 @@ class Mask(metaclass=OpaqueMeta):
         queries: int | None = None,
         keys: int | None = None,
     ) -> "Mask":
-        """Return the mask of MagiAttention's slices: a range of queries, a range of keys and a
-        type.
+        """Return the mask of MagiAttention's slices.
 
             type                    sees, in a slice of 2 queries and 3 keys
             0 or "full"             x x x      x x x
@@ -225,7 +199,7 @@ class Mask(metaclass=OpaqueMeta):
             2 or "inverse_causal"   x x x      . x x      aligned at the upper left corner
             3 or "bi_causal"        x x .      . x x      both
 
-        The sizes are by default the largest ends. Raises ValueError for slices that share a cell.
+        Sizes are by default the largest ends. Raises ValueError if slices share a cell.
         """
         bands, q_end, k_end = slice_bands(q_ranges, k_ranges, types)
         return cls(bands, q_end if queries is None else queries, k_end if keys is None else keys)
@@ -241,7 +215,7 @@ class Mask(metaclass=OpaqueMeta):
 
     @classmethod
     def union(cls, *masks: "Mask") -> "Mask":
-        """Return the mask of the cells that one or more of ``masks`` hold. All have one size.
+        """Return the mask of the cells that one or more of ``masks`` hold.
 
         Raises ValueError if the sizes differ, or if this takes more than 200,000 bands.
         """
@@ -255,10 +229,8 @@ class Mask(metaclass=OpaqueMeta):
     # constructors of a batch
     @classmethod
     def from_position_ids(cls, position_ids: Ints | Rows) -> "Mask | tuple[Mask, ...]":
-        """Return the mask of packed documents, causal in each, from positions that restart at 0.
-
-        ``from_position_ids([0, 1, 0, 1, 2])`` equals ``documents([0, 2, 5])``. Positions (b, n)
-        give a tuple of b masks.
+        """Return ``documents([0, 2, 5])`` for positions [0, 1, 0, 1, 2]. Positions (b, n) give a
+        tuple of b masks.
         """
         ends, several = position_ends(position_ids)
         masks = tuple(cls.of_disjoint(document_bands(e, True, None)[0], e[-1], e[-1]) for e in ends)
@@ -267,19 +239,17 @@ class Mask(metaclass=OpaqueMeta):
     @classmethod
     def padding(cls, lengths: Ints, n: int, causal: bool = True) -> "tuple[Mask, ...]":
         """Return one n x n mask for each length. Tokens from the length on see nothing and are not
-        seen. Padding on the left: `block_causal` with ``q_valid`` and ``k_valid``.
+        seen. For padding on the left, `block_causal` has ``q_valid`` and ``k_valid``.
         """
         n, high = whole("n", n, 0), 0 if flag("causal", causal) else None
-        masks = []
-        for place, length in enumerate(whole_numbers("lengths", lengths)):
+        lengths = whole_numbers("lengths", lengths)
+        for place, length in enumerate(lengths):
             if not 0 <= length <= n:
                 raise ValueError(
                     f"lengths[{place}] must be in 0..{n}, the tokens of a sequence, got {length}"
                 )
-            masks.append(
-                cls.of_disjoint([Band(0, length, 0, length, None, high)] if length else [], n, n)
-            )
-        return tuple(masks)
+        seen = ([Band(0, end, 0, end, None, high)] if end else [] for end in lengths)
+        return tuple(cls.of_disjoint(bands, n, n) for bands in seen)
 
     @classmethod
     def block_causal(
@@ -311,7 +281,7 @@ class Mask(metaclass=OpaqueMeta):
         """SHA-256 of the content in hexadecimal, equal in every process."""
         if self._digest is None:
             content = array("q", chain((self.queries, self.keys), *self.bands))
-            object.__setattr__(self, "_digest", hashlib.sha256(content).hexdigest())
+            write(self, "_digest", hashlib.sha256(content).hexdigest())
         return self._digest
 
     @property
@@ -328,13 +298,7 @@ class Mask(metaclass=OpaqueMeta):
         """Return the matrix, bool [queries, keys] on the CPU: True where the query sees the key."""
         matrix = torch.zeros(self.queries, self.keys, dtype=torch.bool, device="cpu")
         for b in self.bands:
-            keys, queries = (
-                torch.arange(*x, device="cpu")
-                for x in ((b.k_start, b.k_stop), (b.q_start, b.q_stop))
-            )
-            lowest, highest = (queries[:, None] + offset for offset in (b.lo, b.hi))
-            seen = (keys >= lowest).logical_and_(keys <= highest)
-            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= seen
+            matrix[b.q_start : b.q_stop, b.k_start : b.k_stop] |= cells_of(b)
         return matrix
 
     def crop(self, queries: range | None = None, keys: range | None = None) -> "Mask":
@@ -344,14 +308,9 @@ class Mask(metaclass=OpaqueMeta):
         """
         rows = crop_range("queries", queries, self.queries)
         columns = crop_range("keys", keys, self.keys)
-        step = rows.step if queries is not None else columns.step
-        if keys is not None and queries is not None and rows.step != columns.step:
+        if rows.step != columns.step:
             raise ValueError(
                 f"crop needs one step for queries and keys, got {rows.step} and {columns.step}"
-            )
-        if step != 1 and (queries is None or keys is None):
-            raise ValueError(
-                f"crop with step {step} needs queries and keys: one alone would not leave bands"
             )
         return self.of_disjoint(
             picked(self.bands_near(rows), rows, columns), len(rows), len(columns)
@@ -362,32 +321,24 @@ class Mask(metaclass=OpaqueMeta):
         A negative number cuts rows or columns off.
         """
         queries, keys = whole("queries", queries), whole("keys", keys)
-        sizes = (
-            whole("queries", max(0, self.queries + queries), 0),
-            whole("keys", max(0, self.keys + keys), 0),
-        )
         kept = picked(self.bands, range(-queries, self.queries), range(-keys, self.keys))
-        return self.of_disjoint(kept, *sizes)
+        return self.of_disjoint(kept, max(0, self.queries + queries), max(0, self.keys + keys))
 
     def windowed(self, left: int | None = None, right: int | None = None) -> "Mask":
         """Return the visible cells with -left <= j - i <= right, as in `window`."""
         low, high = window_bounds(left, right)
-        cut = (
-            Band(
-                *band[:4],
-                band.lo if low is None else max(low, band.lo),
-                band.hi if high is None else min(high, band.hi),
-            )
-            for band in self.bands
-        )
-        return self.of_disjoint([band for band in cut if band.q_stop], self.queries, self.keys)
+        if low is high is None:
+            return self
+        window = Band(0, self.queries, 0, self.keys, low, high)
+        cut = [both for band in self.bands if (both := band.intersect(window)).q_stop]
+        return self.of_disjoint(cut, self.queries, self.keys)
 
     def with_blocks(self, starts: Ints, stops: Ints) -> "Mask":
-        """Return the mask in which the tokens of each block also see each other, in both
-        directions: those of an image, for example.
+        """Return the mask in which the tokens of each block, ``starts[i]`` to ``stops[i]`` - 1,
+        also see each other, as those of an image.
 
-        Block i has the tokens ``starts[i]`` to ``stops[i]`` - 1. Raises ValueError if the mask is
-        not square, or a block is empty, leaves it or overlaps another.
+        Raises ValueError if the mask is not square, or a block is empty, leaves it or overlaps
+        another.
         """
         if self.queries != self.keys:
             raise ValueError(
@@ -397,9 +348,7 @@ class Mask(metaclass=OpaqueMeta):
         return self.union(self, self.of_disjoint(squares, self.queries, self.keys))
 
     def needed_keys(self, query_ranges: Iterable[range]) -> tuple[range, ...]:
-        """Return the keys that some query of the ascending ranges sees, as ranges that do not
-        touch.
-        """
+        """Return the keys that some query of the ascending ranges sees, as separate ranges."""
         intervals: list[tuple[int, int]] = []
         for rows in list_of("query_ranges", query_ranges, range):
             if rows.step < 1:
@@ -408,10 +357,8 @@ class Mask(metaclass=OpaqueMeta):
         return tuple(range(start, stop) for start, stop in union(intervals))
 
     def plot(self, ax=None):
-        """Draw the visible cells, with one colour for each band. Return the matplotlib axes, ``ax``
-        or new ones.
-
-        Raises ModuleNotFoundError without matplotlib.
+        """Draw the visible cells, with a colour for each band. Return the axes. Raises
+        ModuleNotFoundError without matplotlib.
         """
         from canon.show.mask_figures import plot_mask
 
@@ -420,8 +367,20 @@ class Mask(metaclass=OpaqueMeta):
     def bands_near(self, rows: range) -> tuple[Band, ...]:
         """Return a slice of ``bands`` with all that have queries in ``rows``, perhaps others."""
         if self._rows is None:
-            object.__setattr__(self, "_rows", IntervalIndex(self.bands))
+            write(self, "_rows", IntervalIndex(self.bands))
         return self.bands[self._rows.near(rows.start, rows.stop)]
+
+
+def _sizes(queries: int, keys: int | None) -> tuple[int, int]:
+    queries = whole("queries", queries, 0)
+    return queries, queries if keys is None else whole("keys", keys, 0)
+
+
+def cells_of(band: Band) -> Tensor:
+    """Return which cells of its rectangle a band holds, bool on the CPU."""
+    queries = torch.arange(band.q_start, band.q_stop, device="cpu")[:, None]
+    keys = torch.arange(band.k_start, band.k_stop, device="cpu")
+    return (keys >= queries + band.lo).logical_and_(keys <= queries + band.hi)
 
 
 Masks = Mask | Sequence[Mask]  # one for all sequences of a batch, or one for each

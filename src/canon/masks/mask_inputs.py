@@ -1,6 +1,4 @@
-"""Checks of the arguments of `Mask` and `Layout`, and their values as plain numbers, tensors,
-ranges and bands.
-"""
+"""Checks of the arguments of `Mask` and `Layout`, and their values as numbers, ranges and bands."""
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -10,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from canon.masks.arguments import flag, nested, shown, whole, whole_numbers
+from canon.masks.arguments import flag, list_of, nested, shown, whole, whole_numbers
 from canon.masks.band import Band, tight_bands
 
 Ints = Sequence[int] | Tensor
@@ -21,8 +19,8 @@ SLICE_TYPES = ("full", "causal", "inverse_causal", "bi_causal")  # MagiAttention
 
 
 def document_ends(cu_seqlens: Ints) -> list[int]:
-    """Return cu_seqlens as ints. Raise ValueError if it does not start at 0 or decreases."""
-    if isinstance(cu_seqlens, (tuple, list)) and any(hasattr(x, "bands") for x in cu_seqlens):
+    """Return cu_seqlens as ints, from 0 on and ascending."""
+    if isinstance(cu_seqlens, tuple | list) and any(hasattr(x, "bands") for x in cu_seqlens):
         raise TypeError(
             "cu_seqlens must be of one pack, got several masks: put position_ids (b, n) into the "
             "batch, which begin at 0 in each document, and leave cu_seqlens out"
@@ -31,10 +29,10 @@ def document_ends(cu_seqlens: Ints) -> list[int]:
     if not ends or ends[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {ends[:4]}")
     if any(map(gt, ends, ends[1:])):
-        place = next(place for place, (start, stop) in enumerate(pairwise(ends), 1) if stop < start)
+        place = next(place for place, (start, stop) in enumerate(pairwise(ends)) if stop < start)
         raise ValueError(
-            f"cu_seqlens must not decrease, got {ends[place - 1]} then {ends[place]} "
-            f"at entry {place}"
+            f"cu_seqlens must not decrease, got {ends[place]} then {ends[place + 1]} at "
+            f"entry {place + 1}"
         )
     return ends
 
@@ -58,7 +56,7 @@ def document_bands(
 
 
 def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[Band], int]:
-    """Return the bands of a tree's nodes, and the number of its tokens. Cost: O(n) for n nodes."""
+    """Return the bands of a tree's nodes, and the number of its tokens."""
     before, sizes = whole_numbers("parents", parents), whole_numbers("lengths", lengths)
     begins = (
         [0, *accumulate(sizes)][: len(sizes)] if starts is None else whole_numbers("starts", starts)
@@ -71,7 +69,7 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
     bands, path, end = [], [], 0
 
     def leave(parent: int) -> None:
-        """Finish the nodes of the path behind ``parent``: their subtrees stop at ``end``."""
+        """Finish the nodes of the path behind ``parent``."""
         while path and path[-1] > parent:
             start, size = begins[node := path.pop()], sizes[node]
             if size:
@@ -98,9 +96,7 @@ def tree_bands(parents: Ints, lengths: Ints, starts: Ints | None) -> tuple[list[
 
 
 def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
-    """Return the square of each block, sorted. Raise ValueError unless blocks lie apart in the
-    mask.
-    """
+    """Return the square of each block, sorted."""
     begins, ends = whole_numbers("starts", starts), whole_numbers("stops", stops)
     if len(begins) != len(ends):
         raise ValueError(f"{len(begins)} starts and {len(ends)} stops: give one of each")
@@ -122,12 +118,6 @@ def block_squares(starts: Ints, stops: Ints, tokens: int) -> list[Band]:
 
 def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
     """Return cu_seqlens of each sequence, and whether ``position_ids`` were (b, n)."""
-    if getattr(position_ids, "ndim", 1) == 3:
-        raise ValueError(
-            f"position_ids must be (n,) or (b, n), got {shown(position_ids)}: positions (3, b, n) "
-            "of a vision model do not count the tokens of documents, so use "
-            "Mask.documents(cu_seqlens)"
-        )
     several = _rows("position_ids", position_ids)
     found = []
     for row, numbers in enumerate([position_ids] if several is None else several):
@@ -151,7 +141,7 @@ def position_ends(position_ids: Ints | Rows) -> tuple[list[list[int]], bool]:
 
 
 def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]] | None:
-    """Return the arguments of each sequence of a batch, or None if none is (b, n)."""
+    """Return the arguments of each sequence, or None if no argument is (b, n)."""
     rows = {name: _rows(name, values) for name, values in arguments.items() if values is not None}
     sizes = {name: len(several) for name, several in rows.items() if several is not None}
     if not sizes:
@@ -166,7 +156,7 @@ def by_sequence(**arguments: Ints | Rows | None) -> list[dict[str, Ints | None]]
 
 
 def _rows(name: str, values: Any) -> list[Any] | None:
-    """Return (b, n) values as b rows, copied from a GPU at once, or None for values of one axis."""
+    """Return (b, n) values as b rows, or None for values of one axis."""
     axes = getattr(values, "ndim", 1)
     if isinstance(values, list | tuple) and values:
         axes = 1 + getattr(values[0], "ndim", int(isinstance(values[0], list | tuple | range)))
@@ -178,14 +168,14 @@ def _rows(name: str, values: Any) -> list[Any] | None:
 
 
 def number_tensor(name: str, values: Ints) -> Tensor:
-    """Return whole numbers as an int64 tensor on the CPU. ``name`` is for errors."""
+    """Return whole numbers as an int64 tensor on the CPU."""
     if isinstance(values, Tensor) and values.ndim == 1 and values.dtype in INTEGERS:
         return values.to("cpu", torch.int64)
     return torch.tensor(whole_numbers(name, values), dtype=torch.int64, device="cpu")
 
 
 def window_bounds(left: int | None, right: int | None) -> tuple[int | None, int | None]:
-    """Return (lo, hi) of a window, None where it has no bound. Raise ValueError below -1."""
+    """Return (lo, hi) of a window, None where it has no bound."""
     for name, value in (("left", left), ("right", right)):
         if value is not None and whole(f"window {name}", value) < -1:
             raise ValueError(f"window {name} must be >= 0, or None or -1 for no bound; got {value}")
@@ -213,27 +203,19 @@ def slice_bands(
 
 
 def _type_number(kind: int | str) -> int:
-    if not isinstance(kind, str):
-        number = whole("slice type", kind, 0)
-        if number < len(SLICE_TYPES):
-            return number
-    elif kind in SLICE_TYPES:
+    if kind in SLICE_TYPES:
         return SLICE_TYPES.index(kind)
-    remedy = (
-        "; write 'inverse_causal' for this type of MagiAttention" if kind == "inv_causal" else ""
-    )
-    raise ValueError(f"slice type {kind!r}: expected 0 to 3 or one of {SLICE_TYPES}{remedy}")
+    number = whole(f"slice type, if not one of {SLICE_TYPES},", kind, 0)
+    if number >= len(SLICE_TYPES):
+        raise ValueError(f"slice type must be 0 to 3 or one of {SLICE_TYPES}, got {number}")
+    return number
 
 
 def _pairs(name: str, ranges: Ranges) -> list[tuple[int, int]]:
     rows, pairs = nested(ranges), []
     for place, row in enumerate(rows if isinstance(rows, Iterable) else [rows]):
-        pair = (
-            [row.start, row.stop, row.step][: 2 + (row.step != 1)]
-            if isinstance(row, range)
-            else row
-        )
-        if not isinstance(pair, Sequence) or len(pair) != 2 or isinstance(pair, str):
+        pair = [row.start, row.stop] if isinstance(row, range) and row.step == 1 else row
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise TypeError(
                 f"{name}[{place}] must be a pair (start, stop), or a range of step 1, "
                 f"got {shown(row)}"
@@ -263,65 +245,35 @@ RangesPerRank = tuple[tuple[range, ...], ...]
 
 def checked_ranges(ranges_per_rank: Any, tokens: int) -> RangesPerRank:
     """Return the ranges of each rank, without empty ones, with one step and the smallest stop."""
-    _check_types(ranges_per_rank, tokens)
-    steps = {piece.step for ranges in ranges_per_rank for piece in ranges if len(piece) > 1} or {1}
-    if len(steps) > 1 or min(steps) < 1:
-        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
-    (step,) = steps
-    held = tuple(
-        tuple(range(p[0], p[-1] + 1, step) for p in ranges if len(p)) for ranges in ranges_per_rank
-    )
-    _check_partition(held, tokens, step)
-    return held
-
-
-def _check_types(ranges_per_rank: Any, tokens: int) -> None:
-    if not isinstance(ranges_per_rank, Sequence):
-        raise TypeError(
-            "ranges_per_rank must be a list with a list of ranges by rank, got "
-            f"{shown(ranges_per_rank)}"
-        )
-    if not ranges_per_rank:
+    ranks = [
+        list_of(f"ranges_per_rank[{rank}]", ranges, range)
+        for rank, ranges in enumerate(list_of("ranges_per_rank", ranges_per_rank, Sequence))
+    ]
+    if not ranks:
         raise ValueError(
             "ranges_per_rank must hold a list of ranges for each of one or more ranks, got []"
         )
-    for rank, ranges in enumerate(ranges_per_rank):
-        if not isinstance(ranges, Sequence) or isinstance(ranges, range):
-            raise TypeError(
-                f"ranges_per_rank[{rank}] must be a list of ranges, got "
-                f"{shown(ranges)}: put it in a list"
-            )
-        for place, piece in enumerate(ranges):
-            name = f"ranges_per_rank[{rank}][{place}]"
-            if not isinstance(piece, range):
-                raise TypeError(
-                    f"{name} must be a range, got {shown(piece)}: write range(start, stop)"
-                )
-            if piece and not (0 <= piece[0] < tokens and 0 <= piece[-1] < tokens):
-                raise ValueError(
-                    f"{name} must lie inside the layout's {tokens} tokens, got {piece}"
-                )
-
-
-def _check_partition(held: RangesPerRank, tokens: int, step: int) -> None:
-    """Raise unless each token is held once: the pieces of each residue class of the step form a
-    chain.
-    """
-    pieces = sorted(
-        ((piece, rank) for rank, ranges in enumerate(held) for piece in ranges),
-        key=lambda x: x[0].start,
-    )
-    expected = list(range(min(step, tokens)))  # the next token of each residue class
+    pieces = [(piece, rank) for rank, ranges in enumerate(ranks) for piece in ranges if piece]
     for piece, rank in pieces:
-        due = expected[piece.start % step] if piece.start % step < len(expected) else None
-        if piece.start != due or piece[-1] >= tokens:
-            raise ValueError(
-                f"a layout holds each of its {tokens} tokens once: {piece} of rank {rank} comes "
-                f"where token {due} is due"
-            )
-        expected[piece.start % step] = piece[-1] + step
-    missing = [token for token in expected if token < tokens]
-    if missing:
-        raise ValueError(
-            f"a layout holds each of its {tokens} tokens once: no rank holds token {missing[0]}"
-        )
+        if min(piece[0], piece[-1]) < 0 or max(piece[0], piece[-1]) >= tokens:
+            raise ValueError(f"{piece} of rank {rank} must lie inside the layout's {tokens} tokens")
+    steps = {piece.step for piece, _ in pieces if len(piece) > 1} or {1}
+    if len(steps) > 1 or min(steps) < 1:
+        raise ValueError(f"the ranges of a layout must share one step >= 1, got {sorted(steps)}")
+    (step,) = steps
+    _check_partition(pieces, tokens, step)
+    return tuple(
+        tuple(range(piece[0], piece[-1] + 1, step) for piece in ranges if piece) for ranges in ranks
+    )
+
+
+def _check_partition(pieces: list[tuple[range, int]], tokens: int, step: int) -> None:
+    """Raise unless the pieces of each residue class of the step form a chain."""
+    once = f"a layout holds each of its {tokens} tokens once"
+    due = list(range(min(step, tokens)))  # the next token of each residue class
+    for piece, rank in sorted(pieces, key=lambda x: x[0].start):
+        if piece.start != (token := due[piece.start % step]):
+            raise ValueError(f"{once}: {piece} of rank {rank} comes where token {token} is due")
+        due[piece.start % step] = piece[-1] + step
+    if missing := [token for token in due if token < tokens]:
+        raise ValueError(f"{once}: no rank holds token {missing[0]}")

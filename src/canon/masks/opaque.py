@@ -18,9 +18,8 @@ __all__ = ["OpaqueMeta", "registered"]
 
 
 def registered(kind: type, methods: tuple[str, ...] = ()) -> str:
-    """Register a class with metaclass `OpaqueMeta`. Return its name in schemas. A compiled graph
-    depends on the class of such an input, not on its content. torch traces the ``methods``: they
-    must break the graph at once.
+    """Register a class with metaclass `OpaqueMeta`. Return its name in schemas. Compiled graphs do
+    not depend on its content. torch traces the ``methods``: they must break the graph at once.
     """
     members = dict.fromkeys(methods, opaque_object.MemberType.INLINED)
     register = getattr(opaque_object, "register_custom_class", None)

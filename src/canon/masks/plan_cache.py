@@ -1,7 +1,6 @@
 """A cache of plans, limited by the bytes that they hold.
 
-A plan (a local mask, a work table, an index on the device) is a pure function of its arguments. A
-dropped one stays valid while a caller, an autograd context or a stream uses it.
+A plan (a local mask, a work table, an index on the device) is a pure function of its arguments.
 
     `PLANS`   what a repeated call looks up   64 MB on the host, 640 MB on each device
     `PARTS`   what only plans are made of     32 MB on the host
@@ -9,7 +8,7 @@ dropped one stays valid while a caller, an autograd context or a stream uses it.
 
 import inspect
 import threading
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -31,20 +30,18 @@ ENTRY = 200  # bytes of a key (an estimate)
 
 
 class PlanCache:
-    """The plans of one process, the least recently used first. Thread-safe."""
+    """Plans, the least recently used first. Thread-safe."""
 
     def __init__(self, host_limit: int = HOST_LIMIT, device_limit: int = DEVICE_LIMIT):
         self.limits = {"cpu": host_limit}
         self.device_limit = device_limit
         self.plans: OrderedDict[Hashable, tuple[Any, Counter]] = OrderedDict()
-        # the keys of plans that hold bytes of a device, by device; all hold some of the host
-        self.on: defaultdict[str, OrderedDict[Hashable, None]] = defaultdict(OrderedDict)
         self.held: Counter = Counter()  # bytes by device
         self.made = 0
         self.lock = threading.RLock()
 
     def find(self, key: Hashable, make: Callable[[], R]) -> R:
-        """Return the plan of ``key``. Make it if it is not in the cache."""
+        """Return the plan of ``key``; make it if needed."""
         if (plan := self.get(key)) is None:
             plan = self.put(key, _made(make))
         for noted in (_notes.plans, _notes.seen):
@@ -58,13 +55,10 @@ class PlanCache:
             if (entry := self.plans.get(key)) is None:
                 return None
             self.plans.move_to_end(key)
-            if len(entry[1]) > 1:
-                for keys in self._of_devices(entry[1]):
-                    keys.move_to_end(key)
             return entry[0]
 
     def put(self, key: Hashable, plan: R) -> R:
-        """Keep the plan of ``key``, unless there is one. Return the plan that the cache keeps."""
+        """Keep the plan of ``key``, unless there is one. Return the kept one."""
         size = sizes(plan)
         size["cpu"] += ENTRY
         with self.lock:
@@ -72,36 +66,30 @@ class PlanCache:
                 return self.plans[key][0]
             self.made += 1
             self.plans[key] = plan, size
-            for keys in self._of_devices(size):
-                keys[key] = None
-            for device, number in size.items():
-                self.held[device] += number
-                self._shrink(device)
+            self.held += size
+            for device in size:
+                self._shrink(device, key)
         return plan
 
     def clear(self) -> None:
         """Drop every plan."""
         with self.lock:
             self.plans.clear()
-            self.on.clear()
             self.held.clear()
 
     def drop(self, key: Hashable) -> None:
-        """Drop the plan of ``key``, if there is one."""
+        """Drop the plan of ``key``, if any."""
         with self.lock:
             if (entry := self.plans.pop(key, None)) is not None:
-                for keys in self._of_devices(entry[1]):
-                    del keys[key]
                 self.held -= entry[1]
 
-    def _of_devices(self, size: Counter) -> list[OrderedDict[Hashable, None]]:
-        return [self.on[device] for device, held in size.items() if held and device != "cpu"]
-
-    def _shrink(self, device: str) -> None:
+    def _shrink(self, device: str, newest: Hashable) -> None:
         """Drop the least recently used plans, but not the newest, down to the limit of a device."""
-        keys = self.plans if device == "cpu" else self.on[device]
-        while self.held[device] > self.limits.get(device, self.device_limit) and len(keys) > 1:
-            self.drop(next(iter(keys)))
+        while self.held[device] > self.limits.get(device, self.device_limit):
+            oldest = next(key for key, (_, size) in self.plans.items() if size[device])
+            if oldest == newest:
+                return
+            self.drop(oldest)
 
 
 PLANS = PlanCache()
@@ -121,7 +109,7 @@ _notes = _Notes()
 
 
 def noted_plans() -> AbstractContextManager[dict[Any, Any]]:
-    """Note the plans that this thread finds or makes inside, by key, but not their parts."""
+    """Note the plans that this thread finds or makes inside, by key."""
     return _noting("plans")
 
 
@@ -141,9 +129,7 @@ def _noting(name: str) -> Iterator[dict[Any, Any]]:
 
 
 def _made(make: Callable[[], R]) -> R:
-    """Make a plan outside of inference mode, as training may use it, of real tensors, without
-    notes.
-    """
+    """Make a plan of real tensors, outside of inference mode, without notes of its parts."""
     if _notes.making:  # a part of another plan
         return make()
     plans, seen = _notes.plans, _notes.seen
@@ -153,7 +139,7 @@ def _made(make: Callable[[], R]) -> R:
         torch._C._len_torch_dispatch_stack() or torch._ops._len_torch_dispatch_stack_pre_dispatch()
     )
     try:
-        # both contexts take longer than the plan of a short mask
+        # a context takes longer than the plan of a short mask
         with (
             torch.inference_mode(False) if inference else nullcontext(),
             _disable_current_modes() if modes else nullcontext(),
@@ -174,7 +160,7 @@ def cached_plan(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def cached_part(function: Callable[P, R]) -> Callable[P, R]:
-    """Cache the results of a pure function in `PARTS`: only functions of `cached_plan` call it."""
+    """As `cached_plan` in `PARTS`, for functions that only plans call."""
     return _cached_in(lambda: PARTS, function)
 
 
@@ -201,7 +187,7 @@ def _cached_in(cache: Callable[[], PlanCache], function: Callable[P, R]) -> Call
 
 
 def keep_for_stream(*tensors: Tensor) -> None:
-    """Keep tensors valid for later kernels of the current stream, or for a captured graph."""
+    """Keep tensors valid for the current stream or captured graph."""
     for x in tensors:
         if not x.is_cuda:
             continue
@@ -212,10 +198,9 @@ def keep_for_stream(*tensors: Tensor) -> None:
 
 
 def _tensors_of_captured_graph() -> dict[int, Tensor]:
-    """Return the tensors that the graph being captured reads, by address. They are kept as long as
-    its CUDAGraph, and freed when the next capture begins: `torch.cuda.graph` synchronises the
-    device there. Those of a graph of another kind, or of a torch that does not return it, stay for
-    good.
+    """Return the tensors that the graph being captured reads, by address. They live as long as its
+    CUDAGraph, and until the next capture begins, where `torch.cuda.graph` synchronises the device.
+    Those of an unknown graph stay for good.
     """
     found = getattr(torch.cuda.CUDAGraph, "get_currently_capturing_graph", lambda: None)()
     if not isinstance(found, torch.cuda.CUDAGraph):

@@ -3,16 +3,15 @@
     4 ranks, 2 rows      rank 0    rank 1    rank 2    rank 3      row 0          row 1
     zigzag(16, 4)        0 1 14 15 2 3 12 13 4 5 10 11 6 7 8 9     0..3 12..15    4..11
 
-A row has its pieces in the order of their positions: a step over rows has as few bands as one over
-T ranks.
+A row has its pieces by position, so that steps over rows have few bands.
 """
 
-from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import numpy as np
 
 from canon.masks.arguments import whole
-from canon.masks.layout import Layout, placed
+from canon.masks.layout import Layout, equal_parts, placed
 from canon.masks.plan_cache import cached_plan
 
 
@@ -20,12 +19,12 @@ from canon.masks.plan_cache import cached_plan
 def united(layout: Layout, heads: int) -> Layout:
     """Return the layout of the rows of ``heads`` ranks."""
     rows = (_pieces_of_row(layout, heads, row) for row in range(layout.ranks // heads))
-    return Layout([[piece for _, piece in placed(sorted(row, key=_start))] for row in rows],
-                  layout.tokens)  # fmt: skip
+    rows = [sorted(row, key=attrgetter("start")) for row in rows]
+    return Layout([[piece for _, piece in placed(row)] for row in rows], layout.tokens)
 
 
 def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...]:
-    """Return the place of each token of a row of `united` among its parts, in rank order: int64, or
+    """Return the place of each token of a row of `united` among its parts in rank order (int64), or
     nothing if they arrive by position.
     """
     pieces = _pieces_of_row(layout, heads, row)
@@ -38,30 +37,12 @@ def arrival_order(layout: Layout, heads: int, row: int) -> tuple[np.ndarray, ...
 
 def divided(rows: Layout, heads: int) -> Layout:
     """Return the layout of `Layout.divided`."""
-    parts: list[list[range]] = []
-    for row, held in enumerate(rows.ranges_per_rank):
-        smaller, larger = divmod(rows.size(row), whole("heads", heads, 1))
-        parts += _cut(held, [smaller + (part < larger) for part in range(heads)])
+    heads = whole("heads", heads, 1)
+    parts = [part for held in rows.ranges_per_rank for part in equal_parts(held, heads)]
     return Layout(parts, rows.tokens)
 
 
-def _cut(pieces: Sequence[range], sizes: Sequence[int]) -> Iterator[list[range]]:
-    left = iter(pieces)
-    piece = range(0)
-    for size in sizes:
-        part: list[range] = []
-        while size:
-            piece = piece or next(left)
-            part.append(piece[:size])
-            piece, size = piece[size:], size - len(part[-1])
-        yield part
-
-
 def _pieces_of_row(layout: Layout, heads: int, row: int) -> list[range]:
-    """Return the pieces of the parts of a row that hold tokens, in rank order."""
+    """Return the pieces of a row, in rank order."""
     parts = layout.ranges_per_rank[row * heads : (row + 1) * heads]
     return [piece for part in parts for piece in part if len(piece)]
-
-
-def _start(piece: range) -> int:
-    return piece.start

@@ -19,7 +19,6 @@ from canon.masks import plan_cache
 from canon.masks.arguments import flag, shown, whole
 from canon.masks.layout import Layout, check_size
 from canon.masks.mask import Mask
-from canon.masks.pickles import FORMAT, check_format
 from canon.masks.plan_cache import sizes
 from canon.route.algorithm import ALGORITHMS, APART, DECLARATIONS, Declaration, Side
 from canon.route.call import Arguments, Call, Place, made_call
@@ -33,14 +32,6 @@ class PreparedPlans:
     mask: Mask
     layout: Layout | None
     plans: tuple[tuple[Any, Any], ...]
-
-    def __reduce__(self):  # the format is checked before the plans are read
-        return self._of_format, (FORMAT,), self.__dict__
-
-    @classmethod
-    def _of_format(cls, version: int) -> "PreparedPlans":
-        check_format("PreparedPlans", version)
-        return object.__new__(cls)
 
     def load(self) -> None:
         """Put the plans into the cache of this process, shortly before the call. Pass ``mask`` and

@@ -8,6 +8,7 @@ import torch
 from matplotlib.colors import ListedColormap
 from torch import Tensor
 
+from canon.masks.mask import cells_of
 from canon.show.style import RANKS, plt, styled
 
 if TYPE_CHECKING:
@@ -20,19 +21,13 @@ def band_numbers(mask: "Mask") -> Tensor:
     """Return int64 [queries, keys]: i + 1 in the cells of band i, and 0 in hidden cells."""
     values = torch.zeros(mask.queries, mask.keys, dtype=torch.long, device="cpu")
     for number, b in enumerate(mask.bands, 1):
-        queries, keys = (
-            torch.arange(*x, device="cpu") for x in ((b.q_start, b.q_stop), (b.k_start, b.k_stop))
-        )
-        offset = keys - queries[:, None]
-        values[b.q_start : b.q_stop, b.k_start : b.k_stop][(offset >= b.lo) & (offset <= b.hi)] = (
-            number
-        )
+        values[b.q_start : b.q_stop, b.k_start : b.k_stop][cells_of(b)] = number
     return values
 
 
 def sample_step(sizes: Sequence[int], strides: Iterable[int] = ()) -> int:
-    """Return the least n such that every n-th of so many tokens are at most `CELLS`, without a
-    factor in common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
+    """Return the least n such that every n-th token makes at most `CELLS`, without a factor in
+    common with ``strides``: samples lie on all ranks. Raises ValueError if a size is 0.
     """
     if min(sizes) < 1:
         raise ValueError(f"there is nothing to draw: {' x '.join(map(str, sizes))} tokens")
@@ -63,7 +58,7 @@ def counted(number: int, noun: str) -> str:
 
 @styled
 def plot_mask(mask: "Mask", ax=None):
-    """Draw a mask of any size, and return the axes. See `Mask.plot`."""
+    """Draw as `Mask.plot`."""
     if ax is None:
         ax = plt.subplots(figsize=(4.6, 4.6), layout="constrained")[1]
     step = sample_step((mask.queries, mask.keys))

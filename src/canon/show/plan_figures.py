@@ -1,6 +1,4 @@
-"""A picture of a plan: the rank of each token, the work of each rank, and the tokens that it
-receives and sends.
-"""
+"""A picture of a plan: the rank of each token, the work and the traffic of each rank."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,4 @@
-"""Colours and settings of all pictures. Raises ModuleNotFoundError with the remedy if matplotlib is
-missing.
-"""
+"""Colours and settings of all pictures."""
 
 try:
     import matplotlib.pyplot as plt
@@ -38,7 +36,7 @@ styled = plt.rc_context(STYLE)  # a decorator: the caller's settings stay as the
 
 
 def colour(rank: int) -> str:
-    """Return the colour of a rank. From the ninth rank on colours repeat."""
+    """Return the colour of a rank."""
     return RANKS[rank % len(RANKS)]
 
 
@@ -48,7 +46,7 @@ def mean_line(ax):
 
 
 def traffic(ax, report):
-    """Draw the tokens that each rank receives and sends."""
+    """Draw the tokens of each rank."""
     ranks = range(len(report.received))
     ax.bar([rank - 0.2 for rank in ranks], report.received, 0.36, color=INK, label="receives")
     ax.bar([rank + 0.2 for rank in ranks], report.sent, 0.36, color="#b5b5ae", label="sends")

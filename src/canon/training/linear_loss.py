@@ -1,19 +1,16 @@
-"""`linear_sequence_loss`: projection and loss chunk by chunk of tokens, with the gradients in the
-same pass.
+"""`linear_sequence_loss`: projection, loss and gradients, chunk by chunk of tokens.
 
     for each chunk
         logits = softcap(hidden W^T + bias)    c x V float32; with ``vocab_group`` V of all columns
         maximum, sum of exp, label's logit     all-gather of 16 c bytes over ``vocab_group``
         dhidden, dW, dbias                     all-reduce of dhidden over it: 4 c D bytes
 
-Every sum over chunks is float32; float64 for float64, for the loss, and for the head if there are
-more than 8,192 chunks: n additions in float32 err by at most n / 2^25 of the parts' sizes. The sums
-for weight and bias are multiplied by the gradient of the loss in the backward pass, and rounded
-there, once.
+Every sum over chunks is float32; float64 for float64 and for the loss. The backward pass multiplies
+the sums for weight and bias by the gradient of the loss, and rounds once.
 
 Cost for N tokens of width D: 6 N D V FLOPs. Peak memory in bytes, beyond inputs, gradients and
 results, if D <= V / 32: 1.2 L for L = 4 c V (8 c V) bytes of logits. In 16 bits also 2 D V forward,
-and 4 D V backward, for the float32 sum of the weight; 4 D V more with float64 sums.
+and 4 D V backward.
 
 Sources: gradients in the forward pass, Hsu et al., Liger Kernel (2024), also
 torch.nn.functional.linear_cross_entropy; divided vocabulary, Shoeybi et al., Megatron-LM (2019),
@@ -32,7 +29,13 @@ from canon.ranks.agreement import agree, named_failures, refused_together
 from canon.ranks.graph_break import untraced
 from canon.ranks.group import Group, place_in
 from canon.route.autograd import undifferentiable
-from canon.route.checks import DTYPES, accumulate_dtype, check_tensor, under_autocast
+from canon.route.checks import (
+    accumulate_dtype,
+    check_alike,
+    check_tensor,
+    checked_softcap,
+    under_autocast,
+)
 from canon.training.losses import (
     Items,
     check_labels,
@@ -44,7 +47,6 @@ from canon.training.losses import (
     number_of_items,
 )
 
-FLOAT32_CHUNKS = 8192  # with more chunks, the sums for the head are float64
 CHUNK = 2048  # tokens: their float32 logits over a vocabulary of 131,072 take 1 GiB
 BLOCKS = 24  # a temporary tensor has at most a chunk's logits divided by this
 NO_SECOND_DERIVATIVE = (
@@ -74,8 +76,7 @@ def linear_sequence_loss(
     group: Group = None,
     vocab_group: Group = None,
 ) -> Tensor:
-    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk together with
-    the gradients.
+    """Return `sequence_loss` of the logits hidden W^T + bias, computed chunk by chunk.
 
     Args: those of `sequence_loss`, and
         hidden: (b, t, width) or (t, width); on every rank of ``vocab_group`` the same, with the
@@ -87,8 +88,8 @@ def linear_sequence_loss(
         z_loss: factor of the mean of lse squared, which is added.
         label_smoothing: part of the target, 0 to 1, that is divided equally over the vocabulary.
         chunk: tokens whose logits exist at one time; None is 2,048.
-        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares only
-            this rank with ``group``.
+        vocab_group: the ranks that hold the vocabulary; None is this rank alone. It shares no other
+            rank with ``group``.
 
     The gradient of hidden is complete on every rank of ``vocab_group``. Logits and sums are float32
     (float64 for float64). In 16 bits the gradient of a chunk's logits is rounded, as an operand of
@@ -107,7 +108,7 @@ def linear_sequence_loss(
             ignore_index = whole(f"{name}: ignore_index", ignore_index)
             items = number_of_items(num_items_in_batch)
             chunk = CHUNK if chunk is None else whole(f"{name}: chunk", chunk, 1)
-            softcap = None if softcap is None else number("softcap", softcap, above=0)
+            softcap = checked_softcap(softcap)
             z_loss = number("z_loss", z_loss)
             smoothing = number("label_smoothing", label_smoothing, most=1)
             check_labels("hidden (b, t, width)", hidden, shift_labels, weights)
@@ -139,18 +140,9 @@ def linear_sequence_loss(
     agree(name, group, ranks, hidden, *fields, ("vocabulary", size))
     labels, weights = shift_labels.flatten(), None if weights is None else weights.flatten()
     terms = _Terms(
-        labels,
-        weights,
-        softcap,
-        z_loss,
-        smoothing,
-        ignore_index,
-        chunk,
-        first,
-        vocabulary,
-        vocab_group,
-        slices,
-    )
+        labels, weights, softcap, z_loss, smoothing, ignore_index, chunk, first, vocabulary,
+        vocab_group, slices,
+    )  # fmt: skip
     with named_failures(name, group, ranks), named_failures(name, vocab_group, slices):
         own = _LinearSum.apply(hidden, linear_weight, linear_bias, terms, needs)
     return mean_of_ranks(name, own, count_of(labels, weights, ignore_index), items, group, ranks)
@@ -158,9 +150,7 @@ def linear_sequence_loss(
 
 @dataclass(frozen=True)
 class _Terms:
-    """The arguments of a sum of losses besides hidden and the head. ``first``: this rank's first
-    row.
-    """
+    """The arguments besides hidden and the head. ``first``: this rank's first row."""
 
     labels: Tensor
     weights: Tensor | None
@@ -176,40 +166,28 @@ class _Terms:
 
     def factors(self, part: slice, dtype: torch.dtype) -> Tensor:
         valid = self.labels[part] != self.ignore_index
-        return (
-            valid.to(dtype)
-            if self.weights is None
-            else torch.where(valid, self.weights[part].to(dtype), 0)
-        )
+        weights = valid if self.weights is None else self.weights[part]
+        return torch.where(valid, weights.to(dtype), 0)
 
     def unit(self, dtype: torch.dtype) -> Tensor:
-        """Return the power of two at or below the largest factor: gradients of logits, divided by
-        it, fit in float16.
+        """Return the power of two at or below the largest factor, so that gradients of logits fit
+        in float16.
         """
-        largest = (
-            self.factors(slice(None), dtype).abs().amax()
-            if self.labels.numel()
-            else self.labels.new_ones(())
-        )
-        return torch.ldexp(
-            torch.ones_like(largest, dtype=dtype), torch.frexp(largest.to(dtype)).exponent - 1
-        )
+        largest = self.factors(slice(None), dtype).abs().amax()
+        return torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
 
     def statistics(
         self, logits: Tensor, blocks: list[slice], labels: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return lse, the label's logit and the mean logit of each token, over the whole
-        vocabulary.
-        """
+        """Return lse, the label's logit and the mean logit of each token."""
         # finite, if a slice has only -inf
         maximum = logits.amax(1).clamp(min=torch.finfo(logits.dtype).min)
         summed = torch.zeros_like(maximum)
         for columns in blocks:
             summed += (logits[:, columns] - maximum[:, None]).exp_().sum(1)
         own = (labels >= 0) & (labels < logits.shape[1])
-        target = torch.where(
-            own, logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0], 0
-        )
+        at_label = logits.gather(1, labels.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        target = torch.where(own, at_label, 0)
         total = logits.sum(1) if self.smoothing else torch.zeros_like(maximum)
         if self.slices > 1:
             mine = torch.stack([maximum, summed, target, total])
@@ -230,14 +208,13 @@ class _LinearSum(torch.autograd.Function):
         size = max(1, kept * columns // (BLOCKS * max(kept, width, 1)))
         blocks = [slice(at, min(at + size, columns)) for at in range(0, columns, size)]
         dhidden = torch.zeros_like(rows) if needs[0] else None
-        wide = torch.float64 if tokens > FLOAT32_CHUNKS * terms.chunk else accumulate
         dweight, dbias = (
-            torch.zeros_like(x, dtype=wide) if needed else None
+            torch.zeros_like(x, dtype=accumulate) if needed else None
             for x, needed in zip((weight, bias), needs[1:], strict=True)
         )
         buffer = hidden.new_empty(kept, columns, dtype=accumulate)
         own = hidden.new_zeros((), dtype=torch.float64)
-        unit = None if terms.weights is None else terms.unit(accumulate)
+        unit = terms.unit(accumulate) if terms.weights is not None and tokens else None
         for start in range(0, tokens, terms.chunk):
             part = slice(start, start + terms.chunk)
             x, labels = rows[part], terms.labels[part] - terms.first
@@ -245,12 +222,8 @@ class _LinearSum(torch.autograd.Function):
             for block in blocks:
                 _project(x, weight, bias, terms.softcap, logits, block)
             lse, target, mean = terms.statistics(logits, blocks, labels)
-            loss = (
-                lse
-                - (1 - terms.smoothing) * target
-                - terms.smoothing * mean
-                + terms.z_loss * lse.square()
-            )
+            loss = lse - (1 - terms.smoothing) * target - terms.smoothing * mean
+            loss += terms.z_loss * lse.square()
             own += torch.where(factor != 0, factor * loss, 0).double().sum()
             factor = factor if unit is None else factor / unit
             dx = x.new_zeros(x.shape, dtype=accumulate) if needs[0] else None
@@ -305,9 +278,7 @@ def _project(
 
 
 def _gradient(logits: Tensor, lse: Tensor, factor: Tensor, labels: Tensor, terms: _Terms) -> Tensor:
-    """Return the gradient of the uncapped logits of a block of columns, from which ``labels``
-    count.
-    """
+    """Return the gradient of uncapped logits. ``labels`` count from the first column."""
     found = (logits - lse[:, None]).exp_().mul_((factor * (1 + 2 * terms.z_loss * lse))[:, None])
     if terms.smoothing:
         found -= (factor * terms.smoothing / terms.vocabulary)[:, None]
@@ -343,12 +314,7 @@ def _check_head(hidden: Tensor, weight: Any, bias: Any) -> None:
     given = {"linear_weight": weight} | ({} if bias is None else {"linear_bias": bias})
     for name, x in given.items():
         check_tensor(name, x)
-        if x.dtype != hidden.dtype or x.device != hidden.device or x.dtype not in DTYPES:
-            kinds = f"{hidden.dtype} on {hidden.device} and {x.dtype} on {x.device}"
-            raise ValueError(
-                f"hidden and {name} must share a dtype of 16, 32 or 64 bits and a "
-                f"device, got {kinds}"
-            )
+        check_alike(("hidden", name), (hidden, x))
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or 0 in weight.shape:
         raise ValueError(
             f"linear_weight must be (vocabulary, {hidden.shape[-1]}) and not empty, got "

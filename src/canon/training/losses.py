@@ -1,5 +1,5 @@
-"""`sequence_loss`: the mean cross-entropy of the logits of all ranks. Also its checks, which raise
-TypeError or ValueError, and its mean, for `linear_loss.py`.
+"""`sequence_loss`: the mean cross-entropy of all ranks; its checks and its mean serve
+`linear_loss.py` too.
 """
 
 import math
@@ -30,8 +30,7 @@ def sequence_loss(
     group: Group = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the mean cross-entropy over the valid tokens of all ranks: a scalar, equal on all
-    ranks. A collective.
+    """Return the mean cross-entropy over the valid tokens of all ranks: a scalar. A collective.
 
     Args:
         logits: of this rank's tokens, (b, t, vocabulary) or (t, vocabulary). t may be 0.
@@ -39,22 +38,21 @@ def sequence_loss(
         weights: a constant factor of each token's loss, floating-point (b, t) or (t,). The mean
             divides by their sum, so they must be finite and at least 0. Weight 0 counts as no
             label. With num_items_in_batch, they may have any sign.
-        num_items_in_batch: divide by this number instead, counted over all ranks of the group and
-            all microbatches. Then the losses of microbatches add up. 1 gives the sum.
+        num_items_in_batch: divide by this number instead, of all ranks and microbatches. Then the
+            losses of microbatches add up. 1 gives the sum.
         group: the ranks that hold the sequence, as in `canon.faces`.
         ignore_index: the label of tokens without a loss.
 
     The gradient on each of n ranks is n times that of its own tokens' part of the mean, because DDP
-    and FSDP2 average over ranks. Where gradients are added, divide the loss by n. With the group of
-    context ranks, each data rank counts equally; with that of all ranks, each token does.
+    and FSDP2 average over ranks. Where gradients are added, divide the loss by n. With a group of
+    context ranks, each data rank counts equally; with all ranks, each token.
 
     Without valid tokens, the loss and its gradients are 0. Losses are computed in float32 (float64
     for float64), and added in float64. Cost: one all-reduce of 16 bytes.
 
     Raises TypeError or ValueError on every rank if arguments are wrong or differ between ranks. On
-    a GPU, a label outside the vocabulary is a device-side assertion, and a `num_items_in_batch` in
-    a tensor is not compared. The host waits for weights without num_items_in_batch, to check them,
-    except in a CUDA graph.
+    a GPU, a label outside the vocabulary is a device-side assertion, a `num_items_in_batch` in a
+    tensor is not compared, and the host waits for weights without one, except in a CUDA graph.
     """
     name = "sequence_loss"
     group, _, ranks = place_in(name, group)
@@ -88,9 +86,7 @@ def sequence_loss(
 def mean_of_ranks(
     name: str, own: Tensor, counted: Tensor, items: Any, group: Any, ranks: int
 ) -> Tensor:
-    """Return the sum of all ranks' ``own``, divided by ``items``, or else by the sum of
-    ``counted``.
-    """
+    """Return the sum of all ranks' ``own``, divided by ``items`` or the sum of ``counted``."""
     totals = torch.stack([own.detach().double(), counted])
     if ranks > 1:
         with named_failures(name, group, ranks):
@@ -115,37 +111,28 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def count_of(labels: Tensor, weights: Tensor | None, ignore_index: int) -> Tensor:
-    """Return the number of valid tokens of this rank, or the sum of their weights."""
+    """Return this rank's number of valid tokens, or the sum of their weights."""
     valid = labels != ignore_index
-    return (
-        (valid if weights is None else torch.where(valid, weights.flatten().double(), 0))
-        .sum()
-        .double()
-    )
+    counted = valid if weights is None else torch.where(valid, weights.flatten(), 0)
+    return counted.sum(dtype=torch.float64)
 
 
 def number_of_items(value: Any) -> float | Tensor | None:
     """Return `num_items_in_batch` as a float, or a tensor on a GPU unread; None stays."""
     if isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad:
         value = value.reshape(()).double() if value.is_cuda else value.item()
-    return (
-        value
-        if value is None or (isinstance(value, Tensor) and value.is_cuda)
-        else number("num_items_in_batch", value)
-    )
+    if value is None or (isinstance(value, Tensor) and value.is_cuda):
+        return value
+    return number("num_items_in_batch", value)
 
 
-def number(name: str, value: Any, most: float = math.inf, above: float | None = None) -> float:
-    """Return a finite number from 0 to ``most``, or above ``above``; or raise TypeError or
-    ValueError.
-    """
-    expected = (
-        f">= 0{'' if most == math.inf else f' and <= {most}'}" if above is None else f"> {above}"
-    )
+def number(name: str, value: Any, most: float = math.inf) -> float:
+    """Return a finite number from 0 to ``most``."""
+    expected = f">= 0{'' if most == math.inf else f' and <= {most}'}"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number {expected}, got {shown(value)}")
     number = float(value)
-    if not math.isfinite(number) or not 0 <= number <= most or number == above:
+    if not math.isfinite(number) or not 0 <= number <= most:
         raise ValueError(f"{name} must be a finite number {expected}, got {value}")
     return number
 
@@ -189,7 +176,7 @@ def check_labels(expected: str, x: Any, shift_labels: Any, weights: Any) -> None
 def check_weights(
     weights: Tensor | None, shift_labels: Tensor, items: Any, ignore_index: int
 ) -> None:
-    """Raise ValueError if the weights of a mean could cancel, or lose digits."""
+    """Raise ValueError if weights of a mean could cancel, or lose digits."""
     if (
         weights is None
         or items is not None
