@@ -13,6 +13,7 @@ from sharded import DEVICE
 
 from canon import Mask
 from canon.faces import public_decode
+from canon.route.sink_weights import sigmoid
 from canon.testing import process_groups
 
 N = 300
@@ -91,3 +92,9 @@ def test_a_capture_is_refused_on_every_rank(half, monkeypatch):
         return half.decode_attention(q[:, -1:], k, v)
 
     process_groups.threads(program, 2)
+
+
+def test_the_weight_under_a_sink_does_not_depend_on_the_number_of_queries():
+    x = torch.randn(1003, generator=torch.Generator().manual_seed(0))
+    whole = sigmoid(x)
+    assert all(torch.equal(whole[i : i + 1], sigmoid(x[i : i + 1])) for i in range(len(x)))

@@ -1,5 +1,5 @@
-"""With ``softcap``, scores s become softcap * tanh(s / softcap) before they are masked: replays, and
-the kernels for Hopper.
+"""With ``softcap``, scores s become softcap * tanh(s / softcap) before they are masked: replays,
+and the kernels for Hopper.
 """
 
 import functools
