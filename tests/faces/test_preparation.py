@@ -21,7 +21,6 @@ from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
 from canon.fast.tables import device_plans
-from canon.masks import plan_cache
 from canon.masks.plan_cache import PLANS, PlanCache
 from canon.testing import process_groups
 from canon.testing.deterministic import deterministic
@@ -159,23 +158,6 @@ class Packs(Dataset):
         )
 
 
-def test_a_group_is_refused_and_not_ignored(half):
-    given = {"device": "cpu", "rank": 0, **SHAPES}
-    with pytest.raises(TypeError, match="plans do not depend on a group: pass rank=, and mesh_"):
-        half.prepare("ring_attention", MASK, Layout.zigzag(40, 2), group=object(), **given)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_the_call_would_refuse_is_refused(half, ranks):
-    prepare = functools.partial(half.prepare, mask=MASK, device="cpu", rank=0, **SHAPES)
-    with pytest.raises(ValueError, match="head_stride=3 does not divide the 2 key heads"):
-        prepare("strided_attention", layout=Layout.zigzag(40, ranks), head_stride=3)
-    backwards = Layout([[range(20, 40), range(20)], *[[]] * (ranks - 1)], 40)
-    for kind in ("zigzag", "striped"):
-        with pytest.raises(ValueError, match=rf"layout of its own.*pass Layout.{kind}"):
-            prepare(f"{kind}_attention", layout=backwards)
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_worker_prepares(context, planned):
     for plans in DataLoader(
@@ -234,27 +216,6 @@ def test_a_worker_does_not_start_cuda(monkeypatch):
     assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [
         key for key, _ in expected.plans
     ]
-
-
-def test_a_thread_of_the_training_process_needs_no_load(planned):
-    make = lambda: fast.prepare("attention", MASK, device="cpu", **SHAPES)
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert planned
-    planned.clear()
-    computed(fast, "attention", None, {})
-    assert not planned
-
-
-def test_loaded_plans_stay_within_the_limit_of_the_cache(monkeypatch):
-    masks = [Mask.documents([0, number, 4000, 5000]) for number in range(1, 100)]
-    plans = [fast.prepare("attention", mask, device=H200, **SHAPES) for mask in masks]
-    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 18))
-    for each in plans:
-        each.load()
-        assert cache.held["cpu"] <= max(1 << 18, each.nbytes)
-    assert sum(each.nbytes for each in plans) > 1 << 20, "otherwise nothing is dropped"
 
 
 def test_threads_prepare_at_the_same_time():
