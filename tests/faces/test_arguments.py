@@ -148,8 +148,9 @@ WRONG = [  # functions, changed arguments, and a part of the error
     (
         PLACED,
         dict(layout=Layout([[range(7)], [range(7, 15)], [range(15, 24)]], 24)),
-        "tokens, q holds 8",
+        "tokens, q holds 8: divide q, k and v by this layout",
     ),
+    (PLACED, dict(mask=Mask.causal(27)), "q holds 8: pass the layout that divided the tokens"),
     (
         PLACED,
         dict(q=X.transpose(1, 2), k=KV.transpose(1, 2), v=KV.transpose(1, 2)),

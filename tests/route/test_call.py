@@ -5,8 +5,6 @@ and name the field and the ranks.
 import functools
 import gc
 import importlib
-import inspect
-import os
 import sys
 import time
 import weakref
@@ -23,9 +21,8 @@ from canon.ranks.agreement import group_state
 from canon.reference.magi import MAGI
 from canon.reference.strided import STRIDED
 from canon.route import call as call_module
-from canon.route.algorithm import ALGORITHMS
 from canon.route.call import checked_call
-from canon.testing import process_groups, rank_processes
+from canon.testing import process_groups
 
 HALVES = {"reference": reference, "fast": fast}
 
@@ -194,33 +191,6 @@ def test_ranks_that_disagree_on_gpus_raise_at_the_next_call(other):
         assert seconds < 20
 
 
-def lose_a_rank_on_gpus():
-    on_gpu(fast, Mask.causal(8))
-    torch.cuda.synchronize()
-    if dist.get_rank() == 1:
-        os._exit(0)
-    two_calls = lambda: [on_gpu(fast, Mask.causal(8)) for _ in range(2)]
-    with pytest.raises(RuntimeError) as raised:
-        two_calls()
-    return str(raised.value)
-
-
-@pytest.mark.gpus(2)
-def test_a_missing_rank_is_named_on_gpus(tmp_path, monkeypatch):
-    """Rank 0 writes its error to a file, because the process group reports that rank 1 ended."""
-    # it ends rank 0 soon after rank 1, which may be before rank 0 misses it
-    monkeypatch.setattr(rank_processes, "GRACE", 30.0)
-    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 0"):
-        process_groups.gpus(
-            functools.partial(written, str(tmp_path / "error"), lose_a_rank_on_gpus), 2, timeout=60
-        )
-    assert "rank 1 is missing" in (tmp_path / "error").read_text()
-
-
-def written(path, program):
-    Path(path).write_text(program())
-
-
 def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     store = dist.HashStore()
     first = [group_module.own_store(store, 3) for _ in range(3)]
@@ -228,25 +198,6 @@ def test_a_group_does_not_read_the_entries_of_another_in_the_store():
     second = [group_module.own_store(store, 3) for _ in range(3)]
     assert all(own.check(["memory"]) for own in first)
     assert not any(own.check(["memory"]) for own in second)
-
-
-def test_a_call_without_agreement_refuses_an_unknown_option():
-    with pytest.raises(TypeError, match="magi_attention has no option dropout"):
-        checked_call(MAGI, *inputs(), dropout=0.1)
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_call_without_agreement_has_the_defaults_of_the_public_function(half):
-    apart = {"mask", "layout", "sink", "group", "return_lse"}
-    for (name, function), algorithm in ALGORITHMS.items():
-        if not hasattr(reference, function):  # of another test
-            continue
-        signature = inspect.signature(getattr(HALVES[half], function)).parameters.values()
-        public = {
-            x.name: x.default for x in signature if x.default is not x.empty and x.name not in apart
-        }
-        assert algorithm.side.name == name
-        assert algorithm.declaration.defaults == public, function
 
 
 def frames_above(frame):

@@ -18,7 +18,7 @@ from invariant_worlds import (
 )
 from sharded import assert_agrees
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, fast, reference
 from canon.testing import process_groups
 
 both_halves = pytest.mark.parametrize("half", HALVES)
