@@ -167,11 +167,11 @@ def _check_member(name: str, mesh: dist.DeviceMesh) -> None:
 
 
 def _check_order(name: str, ranks: torch.Tensor) -> None:
-    """Raise ValueError unless the ranks ascend: groups have them in this order."""
-    if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+    """Raise ValueError unless the ranks ascend: a rank's place in a layout counts row after row."""
+    if (ranks.flatten().diff() <= 0).any():
         raise ValueError(
-            f"{name}: the ranks of a mesh must ascend in its rows and columns, got "
-            f"{ranks.tolist()}: make it by init_device_mesh"
+            f"{name}: the ranks of a mesh must ascend row after row, got {ranks.tolist()}: make it "
+            "by init_device_mesh"
         )
 
 
