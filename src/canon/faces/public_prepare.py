@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from canon.masks.arguments import flag
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import noted_plans
@@ -13,7 +14,7 @@ from canon.ranks.profiling import recorded
 from canon.route.algorithm import Side
 from canon.route.binding import bound
 from canon.route.call import Call
-from canon.route.prepared_plans import Preparation, PreparedPlans
+from canon.route.prepared_plans import PreparedPlans, prepared_call
 
 
 def prepare(
@@ -63,22 +64,15 @@ def prepare(
         Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang,
         MagiAttention (2025), whose plans are also made once for each mask.
         """
-        options = {"backward": backward, **options}
-        given = Preparation(
-            function,
-            mask,
-            layout,
-            rank,
-            mesh_heads,
-            batch,
-            heads,
-            widths,
-            dtype,
-            requires_grad,
-            options,
-        )
+        flag("prepare: requires_grad", requires_grad)
+        sizes = rank, mesh_heads, batch, heads, widths, dtype
         with recorded("prepare"), noted_plans() as plans, on(device):
-            run(given.call(side), requires_grad)
-        return given.prepared(plans)
+            call = prepared_call(
+                side, function, mask, layout, *sizes, {"backward": backward, **options}
+            )
+            run(call, requires_grad)
+        if layout is not None:
+            _ = mask.digest, layout.digest  # by which the ranks compare a call
+        return PreparedPlans(mask, layout, tuple(plans.items()))
 
     return bound(prepare, run, notes)

@@ -130,12 +130,6 @@ class Liveness:
                 return f"call {last}: rank {rank} raised {error}"
         return ""
 
-    def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
-        with suppress(RuntimeError):
-            return self.store.compare_set("raised/first", "", alone).decode()
-        return alone
-
     def answer(self, calls: int) -> None:
         """Write the number of this rank's calls if another rank has reported a failure."""
         if self.store.check(["failure"]):
@@ -154,7 +148,6 @@ class PendingCall:
     number: int
     digest: int
     fields: Fields
-    post: Any
     started: float = field(default_factory=time.monotonic)
 
 
@@ -195,11 +188,10 @@ class GroupState:
                 self._compare_exceptions()
             self.calls += 1
             try:
-                self.pending = PendingCall(
-                    name, self.calls, digest, fields, self.digests.post(self.calls, digest)
-                )
+                self.digests.post(self.calls, digest)
             except RAISED as error:
                 self._fail(name, error)
+            self.pending = PendingCall(name, self.calls, digest, fields)
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
 
@@ -214,7 +206,7 @@ class GroupState:
             if call is None:
                 return
             try:
-                found = call.post.wait() if digests is None else digests
+                found = self.digests.wait() if digests is None else digests
             except RAISED as error:
                 self._fail(call.name, error)
             if all(digest == call.digest for digest in found):
@@ -337,7 +329,7 @@ class GroupState:
             "The other ranks have not raised it, so their messages are lost: make a new "
             "process group."
         )
-        self.broken = RuntimeError(f"{self.liveness.first(alone)}. {lost}")
+        self.broken = RuntimeError(f"{alone}. {lost}")
         return self.broken
 
     def _abort(self, error: Exception) -> None:
@@ -357,8 +349,8 @@ class GroupState:
 
     def _read_late(self, call: PendingCall) -> None:
         try:
-            if (digests := call.post.digests()) is None:
-                call.post.check_ranks()
+            if (digests := self.digests.read()) is None:
+                self.digests.check_processes()
                 return
         except RuntimeError as error:
             self.pending = None
