@@ -136,10 +136,6 @@ class Declaration:
         return self.defaults | options
 
 
-def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
-    raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
-
-
 @dataclass(eq=False)
 class Side:
     """The properties that all algorithms of a half share.
@@ -157,7 +153,7 @@ class Side:
     restored: Callable[[Any], AbstractContextManager] = nullcontext
     check_device: Callable[[Tensor], None] = any_device
     compile_for: Callable[["Call"], None] = lambda call: None
-    over_mesh: Passes = _no_mesh, _no_mesh
+    over_mesh: Passes | None = None
 
     def __post_init__(self):
         SIDES[self.name] = self

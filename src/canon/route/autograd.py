@@ -25,7 +25,6 @@ NO_SECOND_DERIVATIVE = (
     "canon does not support second derivatives of attention: its gradients cannot be differentiated"
 )
 
-NO_MAXIMA: dict[str, Tensor] = {}
 _NOTHING = nullcontext()
 
 
@@ -49,9 +48,9 @@ class Attention(torch.autograd.Function):
     def forward(ctx, call, *tensors):
         q = tensors[0]
         with surroundings(q, call, "forward"):
-            maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
+            maxima = call.maxima(q)
             out, lse, *others = call.passes[0](call, *tensors, **maxima)
-            max_logits = call.largest(**maxima) if maxima else None
+            max_logits = call.largest(**maxima)
         own = () if call.columns > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
         ctx.save_for_backward(*own, *others)
         ctx.call = call

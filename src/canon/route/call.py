@@ -142,16 +142,17 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument with which the forward pass finds the largest scores (h,)."""
-        return {
-            "max_logits": torch.full(
-                (q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device
-            )
-        }
+        """Return the keyword argument, if any, by which the forward pass finds the largest scores
+        (h,).
+        """
+        if not self.options["return_max_logits"]:
+            return {}
+        shape = q.shape[2:3]
+        return {"max_logits": torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)}
 
-    def largest(self, max_logits: Tensor) -> Tensor:
+    def largest(self, max_logits: Tensor | None = None) -> Tensor | None:
         """Return the largest score of each head (h,) over all ranks."""
-        if self.ranks > 1:
+        if max_logits is not None and self.ranks > 1:
             dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
         return max_logits
 

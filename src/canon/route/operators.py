@@ -38,7 +38,6 @@ from canon.route.algorithm import (
     Side,
 )
 from canon.route.autograd import (
-    NO_MAXIMA,
     NO_SECOND_DERIVATIVE,
     check_differentiation,
     surroundings,
@@ -139,12 +138,12 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
                 f"{declaration.keeps} out"
             )
         tensors = batched(*tensors)
-        maxima = call.maxima(tensors[0]) if call.options["return_max_logits"] else NO_MAXIMA
+        maxima = call.maxima(tensors[0])
         out, lse, *kept = call.passes[0](call, *tensors, **maxima)
-        max_logits = call.largest(**maxima) if maxima else lse.new_empty(0, dtype=torch.float32)
+        max_logits = call.largest(**maxima)
         kept = [] if call.columns > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
-    results.append(max_logits)
+    results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
     if declaration.keeps:
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(*tensors[1:3], 0), *kept]))
     return tuple(map(_alone, results))
