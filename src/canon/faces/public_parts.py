@@ -15,7 +15,6 @@ from canon.route.checks import (
     check_gradients,
     check_mask,
     check_method,
-    check_parts,
     check_tensors,
     default_scale,
     under_autocast,
@@ -166,7 +165,11 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
         A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The
         result is not differentiable. Raises ValueError if the shapes differ. Source: Dao,
         FlashAttention-2 (2023), section 2.3.1."""
-        check_parts(out, lse, other_out, other_lse)
+        if out.shape != other_out.shape or lse.shape != other_lse.shape:
+            raise ValueError(
+                f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+                f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+            )
         return merged(out, lse, other_out, other_lse)
 
     return bound(merge, merged)

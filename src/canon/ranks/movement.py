@@ -153,15 +153,14 @@ class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
         ctx.call = layout, to, rank, group
-        send, sent, order, received = _route(layout, to, rank, x.device)
-        keep_for_stream(send, order)
-        rows = x.index_select(0, send).contiguous()
-        if layout.ranks == 1:
-            return rows
-        arrived = x.new_empty(sum(received), *x.shape[1:])
+        send, sent, places, received = _route(layout, to, rank, x.device)
+        keep_for_stream(send, places)
+        rows = x.index_select(0, send)
+        arrived = rows if layout.ranks == 1 else x.new_empty(sum(received), *x.shape[1:])
         with named_failures("redistribute", group, layout.ranks):
-            dist.all_to_all_single(arrived, rows, received, sent, group=group)
-        return arrived.index_select(0, order)
+            if layout.ranks > 1:
+                dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -173,30 +172,24 @@ class Redistribute(torch.autograd.Function):
 def _route(
     layout: Layout, to: Layout, rank: int, device: torch.device
 ) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number by receiver, order of the arrived rows, their number by
-    sender).
+    """Return (rows to send, their number by receiver, rows of the arrived tokens, their number by
+    sender). A sender keeps the order of its rows.
     """
-    mine, wanted = layout.positions(rank), to.positions(rank)
-    (receiver, row), (sender, _) = _owners(to), _owners(layout)
-    send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
-    sender = sender[wanted]
-    # arrived[i] is the row in ``to`` of the i-th arrived token
-    arrived = torch.argsort(sender, stable=True)
-    order = torch.empty_like(arrived)
-    order[arrived] = torch.arange(len(arrived), device="cpu")
-    sent, received = (
-        torch.bincount(x, minlength=to.ranks).tolist() for x in (receiver[mine], sender)
-    )
-    return send.to(device), sent, order.to(device), received
+    sent = [rows.sort().values for rows in _rows_of(layout, rank, to)]
+    received = _rows_of(to, rank, layout)
+    sizes, arriving = (list(map(len, parts)) for parts in (sent, received))
+    return torch.cat(sent).to(device), sizes, torch.cat(received).to(device), arriving
 
 
-def _owners(layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the rank of each token, and its row on that rank: int64 [tokens]."""
-    rank, row = torch.empty(2, layout.tokens, dtype=torch.int64, device="cpu")
-    for owner in range(layout.ranks):
-        positions = layout.positions(owner)
-        rank[positions], row[positions] = owner, torch.arange(len(positions), device="cpu")
-    return rank, row
+def _rows_of(layout: Layout, rank: int, other: Layout) -> list[Tensor]:
+    """Return the rows of this rank that hold tokens of each rank of another layout, in the order of
+    that rank's tokens: int64, on the CPU.
+    """
+    row = torch.full((layout.tokens,), -1, dtype=torch.int64, device="cpu")
+    mine = layout.positions(rank)
+    row[mine] = torch.arange(len(mine), device="cpu")
+    found = (row[other.positions(owner)] for owner in range(other.ranks))
+    return [rows[rows >= 0] for rows in found]
 
 
 IGNORED = -100  # the label that losses ignore

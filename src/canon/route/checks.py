@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from canon.masks.arguments import nested, shown
 from canon.masks.mask import Mask
@@ -196,15 +195,6 @@ def check_gradients(
         )
 
 
-def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Raise ValueError unless the two parts of a merge have equal shapes."""
-    if out.shape != other_out.shape or lse.shape != other_lse.shape:
-        raise ValueError(
-            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
-        )
-
-
 def check_method(name: str, method: str) -> None:
     """Raise ValueError unless ``method`` is one of the backward methods."""
     if not isinstance(method, str) or method not in METHODS:
@@ -305,29 +295,20 @@ def under_autocast(*names: str) -> Callable:
     """
 
     def _decorate(function: Callable) -> Callable:
-        places = [
-            place
-            for place, name in enumerate(inspect.signature(function).parameters)
-            if name in names
-        ]
+        signature = inspect.signature(function)
 
         @wraps(function)
         def _called(*args, **kwargs):
-            if profiler._is_profiler_enabled:
-                with recorded(function.__name__):
-                    return _cast(*args, **kwargs)
-            return _cast(*args, **kwargs)
-
-        def _cast(*args, **kwargs):
-            if not torch._C._is_any_autocast_enabled():
-                return function(*args, **kwargs)
-            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-            if (dtype := autocast_dtype(first)) is None:
-                return function(*args, **kwargs)
-            args = [cast(x, dtype) if place in places else x for place, x in enumerate(args)]
-            kwargs = {name: cast(x, dtype) if name in names else x for name, x in kwargs.items()}
-            with torch.autocast(first.device.type, enabled=False):
-                return function(*args, **kwargs)
+            with recorded(function.__name__):
+                if not torch._C._is_any_autocast_enabled():
+                    return function(*args, **kwargs)
+                given = signature.bind(*args, **kwargs).arguments
+                first = next(iter(given.values()))
+                if (dtype := autocast_dtype(first)) is None:
+                    return function(**given)
+                given |= {name: cast(given[name], dtype) for name in names if name in given}
+                with torch.autocast(first.device.type, enabled=False):
+                    return function(**given)
 
         return _called
 
