@@ -8,13 +8,12 @@ deadlock:
     call n + 1          read all digests n', post n + 1     ...
 
 On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a
-known call continues at once. Its digests are read at the next call, or after a second by a thread,
-which aborts the messages in flight if they cannot succeed.
+known call continues at once: its digests are read at the next call, or after a second by a thread,
+which aborts messages that cannot succeed.
 
 After a failure, each running rank answers through the group's store, so errors name the missing
-ranks. A rank that raises in a pass writes its exception to the store. If the other ranks do not
-raise the same in that call, every rank logs it within 3 s and aborts the group, and the pending or
-the next call raises it.
+ranks. A rank writes an exception of a pass to the store. If the other ranks do not raise the same
+in that call, every rank logs it within 3 s and aborts the group, and the next call raises it.
 """
 
 import atexit
@@ -64,8 +63,8 @@ class Liveness:
     ranks: int
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
-        within `ANSWER_SECONDS`, None if the store does not answer.
+        """Write ``mine``. Return the entries of the ranks that write within `ANSWER_SECONDS`, None
+        if the store does not answer.
         """
         written = {self.rank: mine}
         try:
@@ -101,13 +100,13 @@ class Liveness:
         return "all ranks still run"
 
     def report(self, call: int, error: str) -> None:
-        """Write that this rank has raised ``error`` in a call."""
+        """Write that this rank has raised an error."""
         with suppress(RuntimeError):
             self.store.set(f"raised/{self.rank}", json.dumps({"call": call, "error": error}))
             self.store.add("raised", 1)
 
     def reports(self) -> int:
-        """Return the number of `report`s of all ranks."""
+        """Return the number of reports of all ranks."""
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
@@ -115,12 +114,11 @@ class Liveness:
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
-            keys = {
-                rank: key
+            raised = {
+                rank: json.loads(self.store.get(key))
                 for rank in range(self.ranks)
                 if self.store.check([key := f"raised/{rank}"])
             }
-            raised = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
             last = max(entry["call"] for entry in raised.values())
             errors = {
                 rank: entry["error"] for rank, entry in raised.items() if entry["call"] == last
@@ -142,7 +140,7 @@ class Liveness:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call with a posted digest that is not compared yet."""
+    """A call whose digest is posted and not compared yet."""
 
     name: str
     number: int
@@ -152,7 +150,7 @@ class PendingCall:
 
 
 class GroupState:
-    """The rank, the number of ranks, and the calls that this rank has made in one process group."""
+    """The calls of this rank in one process group."""
 
     def __init__(self, group: Any):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -173,13 +171,11 @@ class GroupState:
         self.lock = threading.RLock()
         watch(self)
 
-    # agreement
     def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
-        """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
+        """Compare a call with the other ranks' calls, now if ``wait`` or if it is new.
 
-        ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks
-        differ, in this call or the previous one; RuntimeError if a rank is missing, or the group is
-        broken.
+        Raises ValueError if the ranks differ, in this call or the previous one; RuntimeError if a
+        rank is missing, or the group is broken.
         """
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
@@ -196,9 +192,7 @@ class GroupState:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call, given or awaited. With ``before_messages``, the
-        group stays usable if the ranks differ.
-        """
+        """Compare the digests of the pending call. Before its messages, the group stays usable."""
         with self.lock:
             if self.broken:
                 raise type(self.broken)(*self.broken.args)
@@ -224,7 +218,7 @@ class GroupState:
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Name the fields and ranks that differ, after an exchange through the store."""
+        """Name the fields and ranks that differ."""
         fields = {
             name: value if isinstance(value, str) else repr(value)
             for name, value in versioned(call.fields)
@@ -251,21 +245,15 @@ class GroupState:
             lines.append(f"  rank {', '.join(missing)} did not write its arguments")
         return "\n".join(lines)
 
-    # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Errors of messages then name missing
-        ranks.
-        """
+        """Report an exception inside to the other ranks. Errors of messages name missing ranks."""
         try:
             yield
         except RAISED as error:
             self._fail(name, error)
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
-        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
-        messages.
-        """
         if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
         cause = (str(error).splitlines() or [""])[0][:200]
@@ -284,7 +272,6 @@ class GroupState:
         )
         raise self.broken from error
 
-    # the watching thread
     def look(self) -> None:
         """Answer a liveness check. Abort the messages of a call that cannot succeed."""
         if self.broken is None:
@@ -304,7 +291,7 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised, and the others have not until the next look."""
+        """Abort the group if a rank has raised, and others have not until the next look."""
         if (reports := self.liveness.reports()) == self.reports:
             return
         if not (alone := self.liveness.raised_alone()):
@@ -322,9 +309,7 @@ class GroupState:
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable, as some ranks have raised alone. Return the error of later
-        calls.
-        """
+        """Make the group unusable. Return the error of later calls."""
         lost = (
             "The other ranks have not raised it, so their messages are lost: make a new "
             "process group."
@@ -379,8 +364,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank, or a warning that filters
-    make one, raises on every rank, in its next `GroupState.agree`.
+    """Check the arguments of a collective inside: an error on one rank, or a warning that is one,
+    raises on every rank, in its next `GroupState.agree`.
     """
     try:
         yield
@@ -402,12 +387,12 @@ def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str
 
 
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
-    """Return `GroupState.failures` of a group, or an empty context for a single rank."""
+    """Return `GroupState.failures` of a group. A single rank needs none."""
     return group_state(group).failures(name) if ranks > 1 else nullcontext()
 
 
 def watch(group_state: Any) -> None:
-    """Call ``group_state.look()`` once a second in a thread, as long as the object lives."""
+    """Call ``group_state.look()`` once a second, as long as the object lives."""
     with _lock:
         _watched.add(group_state)
         if not _thread or not _thread[0].is_alive():
@@ -429,9 +414,8 @@ def _look() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
-    which aborts the process. After an exception, first give the others time to read it: this
-    process may serve the store.
+    """Wait until the thread has left the store: Python may end it inside C++ code, which aborts the
+    process. After an exception, give the others time to read it: this process may serve the store.
     """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)

@@ -4,8 +4,8 @@ continues.
     SharedDigests      one host: a word for each rank in shared memory; a few microseconds
     GatheredDigests    several hosts: an all-gather in the background
 
-A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A
-rank posts call n + 1 after it has read all words for call n: no word is overwritten too early.
+A word holds the number of the call (8 bits) and the digest (56 bits). A rank posts call n + 1 after
+it has read all words for call n, so no word is overwritten too early.
 """
 
 import hashlib
@@ -36,9 +36,7 @@ def versioned(fields: Fields) -> Fields:
 
 
 def digest_of(fields: Fields) -> int:
-    """Return a 56-bit digest of fields and version, equal in every process. The value's ``digest``
-    or repr counts.
-    """
+    """Return a 56-bit digest of the fields, by each value's ``digest`` or repr."""
     values = tuple((name, getattr(value, "digest", value)) for name, value in versioned(fields))
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
@@ -68,9 +66,7 @@ class SharedDigests:
         return [word & DIGEST for word in words] if complete else None
 
     def wait(self) -> list[int]:
-        """Wait for the digests. Raises RuntimeError if a process ends, or after the group's
-        timeout.
-        """
+        """Wait for the digests. Raises RuntimeError if a process ends, or after the timeout."""
         for _ in range(SPINS):
             if (digests := self.read()) is not None:
                 return digests
@@ -93,13 +89,11 @@ class SharedDigests:
         self.aborted = True
 
     def place_of_process(self, rank: int) -> int:
-        """Return the place of the PID namespace of a rank; its PID follows."""
+        """Return the place of a rank's PID namespace; its PID follows."""
         return SLOTS * self.ranks + 2 * rank
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if a rank's process has ended. Those of other containers are
-        invisible.
-        """
+        """Raise RuntimeError if a process has ended. Those of other containers are invisible."""
         for rank in range(self.ranks):
             namespace, process = self.words[(place := self.place_of_process(rank)) : place + 2]
             if process and namespace == self.namespace and not runs(process):
@@ -156,8 +150,8 @@ def runs(process: int) -> bool:
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
-    """Return memory that all ranks of a group share, or None if one cannot reach it. A collective
-    over the store. A secret in the first 16 bytes identifies the file; rank 0 removes its name.
+    """Return memory that all ranks share, or None if one cannot reach it. A collective. A secret in
+    the first 16 bytes identifies the file; rank 0 removes its name.
     """
     size = 8 * (SLOTS + 2) * ranks
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()

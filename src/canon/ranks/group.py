@@ -29,6 +29,7 @@ from canon.ranks.digests import GatheredDigests, SharedDigests, shared_memory
 Group = dist.ProcessGroup | dist.DeviceMesh | None
 TOKENS_HEADS = ("tokens", "heads")  # the dimensions of a mesh of two dimensions
 ENDED = "the process group has ended: make a new one, and keep it until the backward pass"
+WRONG_GROUP = "group must be a ProcessGroup, a DeviceMesh of one dimension or None"
 UNUSED_TAG = 2**31 - 2  # of a receive that nothing answers
 BETWEEN = " x "  # the names of a column and a row
 GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
@@ -45,8 +46,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
         )
     if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh | Mesh):
         raise TypeError(
-            f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-            f"{shown(group)}: pass the result of dist.new_group"
+            f"{name}: {WRONG_GROUP}, got {shown(group)}: pass the result of dist.new_group"
         )
     if not dist.is_initialized():
         if group is not None:
@@ -82,8 +82,8 @@ def _warn_of_one_rank() -> None:
 
 class Mesh:
     """This rank's groups in a DeviceMesh ("tokens", "heads"): its ``row`` exchanges heads, its
-    ``column`` has a rank of every row, and ``everyone`` has all ranks, row after row. ``columns``:
-    their number. References are weak, because the cache of calls keeps a mesh.
+    ``column`` has a rank of every row, and ``everyone`` has all ranks, row after row. References
+    are weak, because the cache of calls keeps a mesh.
     """
 
     def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
@@ -111,8 +111,8 @@ _meshes: WeakKeyDictionary[Any, dict[str, Mesh]] = WeakKeyDictionary()  # by col
 
 
 def mesh_of(name: str, group: Any) -> Mesh | None:
-    """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. A
-    collective in the first call.
+    """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. The
+    first call is a collective.
     """
     if isinstance(group, Mesh):
         return group
@@ -133,13 +133,13 @@ def mesh_of(name: str, group: Any) -> Mesh | None:
 
 
 def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
-    """Return the group of all ranks of a mesh. It ends with the column, if it is a new one."""
+    """Return the group of all ranks of a mesh. A new one ends with the column."""
     for group in (row, dist.group.WORLD):
         if dist.get_process_group_ranks(group) == ranks:
             return group
     store = dist.distributed_c10d._get_default_store()
     store = own_store(dist.PrefixStore(f"canon mesh {ranks}", store), len(ranks))
-    return _made_group(column, ranks, store, "mesh", dist.get_backend_config(row))
+    return companion_of(column, store, "mesh", dist.get_backend_config(row), ranks=ranks)
 
 
 def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
@@ -185,33 +185,27 @@ def _group_of_mesh(name: str, mesh: "dist.DeviceMesh | Mesh") -> dist.ProcessGro
     return mesh.get_group()
 
 
-def companion_of(
-    group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None
-) -> Any:
-    """Return a new group of the same ranks, which ends with the last reference to ``group``. A
-    collective.
-
-    ``store``: of this group alone. ``name``: no other companion of the group has it.
-    `dist.new_group` would need all ranks, or reuse what ended groups left in the store.
-    """
-    return _made_group(group, dist.get_process_group_ranks(group), store, name, backend, timeout)
-
-
 def own_store(store: Any, ranks: int) -> Any:
     """Return a part of the store for this group: an ended group may have left the same names."""
     generation = (store.add("canon/generation", 1) - 1) // ranks
     return dist.PrefixStore(f"canon/{generation}", store)
 
 
-def _made_group(
+def companion_of(
     owner: Any,
-    ranks: list[int],
     store: Any,
     name: str,
     backend: str,
     timeout: timedelta | None = None,
+    ranks: list[int] | None = None,
 ) -> Any:
+    """Return a new group of ``ranks``, by default those of the group ``owner``, with whose last
+    reference it ends. A collective. ``store``: of these ranks alone.
+
+    `dist.new_group` would need all ranks, or reuse what ended groups left in the store.
+    """
     c10d, backend = dist.distributed_c10d, dist.Backend(backend)
+    ranks = dist.get_process_group_ranks(owner) if ranks is None else ranks
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
     place = len(ranks), ranks.index(dist.get_rank()), ranks
@@ -226,11 +220,10 @@ def _made_group(
 
 def _end(made: Any) -> None:
     """End a group on this rank alone: NCCL's `destroy_process_group` could wait for the others."""
-    if made in dist.distributed_c10d._world.pg_map:  # else torch has ended all groups
+    c10d = dist.distributed_c10d
+    if made in c10d._world.pg_map:  # else torch has ended all groups
         is_nccl = backend_of(made, torch.device("cuda")) == "nccl"
-        (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(
-            made
-        )
+        (c10d._abort_process_group if is_nccl else c10d.destroy_process_group)(made)
 
 
 @contextmanager
@@ -259,10 +252,7 @@ def name_of(group: Any) -> str:
         return group.group_name
     if isinstance(group, dist.DeviceMesh):
         return group.get_group().group_name if group.ndim == 1 else _name_of_mesh(group)
-    raise TypeError(
-        "group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-        f"{type(group).__name__}"
-    )
+    raise TypeError(f"{WRONG_GROUP}, got {type(group).__name__}")
 
 
 def _name_of_mesh(mesh: dist.DeviceMesh) -> str:
@@ -272,7 +262,7 @@ def _name_of_mesh(mesh: dist.DeviceMesh) -> str:
     return f"{found.column.group_name}{BETWEEN}{found.row.group_name}"
 
 
-# As in `canon.route.operators`: a traced program holds the name.
+# a traced program holds the name
 _name_of_mesh._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -293,7 +283,7 @@ def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
 
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
-    """Return the carrier of a group's digests: shared memory, or all-gathers. A collective."""
+    """Return the carrier of a group's digests. A collective."""
     on_cpu = backend_of(group, torch.device("cpu"))
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
@@ -309,8 +299,8 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
 
 
 def abort_group(group: Any) -> None:
-    """End all messages of a group in flight: their waits raise. Gloo has no abort, but a receive
-    that times out closes its connections.
+    """End all messages in flight: their waits raise. Gloo has no abort, but a receive that times
+    out closes its connections.
     """
     group.abort()
     if backend_of(group, torch.device("cpu")) == "gloo":
@@ -322,7 +312,7 @@ def abort_group(group: Any) -> None:
 
 
 def is_from_messages(error: BaseException) -> bool:
-    """Return whether an error comes from messages between ranks, by its type or its text."""
+    """Return whether an error comes from messages, by its type or its text."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
     named = isinstance(error, Exception) and any(word in str(error).lower() for word in words)
     return named or isinstance(error, dist.DistError)

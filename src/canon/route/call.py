@@ -41,13 +41,14 @@ from canon.route.rank_invariance import check_rank_invariant, check_tiled, conti
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
+RESOLVED = "scale", "softcap", "reduce_dtype", "backward"  # options with fields of their own
 # types of options that a key may hold
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as passed. ``options``: all of them, in the order of the signature.
-    ``sink``: its kind, if there is one.
+    """The arguments of a call, as passed: all options in the order of the signature, and the kind
+    of the sink, if any.
     """
 
     tensors: tuple[Tensor, ...]
@@ -59,7 +60,7 @@ class Arguments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process group of a call, this process's rank, the ranks, and the columns of its mesh."""
+    """The group of a call, this process's rank, and the columns of its mesh."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -77,8 +78,7 @@ class Call:
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. It is the key of everything that depends on the kind. ``layout``
-    is None for `attention`. ``settings``: see `Side`. ``shapes``: of the tensors, with a batch
-    axis. ``columns``: of the ``mesh``, 1 without one.
+    is None for `attention`. ``shapes``: of the tensors, with a batch axis.
     """
 
     algorithm: Algorithm
@@ -98,8 +98,7 @@ class Call:
     sink: str | None = None
     columns: int = 1
     mesh: Mesh | None = None
-    # name, fields and digest of each pass, by its name, the tensors that need a gradient, and
-    # `torch.get_deterministic_debug_mode`
+    # title, fields and digest, by pass, needed gradients and `torch.get_deterministic_debug_mode`
     _digests: dict[tuple, tuple[str, Fields, int]] = field(default_factory=dict, init=False)
 
     @property
@@ -109,12 +108,12 @@ class Call:
 
     @property
     def value_width(self) -> int:
-        """The width of V, also where V is projected from other tensors."""
+        """The width of V."""
         return self.algorithm.declaration.value_width(self.shapes)
 
     @property
     def passes(self) -> Passes:
-        """Both passes; on a mesh those that exchange heads and run `computed`."""
+        """Both passes. Those of a mesh exchange heads and run `computed`."""
         algorithm = self.algorithm
         if self.columns > 1:
             return algorithm.side.over_mesh
@@ -124,7 +123,7 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call that computes: on a mesh, that of a column with its part of the heads."""
+        """The call that computes: on a mesh, that of a column."""
         return self if self.columns == 1 else self._of_column
 
     @cached_property
@@ -142,9 +141,7 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument, if any, by which the forward pass finds the largest scores
-        (h,).
-        """
+        """Return the keyword argument of the forward pass for the largest scores (h,), if any."""
         if not self.options["return_max_logits"]:
             return {}
         shape = q.shape[2:3]
@@ -163,7 +160,7 @@ class Call:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of the call; None is all ranks. Raises RuntimeError if the group has ended."""
+        """The group of the call; None is all ranks. Raises RuntimeError if it has ended."""
         if self.group_reference is None:
             return None
         if (group := self.group_reference()) is None:
@@ -179,16 +176,12 @@ class Call:
 
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``."""
-        return (
-            self.mask
-            if self.layout is None
-            else self.layout.local_mask(self.mask, self.rank, owner)
-        )
+        layout = self.layout
+        return self.mask if layout is None else layout.local_mask(self.mask, self.rank, owner)
 
-    # ------------------------------------------------------------------ agreement between ranks
     @property
     def state(self) -> GroupState:
-        """The state of the group. Valid for calls of more than one rank only."""
+        """The state of the group of several ranks."""
         return group_state(self.group)
 
     @cached_property
@@ -224,8 +217,8 @@ class Call:
         )
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks
-        at the start of a pass. Raises like `GroupState.agree`.
+        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks.
+        Raises like `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))
@@ -254,10 +247,7 @@ def checked_call(
     group: Group = None,
     **options: Any,
 ) -> Call:
-    """Return a call with its defaults, after checks on this rank alone.
-
-    Raises TypeError for an option that the public function does not have.
-    """
+    """Return a call with its defaults, after checks on this rank alone."""
     return call_of(
         algorithm,
         Arguments(tensors, mask, layout, group, algorithm.declaration.with_defaults(options)),
@@ -265,10 +255,7 @@ def checked_call(
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults; a repeated one is found by its key.
-
-    Raises ValueError or TypeError on every rank.
-    """
+    """Return the call with its defaults. Raises ValueError or TypeError on every rank."""
     place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
@@ -287,15 +274,11 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     if place.mesh is not None:
         call.state.meshes.add(place.mesh)
     # Calls with equal arguments share one object, however the arguments were passed.
-    scale, softcap = split_scale(call.scale)
-    filled = {
-        "scale": scale,
-        "softcap": softcap,
-        "reduce_dtype": call.reduce_dtype,
-        "backward": call.backward,
-    }
+    filled = dict(
+        zip(RESOLVED, (*split_scale(call.scale), call.reduce_dtype, call.backward), strict=True)
+    )
     filled |= call.options
-    resolved = {name: filled.get(name) for name in given.options}
+    resolved = {name: filled[name] for name in given.options}
     same = _key(
         algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place
     )
@@ -305,7 +288,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
 
 
 def place_of(name: str, group: Group) -> Place:
-    """Return the place of this process in a group or a mesh. Raises like `place_in`."""
+    """Return the place of this process in a group or a mesh."""
     mesh = mesh_of(name, group)
     if mesh is None:
         return Place(*place_in(name, group))
@@ -335,7 +318,7 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
-    """Return a key of the tensors' kinds: shapes, strides, dtypes, devices and alignment."""
+    """Return a key of the tensors' shapes, strides, dtypes, devices and alignment."""
     return tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
@@ -365,11 +348,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0])
-    own = {
-        name: x
-        for name, x in options.items()
-        if name not in ("scale", "softcap", "reduce_dtype", "backward")
-    }
+    own = {name: x for name, x in options.items() if name not in RESOLVED}
     flag("return_max_logits", own["return_max_logits"])
     hash(tuple(own.values()))  # raises TypeError for an option that is a list
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
@@ -406,23 +385,14 @@ def mask_and_layout(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with "
             "Layout.zigzag, ..."
         )
-    tokens = (
-        mask.queries
-        if mask is not None
-        else layout.tokens
-        if layout is not None
-        else ranks * q.shape[-3]
-    )
     is_default = layout is None and declaration.layout is None
-    if mask is None and layout is not None:
-        warn_of_documents(declaration.name, layout)
     if layout is None:
-        layout = cached(
-            declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous),
-            tokens,
-            ranks,
-        )
-    mask = cached(Mask.causal, tokens) if mask is None else mask
+        default = contiguous_tiles if rank_invariant else Layout.contiguous
+        tokens = ranks * q.shape[-3] if mask is None else mask.queries
+        layout = cached(declaration.layout or default, tokens, ranks)
+    elif mask is None:
+        warn_of_documents(declaration.name, layout)
+    mask = cached(Mask.causal, layout.tokens) if mask is None else mask
     check_size(mask, layout)
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
