@@ -37,8 +37,8 @@ def dispatch(planned: Callable[..., Layout]):
         all ranks; cached.
 
         The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to
-        ``imbalance`` times the lower bound of computing. Among plans below that, it minimises time
-        x traffic. It is never worse than zigzag chunks.
+        ``imbalance`` times the lower bound of computing. Below that, it minimises time x traffic.
+        It is never worse than zigzag chunks.
 
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
@@ -49,20 +49,14 @@ def dispatch(planned: Callable[..., Layout]):
                 differ by at most one chunk. None: `canon.route.plan_arguments.default_chunk`.
             imbalance: the accepted ratio of the largest area to its lower bound.
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and
-                received tokens per microsecond, forward and backward together. Defaults: 64 heads
-                of width 128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk,
-                dv).
+                received tokens per microsecond, both passes together. Defaults: 64 heads of width
+                128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk, dv).
             swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
-            rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the
-                chunk is a multiple of 128 tokens, and other chunks raise.
+            rank_invariant: fit ``magi_attention(..., rank_invariant=True)``: the chunk is a
+                multiple of 128 tokens, and others raise.
 
-        Raises:
-            ValueError: the mask is not square, or a number is out of range.
-            TypeError: an argument has a wrong type.
-
-        Warns:
-            UserWarning: an explicit chunk leaves ranks without tokens, although there are enough.
-
+        Raises ValueError if the mask is not square or a number is out of range; TypeError for wrong
+        types. Warns if an explicit chunk leaves ranks without tokens, although there are enough.
         Source: Tao and Huang, MagiAttention (2025): the problem and the chunks.
         """
         one, sequences = one_mask(mask)

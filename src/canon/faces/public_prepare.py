@@ -51,15 +51,15 @@ def prepare(
                 "latent_attention", "strided_attention" or "magi_attention".
             mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for
                 "zigzag_attention".
-            rank: the rank that will make the call; None is the rank of this process.
-            mesh_heads: the dimension "heads" of the mesh ("tokens", "heads") of the call.
+            rank: the rank that will make the call; None is that of this process.
+            mesh_heads: the dimension "heads" of the mesh of the call.
             batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
                 `latent_attention` projects K and V of (h, h) heads.
             device: the device of the call. Plans of the reference are the same on all devices.
-            backward: the ``backward`` of the call. "auto" makes the plans of both states of
-                `torch.use_deterministic_algorithms`; another one those of this process's state.
+            backward: that of the call. "auto" makes the plans of both states of
+                `torch.use_deterministic_algorithms`; others those of this process's state.
             requires_grad: also make the plans of the backward pass.
-            options: other options of the function that the call passes, such as ``casts``.
+            options: other options that the call passes, such as ``casts``.
 
         Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang,
         MagiAttention (2025), whose plans are also made once for each mask.
