@@ -1,9 +1,8 @@
 """The argument ``group`` of every distributed function, and the backends of process groups.
 
 A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
-all ranks, or this process alone without torch.distributed. A DeviceMesh ("tokens", "heads") is for
-attention, which exchanges heads inside its rows; for all other functions it is the group of its
-ranks, row after row.
+all ranks, or this process alone without torch.distributed. Attention exchanges heads inside the
+rows of a DeviceMesh ("tokens", "heads"); for other functions it is the group of its ranks.
 
     T = 2, H = 3        row 0: ranks 0 1 2        column 0: ranks 0 3
                         row 1: ranks 3 4 5        column 1: ranks 1 4, ...
@@ -36,9 +35,8 @@ GATHERING: set[str] = set()  # backends that always gather digests; tests add th
 
 
 def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return (process group or None, rank of this process in it, number of its ranks).
-
-    Raises TypeError or ValueError, on this rank only.
+    """Return (process group or None, this process's rank, number of ranks). Raises TypeError or
+    ValueError, on this rank only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -186,7 +184,7 @@ def _group_of_mesh(name: str, mesh: "dist.DeviceMesh | Mesh") -> dist.ProcessGro
 
 
 def own_store(store: Any, ranks: int) -> Any:
-    """Return a part of the store for this group: an ended group may have left the same names."""
+    """Return a part of the store for this group: ended ones may have left the same names."""
     generation = (store.add("canon/generation", 1) - 1) // ranks
     return dist.PrefixStore(f"canon/{generation}", store)
 
@@ -228,7 +226,7 @@ def _end(made: Any) -> None:
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unbind the default group from its GPU: NCCL splits a bound one, which needs all its ranks."""
+    """Unbind the default group from its GPU: NCCL would split it, which needs all its ranks."""
     default = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -238,7 +236,7 @@ def _unbound() -> Iterator[None]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the backend that moves tensors of the device in the group, such as "nccl", or ""."""
+    """Return the backend of the group for tensors of the device, such as "nccl", or ""."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(
         device.type, ""
     )

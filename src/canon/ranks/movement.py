@@ -9,8 +9,7 @@
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
 W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
-The label of a rank's last token is on another rank, so `shard_batch` shifts labels before it
-divides the sequence:
+`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank:
 
     labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
     shift_labels                             a1 -100 b1 b2 b3 -100
@@ -41,7 +40,7 @@ from canon.ranks.group import Group, place_in
 
 @untraced
 def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
-    """Return the full tensor, as `Layout.unshard`."""
+    """As `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
     with refused_together("unshard", group, ranks):
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
@@ -53,7 +52,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
 
 @untraced
 def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
-    """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
+    """As `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
@@ -89,7 +88,6 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
 
 
 def _agree(name: str, group: Any, ranks: int, x: Tensor, *layouts: tuple[str, Any]) -> None:
-    """Compare the call between all ranks. ``x`` has its tokens on dim 0."""
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     shape = tuple(x.shape[1:])
     of_x = ("requires_grad", needs_grad), ("shape without tokens", shape)
@@ -140,7 +138,7 @@ class Unshard(torch.autograd.Function):
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis, in order, in float32 (float64 for float64)."""
+    """Return the sum over the first axis, in order, in float32 or float64."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand
@@ -148,7 +146,7 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same."""
+    """Move the tokens of x (t, ...) from one layout to another."""
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
@@ -202,7 +200,7 @@ def sharded_batch(
     cu_seqlens: Ints | Mask | None,
     dims: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
-    """Return this rank's part of the batch, as `Layout.shard_batch`."""
+    """As `Layout.shard_batch`."""
     dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     note_cut(layout, rank)
@@ -246,7 +244,7 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
 
 def missing_document(layout: Layout, starts: Tensor | None = None) -> int | None:
     """Return the first token at which a document begins in the mask of `dispatch`, but in no row of
-    ``starts`` (b, n), if given. None without such a mask, or if it has no documents, as a tree.
+    ``starts`` (b, n). None without documents.
     """
     mask = layout._planned_for
     if mask is None:
@@ -261,7 +259,7 @@ def missing_document(layout: Layout, starts: Tensor | None = None) -> int | None
 
 
 def _sees(mask: Mask, back: int) -> Tensor:
-    """Return whether each token sees the one ``back`` tokens before it: bool [keys], on the CPU."""
+    """Return whether each token sees the one ``back`` tokens before it: bool [keys]."""
     seen = torch.zeros(mask.keys, dtype=torch.bool, device="cpu")
     for band in mask.bands:
         if band.lo <= -back <= band.hi:
@@ -272,7 +270,7 @@ def _sees(mask: Mask, back: int) -> Tensor:
 
 def _document_ends(mask: Mask) -> list[int]:
     """Return the tokens that do not see the one before them, and the end. Raise ValueError if one
-    of them sees others before it, as in a tree.
+    sees others, as in a tree.
     """
     starts = ~_sees(mask, 1)
     ends = [*starts.nonzero().flatten().tolist(), mask.keys]
@@ -289,7 +287,7 @@ def _document_ends(mask: Mask) -> list[int]:
 
 
 def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
-    """Return the position of each local token in its own document: int64 [t], on the CPU."""
+    """Return the position of each local token in its document: int64 [t], on the CPU."""
     starts = torch.tensor(ends, device="cpu")
     positions = layout.positions(rank)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
@@ -334,7 +332,7 @@ def _checked_dims(layout: Layout, batch: Any, dims: Any) -> dict[str, int]:
 
 
 def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None) -> Tensor:
-    """Return whether each token is the first one of a document: bool (b, n) or (1, n)."""
+    """Return whether each token begins a document: bool (b, n) or (1, n)."""
     labels = batch["labels"]
     if ends is None and "position_ids" in batch:
         positions = batch["position_ids"]

@@ -5,8 +5,7 @@ each half.
     algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
     ring_attention = public_ring.ring_attention(algorithm)                # the half's function
 
-The route of a call (`attend.py`) reads nothing else, so a new schedule is a declaration and an
-algorithm in each half.
+A new schedule is a declaration, and an algorithm in each half.
 """
 
 import inspect
@@ -58,15 +57,15 @@ class Declaration:
     derive from its signature. The other fields:
 
         tensors, expected    the names of its tensors, and their shapes in words
-        check                check(*tensors) raises TypeError or ValueError unless they fit together
+        check(*tensors)      raises TypeError or ValueError unless they fit together
         layout               the constructor of the function's own layout
-        resolve              resolve(options, shapes, itemsize, layout) fills in defaults
+        resolve(options, shapes, itemsize, layout)    fills in defaults
         contradictions       options that contradict rank_invariant, besides
                              `rank_invariance.COMMON`
         keeps                the option with which the forward pass saves more tensors, or ""
-        value_width          value_width(shapes): the width of V
-        more_flops           more_flops(shapes, mask): the FLOPs of a product besides attention's
-        shapes               shapes(queries, keys, heads, widths) of valid tensors without a batch
+        value_width(shapes)  the width of V
+        more_flops(shapes, mask)    the FLOPs of a product besides attention's
+        shapes(queries, keys, heads, widths)    of valid tensors without a batch
     """
 
     face: Callable[["Algorithm"], Callable[..., Any]]
@@ -90,7 +89,7 @@ class Declaration:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options with their defaults, in the order of the signature."""
+        """The options with their defaults."""
         return {name: parameter.default for name, parameter in self._options().items()}
 
     @cached_property
@@ -111,7 +110,7 @@ class Declaration:
         return "group" not in self._parameters
 
     def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return arguments of an operator after its tensors, by name."""
+        """Return arguments of an operator, after its tensors, by name."""
         names = *PLACED, *self.defaults, *(() if self.is_local else OF_RANKS)
         return dict(zip(names, values, strict=False))
 
@@ -127,7 +126,7 @@ class Declaration:
         return inspect.signature(self.face(_Unbound())).parameters
 
     def with_defaults(self, options: dict[str, Any], by: str = "") -> dict[str, Any]:
-        """Return all options in the order of the signature. Raise TypeError for another one."""
+        """Return all options. Raise TypeError for an unknown one."""
         if unknown := sorted(options.keys() - self.defaults.keys()):
             expected = ", ".join(self.defaults)
             raise TypeError(
@@ -143,8 +142,7 @@ class Side:
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
     settings that change the kernels of a call; ``restored`` is a context with them.
     ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
-    ``compile_for(call)`` compiles the kernels of the call's model. ``over_mesh``: both passes of a
-    call on a mesh.
+    ``compile_for(call)`` compiles the model's kernels. ``over_mesh``: both passes on a mesh.
     """
 
     name: str
@@ -169,17 +167,17 @@ class Algorithm:
         backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)
             returns the gradient of each tensor
 
-    ``tensors`` are q, k and v, or those of the declaration. ``others`` are saved for the backward
-    pass. Gradients that are not in ``needs_grad`` may be None; dlse is None if nothing depends on
-    lse. ``max_logits``, if passed, (h,), is raised to the largest score of each head.
+    ``tensors`` are those of the declaration. ``others`` are saved for the backward pass. Unneeded
+    gradients may be None; dlse is None if nothing depends on lse. ``max_logits``, if passed, (h,),
+    is raised to the largest score of each head.
 
-        invariant    both passes of calls with rank_invariant=True, if they are others
-        plan         plan(call): the state that all calls of one kind share: `Call.plan`
-        parts        parts(call, backward) looks up the plans of the passes, and yields the parts of
-                     the call that have kernels, for `prepare`
-        kept_rows    kept_rows(call): the first sizes of ``others``
-        variants     the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
-        notes        sentences for the public docstring that are true of this half only
+        invariant       both passes of calls with rank_invariant=True, if they are others
+        plan(call)      the state that all calls of one kind share: `Call.plan`
+        parts(call, backward)    looks up the plans of the passes, and yields the parts of the call
+                        that have kernels, for `prepare`
+        kept_rows(call) the first sizes of ``others``
+        variants        the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
+        notes           sentences for the public docstring of this half only
     """
 
     side: Side
@@ -202,12 +200,12 @@ class Algorithm:
         return self.declaration.name
 
     def bind(self, function: F) -> F:
-        """Return the public function as a member of this algorithm's module, with its notes."""
+        """Return the public function as a member of this algorithm's module."""
         return bound(function, self.forward, self.notes)
 
 
 class _Unbound(Algorithm):
-    """Stands for the algorithm while a declaration reads its signature."""
+    """The algorithm while a declaration reads its signature."""
 
     def __init__(self): ...
 

@@ -40,9 +40,7 @@ def check_differentiation(*tensors: Tensor | None) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (call, *tensors with a batch axis) -> (out, lse, max_logits or
-    None).
-    """
+    """Both passes: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
@@ -104,6 +102,6 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
 
 
 def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise ``message`` if differentiated: a second derivative would be 0."""
+    """Return gradients that raise ``message`` if differentiated."""
     raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

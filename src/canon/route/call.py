@@ -41,7 +41,6 @@ from canon.route.rank_invariance import check_rank_invariant, check_tiled, conti
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
-RESOLVED = "scale", "softcap", "reduce_dtype", "backward"  # options with fields of their own
 # types of options that a key may hold
 PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
@@ -188,7 +187,6 @@ class Call:
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
         names, shapes = self.algorithm.declaration.tensors, self.shapes
-        scale, softcap = split_scale(self.scale)
         return (
             ("function", self.function),
             ("half", self.algorithm.side.name),
@@ -205,15 +203,8 @@ class Call:
                 (f"shape of {name}", tuple(x))
                 for name, x in zip(names[3:], shapes[3:], strict=True)
             ),
-            ("scale", scale),
-            ("softcap", softcap),
-            ("reduce_dtype", self.reduce_dtype),
-            ("backward", self.backward),
             ("sink", self.sink),
-            (
-                "options",
-                tuple((name, type(value).__name__, value) for name, value in self.options.items()),
-            ),
+            *self.options.items(),
         )
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
@@ -274,15 +265,8 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     if place.mesh is not None:
         call.state.meshes.add(place.mesh)
     # Calls with equal arguments share one object, however the arguments were passed.
-    filled = dict(
-        zip(RESOLVED, (*split_scale(call.scale), call.reduce_dtype, call.backward), strict=True)
-    )
-    filled |= call.options
-    resolved = {name: filled[name] for name in given.options}
-    same = _key(
-        algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place
-    )
-    if same is not None:
+    given = given._replace(mask=call.mask, layout=call.layout, options=call.options)
+    if (same := _key(algorithm, given, place)) is not None:
         call = PLANS.put(same, call)
     return call if key is None else PLANS.put(key, call)
 
@@ -337,9 +321,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     if declaration.is_local:
         mask, layout = default_mask(q, k, mask), None
     else:
-        mask, layout = mask_and_layout(
-            declaration, q, k, mask, layout, rank, ranks, invariant, columns
-        )
+        mask, layout = mask_and_layout(declaration, q, k, mask, layout, place, invariant)
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
     computed = layout, shapes
     if columns > 1:
@@ -348,14 +330,17 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0])
-    own = {name: x for name, x in options.items() if name not in RESOLVED}
-    flag("return_max_logits", own["return_max_logits"])
-    hash(tuple(own.values()))  # raises TypeError for an option that is a list
+    flag("return_max_logits", options["return_max_logits"])
+    hash(tuple(options.values()))  # raises TypeError for an option that is a list
+    scale = default_scale(q, options["scale"], options["softcap"])
+    number, softcap = split_scale(scale)
+    reduce_dtype = default_reduce_dtype(q, options.get("reduce_dtype"))
+    filled = {"scale": number, "softcap": softcap, "reduce_dtype": reduce_dtype}
+    options = {name: filled.get(name, x) for name, x in options.items()}
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
-        default_scale(q, options["scale"], options["softcap"]),
-        default_reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
+        scale, reduce_dtype, options["backward"], options,
         settings, shapes, q.dtype, q.device, sink, columns, place.mesh,
     )  # fmt: skip
 
@@ -366,12 +351,11 @@ def mask_and_layout(
     k: Tensor,
     mask: Mask | None,
     layout: Layout | None,
-    rank: int,
-    ranks: int,
+    place: Place,
     rank_invariant: bool,
-    columns: int = 1,
 ) -> tuple[Mask, Layout]:
     """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
+    rank, ranks = place.rank, place.ranks
     if q.shape[-3] != k.shape[-3]:
         hint = transpose_hint((q, k.shape[-2]))
         raise ValueError(
@@ -405,6 +389,6 @@ def mask_and_layout(
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"
         )
-    if not warn_of_planned(declaration.name, mask, layout, rank, columns, is_default):
+    if not warn_of_planned(declaration.name, mask, layout, rank, place.columns, is_default):
         warn_of_another_cut(declaration.name, layout, rank)
     return mask, layout

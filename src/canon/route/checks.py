@@ -1,5 +1,5 @@
-"""Checks of tensors and options, and the defaults of both halves. A wrong type raises TypeError, a
-value that does not fit ValueError.
+"""Checks of tensors and options, and their defaults. A wrong type raises TypeError, a value that
+does not fit ValueError.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the tensors share one dtype of `DTYPES` and one device."""
+    """Raise ValueError unless the tensors share a dtype of `DTYPES` and a device."""
     shared = f"{', '.join(names)} must"
     if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES:
         given = ", ".join(str(x.dtype) for x in tensors)
@@ -117,13 +117,13 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
 
 
 def transpose_hint(*expected: tuple[Tensor, int]) -> str:
-    """Return a remedy if the tensors have the expected tokens on the axis of heads, else ""."""
+    """Return a remedy if the tensors have the expected tokens on the axis of heads."""
     swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
     return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width)."""
+    """Warn if tensors may be (b, heads, t, width)."""
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
@@ -149,7 +149,7 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
 
 
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
-    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as cu_seqlens."""
+    """Raise TypeError if ``mask`` holds whole numbers, such as cu_seqlens."""
     # a compiler cannot look for attributes of a Mask
     numbers = None if isinstance(mask, Mask) else nested(mask)
     if (
@@ -220,7 +220,7 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def kind_of_sink(sink: Tensor | None) -> str | None:
-    """Return all that decides the result of `check_sink`, to be compared between ranks."""
+    """Return all that decides the result of `check_sink`, to be compared."""
     if not isinstance(sink, Tensor):
         return None if sink is None else type(sink).__name__
     return (
@@ -245,16 +245,14 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
-    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap. Raise unless they are numbers."""
+    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap."""
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
     return number if cap is None else CappedScale(number, cap)
 
 
 def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is
-    floating.
-    """
+    """Return ``reduce_dtype``, or the accumulation dtype of q."""
     if reduce_dtype is None:
         return accumulate_dtype(q.dtype)
     if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
@@ -290,8 +288,8 @@ def _number(name: str, x: Any, remedy: str) -> float:
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, except
-    float64, and run without autocast. The function has its name in traces of torch.profiler.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, and run
+    without autocast. torch.profiler shows its name.
     """
 
     def _decorate(function: Callable) -> Callable:
@@ -316,7 +314,7 @@ def under_autocast(*names: str) -> Callable:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype of autocast on the device of x, None if it is off or x is not a tensor."""
+    """Return the dtype of autocast on the device of x, if it is on and x a tensor."""
     if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
         return None
     return (
@@ -327,7 +325,7 @@ def autocast_dtype(x: Any) -> torch.dtype | None:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return a floating tensor in ``dtype``, and anything else, float64 included, unchanged."""
+    """Return a floating tensor in ``dtype``; anything else, float64 too, unchanged."""
     return (
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
@@ -337,5 +335,5 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 @cached_plan
 def cached(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)``, a default mask or layout, from a cache."""
+    """Return ``make(*sizes)`` from a cache."""
     return make(*sizes)

@@ -6,13 +6,12 @@ checkpointing.
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed
                                       ones of dq, dk, dv
 
-Each declared function has a pair, which serves both halves. Eager calls take an autograd Function,
-which costs less host time. An operator finds its `Call` when it runs, not when it is traced. A mask
-or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one graph
-serves all masks. A group travels as its name. Results own their memory and are contiguous.
+A pair serves both halves. Eager calls take an autograd Function, which costs less host time. An
+operator finds its `Call` when it runs. Masks and layouts are inputs of the graph (`opaque`), so one
+graph serves all. A group travels as its name. Results own their memory and are contiguous.
 
-Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. A wrong sink of a compiled call raises on its own rank only. Others:
+Limits: Inductor's CUDA graphs leave the operators out, as a replay would have the mask of its
+capture. A wrong sink of a compiled call raises on its own rank only. Others:
 paper/in_your_program.md#torchcompile-and-torchexport.
 """
 
@@ -53,14 +52,12 @@ BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can
 
 
 def is_traced() -> bool:
-    """Return whether a public function must call its operator: traced, or in a dispatch mode."""
+    """Return whether a public function must call its operator."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, largest scores) from the operator of a public function, which checks
-    them.
-    """
+    """Return (out, lse, largest scores) from the operator of a public function."""
     # in torch.compile, `is_exporting` of old versions is True
     if not EXPORTS and torch.compiler._is_exporting_flag:
         raise RuntimeError(
@@ -90,8 +87,7 @@ def _settings_at_compilation(side: str) -> str | None:
     return SIDES[side].settings(None)
 
 
-# What torch.compiler.assume_constant_result sets; that function would import torch._dynamo with
-# canon.
+# as torch.compiler.assume_constant_result, which would import torch._dynamo
 _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -99,9 +95,7 @@ _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[repor
 def _call(
     function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]
 ) -> Iterator[Call]:
-    """Find the call, with the settings of its half inside. Several ranks agree on its pass
-    ``pass_name``.
-    """
+    """Find the call, with the settings of its half inside. Several ranks compare it."""
     named = DECLARATIONS[function].by_name(options)
     mask, has_mask, layout, has_layout, half, settings = (named.pop(name) for name in PLACED)
     mask, layout = mask if has_mask else None, layout if has_layout else None
@@ -181,7 +175,7 @@ def _alone(x: Tensor) -> Tensor:
 
 
 def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
-    """Allocate a row (b, g, d + dv) of K and V for each of ``count`` tokens."""
+    """Allocate rows (b, g, d + dv) of K and V for ``count`` tokens."""
     b, _, g, d = batched(k)[0].shape
     return k.new_empty(count, b, g, d + v.shape[-1])
 
@@ -244,9 +238,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> Declaration:
-    """Declare a public attention function, and register its operators, their fakes and their
-    formulas.
-    """
+    """Declare a public attention function, and register its operators."""
     declaration = Declaration(face, **more)
     DECLARATIONS[declaration.name] = declaration
     options = [

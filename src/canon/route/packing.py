@@ -27,8 +27,8 @@ def attend_each(
     on_tiles: bool = False,
     **options: Any,
 ) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
-    each sequence. ``on_tiles``: each begins on a tile, so others are computed one after another.
+    """Return the result of ``attend(q, k, v, mask, **options)`` with a mask for each sequence.
+    ``on_tiles``: sequences that would not begin on tiles are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)
@@ -126,7 +126,7 @@ def refuse_compilation() -> None:
 
 
 def differ(masks: Sequence[Mask]) -> bool:
-    """Return whether the sequences have different masks, or there is no sequence."""
+    """Return whether the masks are not all equal, or there is none."""
     return len(set(masks)) != 1
 
 
@@ -138,20 +138,17 @@ def block_diagonal(masks: tuple[Mask, ...]) -> Mask:
 
 @cached_plan
 def repeated(layout: Layout, times: int) -> Layout:
-    """Return the layout of ``times`` sequences, one after another."""
+    """Return the layout of equal sequences."""
     return Layout.concat([layout] * times)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return x (b, t, heads, width) as one sequence (1, b t, heads, width)."""
     return x.flatten(0, 1).unsqueeze(0)
 
 
 def _packed_statistic(x: Tensor) -> Tensor:
-    """Return x (b, h, t) as (1, h, b t)."""
     return x.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 def _unpacked(x: Tensor, b: int, t: int) -> Tensor:
-    """Return one sequence (1, b t, heads, width) as a batch (b, t, heads, width)."""
     return x.squeeze(0).unflatten(0, (b, t))

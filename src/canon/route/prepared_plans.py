@@ -40,8 +40,8 @@ class PreparedPlans:
         return object.__new__(cls)
 
     def load(self) -> None:
-        """Put the plans into the cache of this process, shortly before the call. Pass ``mask`` and
-        ``layout`` of this object to it: other objects take longer to compare.
+        """Put the plans into the cache of this process, shortly before a call with ``mask`` and
+        ``layout`` of this object: others take longer to compare.
         """
         for key, plan in self.plans:
             plan_cache.PLANS.put(key, plan)
