@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -47,9 +48,8 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         (2023), algorithm 1.
         """
         if isinstance(mask, (tuple, list)):
-            return attend_each(
-                bound_forward, q, k, v, mask, scale=scale, softcap=softcap, out_dtype=out_dtype
-            )
+            options = {"scale": scale, "softcap": softcap, "out_dtype": out_dtype}
+            return attend_each(partial(bound_forward, **options), q, k, v, mask)
         check_tensors(q, k, v)
         check_mask(q, k, mask)
         options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype or q.dtype}

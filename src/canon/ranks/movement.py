@@ -101,9 +101,8 @@ class Unshard(torch.autograd.Function):
     def forward(ctx, x, layout, rank, group, partial_grad):
         ctx.call = layout, rank, group, partial_grad
         sizes = [layout.size(r) for r in range(layout.ranks)]
-        if layout.ranks == 1:
-            shards = [x]
-        else:
+        shards = [x]
+        if layout.ranks > 1:
             padded = x.new_zeros(max(sizes), *x.shape[1:])
             padded[: len(x)] = x
             shards = [torch.empty_like(padded) for _ in sizes]
@@ -121,19 +120,13 @@ class Unshard(torch.autograd.Function):
         layout, rank, group, partial_grad = ctx.call
         mine = full.index_select(0, positions_on(layout, rank, full.device))
         if partial_grad and layout.ranks > 1:
-            sizes = [layout.size(r) for r in range(layout.ranks)]
-            send = torch.cat(
-                [
-                    full.index_select(0, positions_on(layout, r, full.device))
-                    for r in range(layout.ranks)
-                ]
-            )
-            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
+            places = [positions_on(layout, r, full.device) for r in range(layout.ranks)]
+            send = full.index_select(0, torch.cat(places))
+            received = mine.new_empty(layout.ranks, *mine.shape)
+            sizes = [len(mine)] * layout.ranks, list(map(len, places))
             with named_failures("unshard (backward)", group, layout.ranks):
-                dist.all_to_all_single(
-                    received, send, [sizes[rank]] * layout.ranks, sizes, group=group
-                )
-            mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
+                dist.all_to_all_single(received.flatten(0, 1), send, *sizes, group=group)
+            mine = _sum_in_order(received)
         return mine, None, None, None, None
 
 

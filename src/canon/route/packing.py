@@ -25,18 +25,15 @@ def attend_each(
     v: Tensor,
     masks: Sequence[Mask],
     on_tiles: bool = False,
-    **options: Any,
 ) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)`` with a mask for each sequence.
+    """Return the result of ``attend(q, k, v, mask)`` with a mask for each sequence.
     ``on_tiles``: sequences that would not begin on tiles are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)
     if not (on_tiles and masks and differ(masks) and (q.shape[1] % TILE or k.shape[1] % TILE)):
-        return attend_packed(attend, q, k, v, masks, **options)
-    results = [
-        attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)
-    ]
+        return attend_packed(attend, q, k, v, masks)
+    results = [attend(*(x[i : i + 1] for x in (q, k, v)), mask) for i, mask in enumerate(masks)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     # the largest scores
@@ -44,14 +41,12 @@ def attend_each(
     return tuple(joined(parts) for parts in zip(*results, strict=True))
 
 
-def attend_packed(
-    attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any
-) -> Any:
+def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Any:
     """Return the result of `attend_each` without checks."""
     if not differ(masks):
-        return attend(q, k, v, masks[0], **options)
+        return attend(q, k, v, masks[0])
     b, t = q.shape[:2]
-    result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)), **options)
+    result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)))
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
     statistic = lambda x: x.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
