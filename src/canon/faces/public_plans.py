@@ -18,8 +18,8 @@ from canon.route.plan_arguments import (
 
 
 def dispatch(planned: Callable[..., Layout]):
-    """Return `dispatch` of a half. ``planned`` takes the mask of `one_mask`, and checked numbers
-    with the chunk filled in.
+    """Return `dispatch` of a half. ``planned`` takes the results of `one_mask` and
+    `checked_dispatch`.
     """
 
     def dispatch(
@@ -96,8 +96,8 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
 
         Args: as in `magi_attention`. There are fewer casts if every rank sends fewer than ``casts``
             tokens to each other rank.
-        Raises ValueError if mask and layout differ in their number of tokens, or the options do not
-        fit together; TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
+        Raises ValueError if mask and layout differ in their tokens, or options do not fit together;
+        TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("cast_plan"):
@@ -110,11 +110,11 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
     """Return `plan_report` of a half."""
 
     def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-        """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens
-        that it receives and sends.
+        """Return the balance and the traffic of a layout: each rank's visible cells, received and
+        sent tokens.
 
-        Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
-            chunk is not divided, so its area is a lower bound of the largest work.
+        Args: ``chunk``, that of `dispatch`, in tokens. A chunk is not divided, so its area is a
+            lower bound of the largest work.
         Raises ValueError or TypeError as `cast_plan`, or if chunk < 1. Source: Tao and Huang,
         MagiAttention (2025).
         """

@@ -1,7 +1,6 @@
 """The state of a process group, and the check that all its ranks make the same call.
 
-Every call posts a digest of its arguments, 8 bytes per rank (`digests`), as different ones could
-deadlock:
+Every call posts a digest of its arguments (`digests`), as different ones could deadlock:
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
@@ -11,9 +10,9 @@ On CPUs, and if a call is new to a rank, the rank waits for all digests before i
 known call continues at once: its digests are read at the next call, or after a second by a thread,
 which aborts messages that cannot succeed.
 
-After a failure, each running rank answers through the group's store, so errors name the missing
-ranks. A rank writes an exception of a pass to the store. If the other ranks do not raise the same
-in that call, every rank logs it within 3 s and aborts the group, and the next call raises it.
+After a failure, running ranks answer through the group's store, so errors name the missing ones. A
+rank writes an exception of a pass to the store. If others do not raise the same in that call, every
+rank logs it within 3 s and aborts the group, and the next call raises it.
 """
 
 import atexit

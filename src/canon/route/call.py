@@ -1,4 +1,4 @@
-"""A call of an attention function: its algorithm, and its arguments with all defaults filled in.
+"""A call of an attention function: its algorithm, and its arguments with all defaults.
 
 call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
 out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import flag
-from canon.masks.layout import Layout, check_size
+from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
 from canon.ranks.agreement import GroupState, group_state, refused_together
@@ -37,7 +37,7 @@ from canon.route.checks import (
 )
 from canon.route.mesh_columns import check_heads, of_column
 from canon.route.plan_arguments import warn_of_another_cut, warn_of_documents, warn_of_planned
-from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
+from canon.route.rank_invariance import check_rank_invariant, check_tiled
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
@@ -371,9 +371,9 @@ def mask_and_layout(
         )
     is_default = layout is None and declaration.layout is None
     if layout is None:
-        default = contiguous_tiles if rank_invariant else Layout.contiguous
         tokens = ranks * q.shape[-3] if mask is None else mask.queries
-        layout = cached(declaration.layout or default, tokens, ranks)
+        multiple = (TILE,) if rank_invariant else ()
+        layout = cached(declaration.layout or Layout.contiguous, tokens, ranks, *multiple)
     elif mask is None:
         warn_of_documents(declaration.name, layout)
     mask = cached(Mask.causal, layout.tokens) if mask is None else mask

@@ -1,10 +1,9 @@
-"""The contract of ``rank_invariant=True``, and the rules that calls must keep.
+"""The contract of ``rank_invariant=True``, and its rules.
 
 **Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that
 it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
-dtype, widths, kernel backend, GPU model and versions, and on nothing else. return_max_logits=True
-selects the Triton backend. Equal calls and gradients:
-paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
+dtype, widths, kernel backend (Triton for return_max_logits=True), GPU model and versions, and on
+nothing else. Calls with equal bits: paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
 
 **Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions.
 A row of a tile of queries has a state: maximum m, sum l, output o.
@@ -42,8 +41,7 @@ from canon.masks.plan_cache import cached_plan
 
 Piece = tuple[int, range]  # the first row in a buffer, and the tokens
 Contradictions = Mapping[str, tuple[tuple, str, str]]
-# Options that fix an order of sums themselves: the values that rank_invariant allows, the reason,
-# and the remedy.
+# options that fix an order of sums: the allowed values, the reason, and the remedy
 COMMON: Contradictions = {
     "backward": (
         ("auto", "split", "head_parallel"),
@@ -58,17 +56,10 @@ COMMON: Contradictions = {
 }
 
 
-def contiguous_tiles(tokens: int, ranks: int) -> Layout:
-    """Return the default layout of the option."""
-    return Layout.contiguous(tokens, ranks, TILE)
-
-
 def check_rank_invariant(
     function: str, contradictions: Contradictions, options: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do
-    not contradict.
-    """
+    """Raise unless ``rank_invariant`` is a bool that the other options do not contradict."""
     rank_invariant = options.get("rank_invariant", False)
     flag(f"{function}: rank_invariant", rank_invariant)
     for name, (allowed, reason, remedy) in (
@@ -82,9 +73,7 @@ def check_rank_invariant(
 
 
 def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces begin at multiples of 128, in the sequence and on the
-    rank.
-    """
+    """Raise ValueError unless all pieces begin at multiples of 128."""
     n, ranks = layout.tokens, layout.ranks
     for rank in range(ranks):
         for row, tokens in pieces_of(layout, rank):
@@ -100,9 +89,7 @@ def check_tiled(function: str, layout: Layout) -> None:
 
 @cached_plan
 def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    """Return (row, tokens) of each piece of a rank, in local order, joined where one continues
-    another.
-    """
+    """Return (row, tokens) of each piece of a rank, joined where one continues another."""
     return tuple(placed(layout.ranges_per_rank[rank]))
 
 
