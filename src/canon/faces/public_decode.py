@@ -75,10 +75,8 @@ def decode_attention(
             q: (b, t, h, d), or packed without b, equal on all ranks.
             k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between
                 ranks, and may be 0.
-            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each
-                sequence. None: all are seen.
-            scale, softcap, sink: as in `attention`; the sink is equal on all ranks, and applied
-                last.
+            mask: the visible cells of t queries x s keys of this rank, or b Masks. None: all.
+            scale, softcap, sink: as in `attention`; the sink is equal on all ranks.
             rank_invariant: return the bits of `attention` with this option, on any number of ranks.
                 The keys of all ranks follow each other, and those of each rank begin at a multiple
                 of 128. K and V travel to all ranks, unless notes below say otherwise, and the host

@@ -48,7 +48,7 @@ def latent_attention(algorithm: Algorithm):
 
         Args:
             q: queries. Their last ``rope`` columns have the rotary embedding.
-            latent: the compressed keys and values of a token, after their normalisation.
+            latent: the compressed keys and values, normalised.
             k_rope: the part of K that all heads share, with the rotary embedding.
             up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all
                 ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then

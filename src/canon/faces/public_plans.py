@@ -37,8 +37,8 @@ def dispatch(planned: Callable[..., Layout]):
         all ranks; cached.
 
         The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to
-        ``imbalance`` times the lower bound of computing. Below that, it minimises time x traffic.
-        It is never worse than zigzag chunks.
+        ``imbalance`` times the lower bound of computing, then time x traffic. It is never worse
+        than zigzag chunks.
 
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a

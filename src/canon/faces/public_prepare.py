@@ -43,8 +43,7 @@ def prepare(
         requires_grad: bool = True,
         **options: Any,
     ) -> PreparedPlans:
-        """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache
-        of the training process.
+        """Return the plans of a call of ``function``, to be loaded in the training process.
 
         Args:
             function: "attention", "ring_attention", "zigzag_attention", "striped_attention",

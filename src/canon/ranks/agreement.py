@@ -109,7 +109,7 @@ class Liveness:
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks, but not all, have raised, or ""."""
+        """Return the last exception that not all ranks have raised, or ""."""
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
@@ -164,7 +164,7 @@ class GroupState:
         self.known: set[int] = set()  # digests on which all ranks agreed
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
-        self.raised = False  # whether this rank has raised an exception that is not compared yet
+        self.raised = False  # an exception of this rank is not compared yet
         self.reports = 0  # of exceptions that all ranks raised
         self.doubtful = False  # whether there are others
         self.lock = threading.RLock()
@@ -301,7 +301,7 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised this rank's exception, or it has broken the group."""
+        """Wait until all ranks have raised this exception, or it has broken the group."""
         while not self.broken and self.liveness.raised_alone():
             time.sleep(0.01)
         self.raised = False
@@ -347,7 +347,7 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is all ranks. A collective at first."""
+    """Return the state of a group; None is all ranks. A collective at first."""
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
     if group is None or group not in world.pg_map:
@@ -379,7 +379,7 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
 
 
 def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str, Any]) -> None:
-    """Compare a call between the ranks of a group: its name, the dtype of x, and ``fields``."""
+    """Compare a call between ranks: its name, the dtype of x, and ``fields``."""
     if ranks > 1:
         fields = (("function", name), ("dtype", x.dtype), *fields)
         group_state(group).agree(name, fields, wait=x.device.type == "cpu")

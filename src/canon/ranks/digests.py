@@ -31,7 +31,7 @@ DIGEST = (1 << 56) - 1
 
 
 def versioned(fields: Fields) -> Fields:
-    """Return the fields with the version of Canon: another one may send other messages."""
+    """Return the fields with the version of Canon."""
     return ("version of Canon", canon.__version__), *fields
 
 
@@ -42,8 +42,8 @@ def digest_of(fields: Fields) -> int:
 
 
 class SharedDigests:
-    """Words in memory that all ranks have mapped: SLOTS for each rank, then its PID namespace and
-    PID. Reads are of the call that was posted last.
+    """Words in shared memory: SLOTS for each rank, then its PID namespace and PID. Reads are of the
+    call that was posted last.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):

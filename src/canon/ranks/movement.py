@@ -2,7 +2,7 @@
 `Layout.shard_batch`.
 
     unshard, forward             all-gather of shards, padded to the largest one
-    unshard, backward            take this rank's tokens of the gradient; nothing is sent
+    unshard, backward            take this rank's tokens of the gradient
     unshard, backward, partial   all-to-all: a rank adds W received summands in rank order
     redistribute, both passes    all-to-all: each token moves to its rank in the other layout
 
@@ -225,7 +225,7 @@ def sharded_batch(
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise unless it ends at the layout's tokens."""
+    """Return ``cu_seqlens`` as ints that end at the layout's tokens."""
     if isinstance(cu_seqlens, Mask):
         check_size(cu_seqlens, layout)
         return _document_ends(cu_seqlens)

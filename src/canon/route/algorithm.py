@@ -1,11 +1,8 @@
-"""What an attention function is: its declaration, once for both halves, and its implementation in
-each half.
+"""An attention function: its declaration, once for both halves, and its algorithm in each half.
 
-    RING = declared(ring_attention)                                       # faces: its signature
-    algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
-    ring_attention = public_ring.ring_attention(algorithm)                # the half's function
-
-A new schedule is a declaration, and an algorithm in each half.
+RING = declared(ring_attention)                                       # faces: its signature
+algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
+ring_attention = public_ring.ring_attention(algorithm)                # the half's function
 """
 
 import inspect
@@ -26,9 +23,9 @@ from canon.route.checks import any_device, check_tensors
 if TYPE_CHECKING:
     from canon.route.call import Call
 
-# keyword arguments that are not options: each has a place of its own in the route
+# keyword arguments that are not options
 APART = {"sink", "group", "return_lse"}
-# arguments of an operator: after its tensors, and after its options if it has several ranks
+# arguments of an operator after its tensors, and after its options
 PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")
 OF_RANKS = ("group", "needs_grad")
 NeedsGrad = tuple[bool, bool, bool]  # of q, k and v

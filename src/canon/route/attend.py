@@ -75,7 +75,7 @@ def attend(
             grads = torch.is_grad_enabled()
             call.agree("forward", tuple([grads and x.requires_grad for x in tensors]))
         if sink is not None:
-            check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
+            check_sink(q, sink)  # the ranks agree on its kind
         check_differentiation(*tensors)
         if q.ndim == 3:
             out, lse, max_logits = Attention.apply(call, *batched(*tensors))

@@ -264,7 +264,7 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     algorithm.side.compile_for(call)
     if place.mesh is not None:
         call.state.meshes.add(place.mesh)
-    # Calls with equal arguments share one object, however the arguments were passed.
+    # equal arguments share one object, however they were passed
     given = given._replace(mask=call.mask, layout=call.layout, options=call.options)
     if (same := _key(algorithm, given, place)) is not None:
         call = PLANS.put(same, call)
@@ -280,7 +280,7 @@ def place_of(name: str, group: Group) -> Place:
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
-    """Return a key of calls that need the same checks and kernels, None for unusual types."""
+    """Return a key of calls with the same checks and kernels, None for unusual types."""
     tensors, mask, layout, _, options, sink = given
     values = tuple(options.values())
     types = tuple(map(type, values))  # 1 and True are equal as keys

@@ -49,12 +49,12 @@ def any_device(x: Tensor) -> None:
 
 
 def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return packed tensors (t, h, d) with a batch axis of one, others unchanged."""
+    """Return packed tensors (t, h, d) with a batch axis, others unchanged."""
     return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
+    """Raise unless q, k and v fit together."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -172,7 +172,7 @@ def check_gradients(
     dlse: Tensor | None,
     delta: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
+    """Raise ValueError unless the arguments of `attention_backward` fit q, k, v."""
     of_out = (*q.shape[:-1], v.shape[-1])
     of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     for name, x, shape in (
@@ -229,7 +229,7 @@ def kind_of_sink(sink: Tensor | None) -> str | None:
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask for None. Raise for a misfit."""
+    """Return ``mask``, or the causal mask for None."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(

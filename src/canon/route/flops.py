@@ -1,4 +1,4 @@
-"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`, over visible cells.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
     cells       of the mask, between this rank's queries and all keys
     forward     2 cells b h (d + dv)

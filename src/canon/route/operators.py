@@ -1,5 +1,4 @@
-"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective
-checkpointing.
+"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes.
 
     canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores
                                       (h,) or an empty tensor
@@ -169,7 +168,7 @@ def _backward(
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Return a contiguous tensor that shares its memory with no other tensor."""
+    """Return a contiguous tensor that shares no memory."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 

@@ -2,7 +2,6 @@
 
 data-loader worker        plans = prepare("magi_attention", mask, layout, ...)
 queue                     the plans are pickled: NumPy arrays, tuples, and functions by name
-thread of the loader      plans.pin_memory(), with DataLoader(pin_memory=True)
 training process          plans.load(), then a call with plans.mask and plans.layout
 """
 

@@ -21,9 +21,9 @@ A row of a tile of queries has a state: maximum m, sum l, output o.
    by m, l and s of the row. A vote of a warp only adds steps that multiply by 1.
 6. The configuration follows from dtype and widths alone.
 
-On Hopper, all SMs compute the weights of their keys for few queries at once, and sum them in the
-order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 5 a row's weights follow from
-its scores and the maximum of its first visible tile, and columns of o do not mix.
+On Hopper, all SMs compute weights for few queries at once, and sum them in the order of the keys
+(`canon.fast.kernels.gluon.few_queries`). By 2 and 5 a row's weights follow from its scores and the
+maximum of its first visible tile, and columns of o do not mix.
 
 Limits: o of -0 may become 0 in 3. A NaN reaches others in its tile (`canon.fast.kernels.triton`).
 On "cuda" bits also depend on the bands, because a tile is visited once for each. CPU products need
