@@ -50,6 +50,7 @@ both_halves = pytest.mark.parametrize("half", HALVES)
 
 
 @both_halves
+@pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.parametrize(("rows", "heads"), MESHES)
 def test_every_schedule_returns_the_results_of_one_rank(half, rows, heads):
     place = MESHES.index((rows, heads))
