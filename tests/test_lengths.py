@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = "src", "reference", "fast", "notebooks", "paper", "tests"
 SUFFIXES = ".py", ".c", ".cu", ".cuh", ".h"
 LONGER = {  # files with their own limits, which may fall and not rise
-    "tests/faces/test_arguments.py": 600,
+    "tests/faces/test_arguments.py": 470,
 }
 
 

@@ -22,23 +22,13 @@ def inputs(dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("mask", [None, LAST])
-def test_a_rank_without_keys_has_the_bits_of_the_others(half, mask):
-    q, k, v = inputs(torch.float64)
-    (out, lse), *others = decoded(half, ENDS, q, k, v, mask)
-    assert all(torch.equal(x, out) and torch.equal(y, lse) for x, y in others)
-    whole, whole_lse = half.attention_forward(q, k, v, mask or Mask.full(QUERIES, 37))
-    torch.testing.assert_close((out, lse), (whole, whole_lse), rtol=0, atol=1e-13)
-    assert torch.equal(
-        half.decode_attention(q, k, v), half.attention_forward(q, k, v, Mask.full(QUERIES, 37))[0]
-    )
-
-
-def test_packed_queries_and_autocast(half):
-    tensors = [x[0] for x in inputs()]
+def test_packed_queries_under_autocast_have_no_gradient(half):
+    tensors = [x[0].requires_grad_() for x in inputs()]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, lse = half.decode_attention(*tensors, LAST, return_lse=True)
     assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert not out.requires_grad
+    assert not lse.requires_grad
     assert (out.shape, lse.shape) == ((QUERIES, 4, 5), (4, QUERIES))
     assert torch.equal(out, half.decode_attention(*(x.bfloat16() for x in tensors), LAST))
 
@@ -48,14 +38,6 @@ def test_no_queries(half, shape):
     q, k, v = inputs()
     for out, lse in decoded(half, ENDS, *(x[: shape[0]] for x in (q[:, : shape[1]], k, v))):
         assert (out.shape, lse.shape) == ((*shape, 4, 5), (shape[0], 4, shape[1]))
-
-
-def test_the_result_is_not_differentiable(half):
-    assert not any(
-        x.requires_grad
-        for pair in decoded(half, ENDS, *(x.requires_grad_() for x in inputs()))
-        for x in pair
-    )
 
 
 def test_a_compiled_program_breaks_its_graph_at_it(half):

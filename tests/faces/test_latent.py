@@ -1,104 +1,41 @@
-"""Latent attention equals dense attention after projection, sends latents alone, and differentiates
-all inputs.
-"""
+"""Latent attention sends latents alone, differentiates all inputs, and reads no hidden token."""
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from sharded import close
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
-from canon.faces.latent_arguments import hidden_keys
 from canon.testing import process_groups
-from canon.testing.judge import agreement
-from canon.testing.latent_judge import AttendedLatent, keys_of, latent_oracle, latent_orders
+from canon.testing.latent_judge import keys_of
 
 H, NOPE, ROPE, DV, RANK = 4, 6, 3, 5, 7
-N = 23
-MASKS = {
-    "causal": Mask.causal(N),
-    "packed": Mask.documents([0, 4, 5, N]),
-    "window": Mask.window(N, 4, 2),
-    "tree": Mask.tree([-1, 0, 0, -1], [5, 6, 7, 3], [0, 5, 11, 20]),
-}
-UNEVEN = {  # by number of ranks
-    1: Layout.contiguous(N, 1),
-    2: Layout([[range(0, 20)], [range(20, N)]], N),
-    4: Layout([[range(3, 9), range(0, 2)], [], [range(9, N)], [range(2, 3)]], N),
-}
 
 
-def whole(tokens=N, b=2, dtype=torch.float64, seed=0):
-    """Return q, latent, k_rope, up_weight, dout and dlse of the whole sequence, equal on every
-    rank.
-    """
+def whole(tokens, b=2, dtype=torch.float64, seed=0):
+    """Return q, latent, k_rope, up_weight and dout of the whole sequence, equal on every rank."""
     draw = torch.Generator().manual_seed(seed)
-    shapes = (
-        (b, tokens, H, NOPE + ROPE),
-        (b, tokens, RANK),
-        (b, tokens, ROPE),
-        (H * (NOPE + DV), RANK),
-        (b, tokens, H, DV),
-    )
-    tensors = [
-        torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes
-    ]
-    return *tensors, torch.randn(b, H, tokens, generator=draw, dtype=torch.float64)
+    of_tokens = (H, NOPE + ROPE), (RANK,), (ROPE,), (H, DV)
+    shapes = [(b, tokens, *x) for x in of_tokens]
+    shapes.insert(3, (H * (NOPE + DV), RANK))
+    return [torch.randn(x, generator=draw, dtype=torch.float64).to(dtype) for x in shapes]
 
 
-def shards(half, mask, layout, tensors, **options):
-    """Return out, lse and all gradients of the whole sequence, from this rank's shards. Add
-    up_weight's over the ranks.
+def shards(half, mask, layout, tensors):
+    """Return out and all gradients of the whole sequence, from this rank's shards. Add up_weight's
+    over the ranks.
     """
-    rank = dist.get_rank() if layout.ranks > 1 else 0
-    *tokens, weight, dout, dlse = tensors
-    leaves = [
-        *(layout.shard(x, rank).detach().requires_grad_() for x in tokens),
-        weight.detach().requires_grad_(),
-    ]
-    out, lse = half.latent_attention(*leaves, mask, layout, return_lse=True, **options)
-    dout, dlse = layout.shard(dout, rank), layout.shard(dlse.to(lse.dtype), rank, 2)
-    *grads, dweight = torch.autograd.grad((out, lse), leaves, (dout, dlse))
-    if layout.ranks > 1:
-        dist.all_reduce(dweight)
-    full = [layout.unshard(x.detach(), dim=2 if x is lse else 1) for x in (out, lse, *grads)]
-    return AttendedLatent(*full[:3], *(x.unsqueeze(2) for x in full[3:]), dweight)
-
-
-def judged(mask, tensors):
-    """Return the results of the oracle, and honest ones."""
-    q, latent, k_rope, weight, dout, dlse = tensors
-    arguments = q, latent.unsqueeze(2), k_rope.unsqueeze(2), weight, dout, mask, None, dlse
-    return latent_oracle(*arguments), latent_orders(*arguments)
-
-
-@cache
-def expected(mask):
-    return judged(mask, whole())
-
-
-def assert_agrees(half, mask, layout):
-    """Fail unless the judge accepts the results of all ranks: 1e-12 in float64."""
-    got, *_ = process_groups.threads(partial(shards, half, mask, layout, whole()), layout.ranks)
-    verdict = agreement(got, *expected(mask))
-    assert verdict.agrees, str(verdict)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_the_reference_equals_the_oracle_on_uneven_and_empty_shards(name):
-    for layout in (*UNEVEN.values(), Layout.zigzag(N, 2), Layout.striped(N, 4)):
-        assert_agrees(reference, MASKS[name], layout)
-
-
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [("packed", UNEVEN[4]), ("window", Layout.zigzag(N, 2)), ("causal", UNEVEN[1])],
-)
-@pytest.mark.usefixtures("unwritten_is_nan")
-def test_the_kernels_equal_the_oracle(name, layout):
-    assert_agrees(fast, MASKS[name], layout)
+    rank = dist.get_rank()
+    *tokens, weight, dout = tensors
+    leaves = [*(layout.shard(x, rank) for x in tokens), weight]
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    out = half.latent_attention(*leaves, mask, layout)
+    *grads, dweight = torch.autograd.grad(out, leaves, layout.shard(dout, rank))
+    dist.all_reduce(dweight)
+    return [*(layout.unshard(x.detach()) for x in (out, *grads)), dweight]
 
 
 @pytest.mark.parametrize(("reduce_dtype", "size"), [(None, 4), (torch.bfloat16, 2)])
@@ -118,80 +55,60 @@ def test_ranks_exchange_latents_and_their_gradients_alone(half, reduce_dtype, si
     assert sum(x for x in sent if x != digest) == 2 * 2 * (RANK + ROPE) * (2 + 2 + size)
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
 def test_hidden_tokens_may_hold_nan(half):
     """They change nothing, in the gradient of up_weight neither: it sums over all tokens."""
-    mask = Mask.ranges([(0, N)], [(2, 15)], ["full"], queries=N, keys=N)
-    layout = Layout.zigzag(N, 2)
-    assert hidden_keys(mask) == (range(0, 2), range(15, N))
-    tensors = whole()
+    mask = Mask.ranges([(0, 23)], [(2, 15)], ["full"], queries=23, keys=23)
+    layout, tensors = Layout.zigzag(23, 2), whole(23)
     expected = process_groups.threads(partial(shards, reference, mask, layout, tensors), 2)[0]
     for x in tensors[1:3]:
         x[:, :2] = x[:, 15:] = torch.nan
-    found = process_groups.threads(partial(shards, half, mask, layout, tensors), 2)[0]
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    close(process_groups.threads(partial(shards, half, mask, layout, tensors), 2)[0], expected)
 
 
 @pytest.mark.parametrize("needed", [{"q"}, {"up_weight"}, {"k_rope"}, {"latent", "q"}])
 def test_only_the_needed_gradients_are_returned(half, needed):
-    names, tensors, mask = ("q", "latent", "k_rope", "up_weight"), whole(9, 1), Mask.causal(9)
-    expected, _ = judged(mask, (*tensors[:5], torch.zeros(1, H, 9, dtype=torch.float64)))
-    leaves = {
-        name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=False)
-    }
-    half.latent_attention(**leaves, mask=mask).backward(tensors[4])
-    for (name, x), true in zip(leaves.items(), expected[2:6], strict=True):
+    *tensors, dout = whole(9, 1)
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    reference.latent_attention(*leaves).backward(dout)
+    names = ("q", "latent", "k_rope", "up_weight")
+    given = {name: x.requires_grad_(name in needed) for name, x in zip(names, tensors, strict=True)}
+    half.latent_attention(**given).backward(dout)
+    for (name, x), full in zip(given.items(), leaves, strict=True):
         assert (x.grad is None) == (name not in needed)
         if name in needed:
-            torch.testing.assert_close(x.grad, true.view(x.shape), rtol=0, atol=1e-12)
+            close([x.grad], [full.grad])
 
 
-def test_autocast_casts_all_inputs(half):
-    narrow = [x.float() for x in whole(9)[:4]]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert half.latent_attention(*narrow).dtype == torch.bfloat16
-
-
-def test_softcap_and_the_largest_scores_are_those_of_attention_after_projection(half):
-    tokens = 9
+def test_the_largest_scores_are_those_of_attention_after_projection(half):
     layout = Layout.striped(9, 2)
-    options = dict(softcap=0.7, return_lse=True, return_max_logits=True)
-    q, latent, k_rope, weight, *_ = whole(tokens)
+    q, latent, k_rope, weight, _ = whole(9)
     k, v = keys_of(latent.unsqueeze(2), k_rope.unsqueeze(2), weight, H, NOPE + ROPE)
-    out, lse, largest = reference.attention(q, k, v, Mask.causal(tokens), **options)
+    _, largest = reference.attention(q, k, v, return_max_logits=True)
 
     def program():
-        rank = dist.get_rank()
-        mine = (layout.shard(x, rank) for x in (q, latent, k_rope))
-        return half.latent_attention(*mine, weight, Mask.causal(tokens), layout, **options)
+        mine = (layout.shard(x, dist.get_rank()) for x in (q, latent, k_rope))
+        return half.latent_attention(*mine, weight, None, layout, return_max_logits=True)[1]
 
-    for rank, found in enumerate(process_groups.threads(program, 2)):
-        expected = layout.shard(out, rank), layout.shard(lse, rank, 2), largest
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    for found in process_groups.threads(program, 2):
+        torch.testing.assert_close(found, largest, rtol=1e-6, atol=0)
 
 
 def test_a_repeated_call_replays_its_kernels(replays):
     layout = Layout([[range(9)], [range(9, 12)]], 12)
     run = lambda half, seed: shards(half, Mask.causal(12), layout, whole(12, 1, seed=seed))
-    _, found, exact = process_groups.threads(
-        lambda: [run(fast, 0), run(fast, 1), run(reference, 1)], 2
-    )[0]
-    for mine, theirs in zip(found, exact, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    runs = lambda: [run(fast, 0), run(fast, 1), run(reference, 1)]
+    close(*process_groups.threads(runs, 2)[0][1:])
     assert len(replays()) > 4
     assert not any(replays())
 
 
 def test_flops_count_visible_cells_and_projected_tokens(half):
-    mask, (q, latent, k_rope, weight, dout, _) = Mask.causal(8), whole(8)
-    leaves = [x.requires_grad_() for x in (q, latent, k_rope, weight)]
+    mask, (*leaves, dout) = Mask.causal(8), whole(8)
     with FlopCounterMode(display=False) as counter:
-        half.latent_attention(*leaves, mask).backward(dout)
-    d, cells, projection = NOPE + ROPE, 2 * H * mask.area, 2 * 2 * 8 * weight.numel()
-    assert (
-        counter.get_total_flops()
-        == 2 * cells * (4 * d + 3 * DV - DV) + 2 * cells * DV + 4 * projection
-    )
+        half.latent_attention(*(x.requires_grad_() for x in leaves), mask).backward(dout)
+    d, cells, projection = NOPE + ROPE, 2 * H * mask.area, 2 * 2 * 8 * leaves[3].numel()
+    assert counter.get_total_flops() == 2 * cells * (4 * d + 3 * DV) + 4 * projection
 
 
 # --- planted faults that `canon check` must find

@@ -50,13 +50,6 @@ def test_one_rank_returns_the_largest_visible_scores_as_the_last_result(half, re
     assert torch.equal(grad, torch.autograd.grad(plain, q, dout)[0])
 
 
-def test_an_empty_batch_has_none(half):
-    q, k, v, _ = (x[:0] for x in inputs())
-    out, largest = half.attention(q, k, v, MASK, return_max_logits=True)
-    assert out.shape == (0, N, 4, 6)
-    assert torch.equal(largest, torch.full(q.shape[2:3], -torch.inf))
-
-
 def test_packed_tensors_masks_of_sequences_and_heads_that_see_nothing(half):
     q, k, v, _ = inputs()
     other = Mask.window(N, 3, 0)

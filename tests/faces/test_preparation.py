@@ -7,21 +7,17 @@ import pickle
 import threading
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from meshes import mesh
 from sharded import on_this_rank, whole
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from canon import Layout, Mask, fast, reference
 from canon.fast import backward, device
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
 from canon.fast.kernels.launcher import Gpu
-from canon.fast.tables import device_plans
-from canon.masks import plan_cache
 from canon.masks.plan_cache import PLANS, PlanCache
 from canon.testing import process_groups
 from canon.testing.deterministic import deterministic
@@ -159,23 +155,6 @@ class Packs(Dataset):
         )
 
 
-def test_a_group_is_refused_and_not_ignored(half):
-    given = {"device": "cpu", "rank": 0, **SHAPES}
-    with pytest.raises(TypeError, match="plans do not depend on a group: pass rank=, and mesh_"):
-        half.prepare("ring_attention", MASK, Layout.zigzag(40, 2), group=object(), **given)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_the_call_would_refuse_is_refused(half, ranks):
-    prepare = functools.partial(half.prepare, mask=MASK, device="cpu", rank=0, **SHAPES)
-    with pytest.raises(ValueError, match="head_stride=3 does not divide the 2 key heads"):
-        prepare("strided_attention", layout=Layout.zigzag(40, ranks), head_stride=3)
-    backwards = Layout([[range(20, 40), range(20)], *[[]] * (ranks - 1)], 40)
-    for kind in ("zigzag", "striped"):
-        with pytest.raises(ValueError, match=rf"layout of its own.*pass Layout.{kind}"):
-            prepare(f"{kind}_attention", layout=backwards)
-
-
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_data_loader_worker_prepares(context, planned):
     for plans in DataLoader(
@@ -189,40 +168,6 @@ def test_a_data_loader_worker_prepares(context, planned):
         assert not planned
 
 
-def test_a_data_loader_pins_plans_and_the_call_copies_no_table(monkeypatch):
-    """Clones stand for pinned tensors."""
-    found, pinned = fast.prepare("attention", MASK, device=H200, **SHAPES), {}
-
-    def pin(x):
-        made = x.clone()
-        return pinned.setdefault(made.data_ptr(), made)
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x.data_ptr() in pinned)
-    copy = pin_memory(found)
-    assert copy.mask is found.mask
-    assert [key for key, _ in copy.plans] == [key for key, _ in found.plans]
-    tables = [plan for _, plan in copy.plans if arrays_in(plan)]
-    assert tables
-    for x, y in zip(*(arrays_in([x.plans]) for x in (copy, found)), strict=True):
-        assert x.dtype == y.dtype
-        assert np.array_equal(x, y)
-        assert x.ctypes.data in pinned
-    uploads, number = [], len(pinned)
-    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **how: uploads.append((x, how)) or x)
-    for plan in tables:
-        device_plans.uploaded(plan, "cuda")
-    assert len(pinned) == number
-    assert all(x.is_pinned() and how == {"non_blocking": True} for x, how in uploads)
-
-
-def arrays_in(plan):
-    """Return the arrays of a plan, in order."""
-    if isinstance(plan, np.ndarray):
-        return [plan]
-    return [x for part in plan for x in arrays_in(part)] if isinstance(plan, (tuple, list)) else []
-
-
 def test_a_worker_does_not_start_cuda(monkeypatch):
     monkeypatch.setattr(torch.utils.data, "get_worker_info", object)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: pytest.fail("CUDA starts"))
@@ -234,27 +179,6 @@ def test_a_worker_does_not_start_cuda(monkeypatch):
     assert [key for key, _ in fast.prepare("attention", MASK, **SHAPES).plans] == [
         key for key, _ in expected.plans
     ]
-
-
-def test_a_thread_of_the_training_process_needs_no_load(planned):
-    make = lambda: fast.prepare("attention", MASK, device="cpu", **SHAPES)
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert planned
-    planned.clear()
-    computed(fast, "attention", None, {})
-    assert not planned
-
-
-def test_loaded_plans_stay_within_the_limit_of_the_cache(monkeypatch):
-    masks = [Mask.documents([0, number, 4000, 5000]) for number in range(1, 100)]
-    plans = [fast.prepare("attention", mask, device=H200, **SHAPES) for mask in masks]
-    monkeypatch.setattr(plan_cache, "PLANS", cache := PlanCache(host_limit=1 << 18))
-    for each in plans:
-        each.load()
-        assert cache.held["cpu"] <= max(1 << 18, each.nbytes)
-    assert sum(each.nbytes for each in plans) > 1 << 20, "otherwise nothing is dropped"
 
 
 def test_threads_prepare_at_the_same_time():

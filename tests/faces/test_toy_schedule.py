@@ -43,11 +43,10 @@ def test_it_computes_attention_and_its_gradients(half, cuts):
 def test_ranks_that_disagree_about_its_option_are_told_so(half):
     def program():
         mine = [LAYOUT.shard(x, dist.get_rank()) for x in tensors()[:3]]
-        with pytest.raises(ValueError, match="options") as raised:
+        with pytest.raises(ValueError, match="cuts: rank 0: 1; rank 1: 2"):
             TOYS[half](*mine, MASK, LAYOUT, cuts=1 + dist.get_rank())
-        return str(raised.value)
 
-    assert all("cuts" in text for text in process_groups.threads(program, 2))
+    process_groups.threads(program, 2)
 
 
 @both

@@ -21,7 +21,7 @@ from canon.fast.tables.cells import Cells
 from canon.fast.tables.work_tables import work_table
 from canon.masks import plan_cache
 from canon.masks.plan_cache import PlanCache, sizes
-from canon.route.prepared_plans import Preparation
+from canon.route.prepared_plans import prepared_call
 from canon.testing import process_groups
 
 pytestmark = pytest.mark.interpreted
@@ -104,11 +104,9 @@ def test_24_masks_of_a_million_tokens_stay_in_the_cache(monkeypatch):
     plans = fast.prepare("attention", masks[0], backward="fused", **sizes_of_call)
     assert 24 * sizes([plan for _, plan in plans.plans])["cpu"] < plan_cache.DEVICE_LIMIT
     cache.clear()
-    given = Preparation(
-        "attention", masks[0], None, None, 1, 1, heads, widths, torch.bfloat16, True, {}
-    )
+    given = "attention", masks[0], None, None, 1, 1, heads, widths, torch.bfloat16, {}
     with plan_cache.noted_plans():  # tensors without memory
-        call = given.call(FAST)
+        call = prepared_call(FAST, *given)
     for _ in range(2):
         made = cache.made
         for mask in masks:

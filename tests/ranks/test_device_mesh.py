@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from sharded import CALLS, attending, layout_of, on_this_rank, whole
+from sharded import all_equal, assert_agrees, attending, on_this_rank, whole
 from torch.distributed.tensor import DTensor, Replicate
 
 from canon import Layout, Mask, fast, reference
@@ -23,32 +23,24 @@ def two_by_two():
 
 
 def call_on_slices(name):
-    """Compare every call on both slices of a mesh with the reference on one rank and with the
-    process group.
-    """
-    mesh = two_by_two()
-    for dim in ("dp", "cp") if name == "reference" else ("dp",):  # the interpreter is slow
-        part, other = mesh[dim], mesh[{"dp": "cp", "cp": "dp"}[dim]].get_local_rank()
-        tensors = whole(MASK, seed=other, dtype=torch.float32)
-        alone = functools.partial(reference.attention, mask=MASK, return_lse=True)
-        leaves = [x.clone().requires_grad_() for x in tensors[:3]]
-        out, lse = alone(*leaves)
-        torch.autograd.backward((out, lse), tensors[3:])
-        expected = out.detach(), lse.detach(), *(x.grad for x in leaves)
-        for call in CALLS if name == "reference" else list(CALLS)[::3]:
-            layout = layout_of(call, 16, 2, Layout.contiguous(16, 2))
-            run = lambda group, call=call, layout=layout, tensors=tensors, part=part: on_this_rank(
-                attending(HALVES[name], call, MASK, layout, group=group),
-                layout,
-                tensors,
-                part.get_group(),
+    """Compare calls on both slices of a mesh with one rank and with the process group."""
+    mesh, half = two_by_two(), HALVES[name]
+    for dim, other in (("dp", "cp"), ("cp", "dp")):
+        tensors, part = whole(MASK, seed=mesh[other].get_local_rank()), mesh[dim]
+        for call in ("ring", "strided", "magi"):
+            layout = Layout.contiguous(16, 2)
+            found, same = (
+                on_this_rank(
+                    attending(half, call, MASK, layout, group=group),
+                    layout,
+                    tensors,
+                    part.get_group(),
+                )
+                for group in (part, part.get_group())
             )
-            found = run(part)
-            torch.testing.assert_close(
-                tuple(found), expected, msg=lambda text, call=call: f"{call}: {text}"
-            )
-            assert all(map(torch.equal, found, run(part.get_group())))
-    move_on_slices(HALVES[name], mesh["cp"])
+            assert_agrees(found, MASK, *tensors)
+            assert all_equal(found, same)
+    move_on_slices(half, mesh["cp"])
 
 
 def move_on_slices(half, part):
@@ -78,7 +70,6 @@ def refuse():
     of_mesh = lambda x: DTensor.from_local(x, part, [Replicate()])
     calls = {
         "two dimensions": lambda: reference.ring_attention(q, k, v, group=mesh),
-        "two dimensions, fast": lambda: fast.magi_attention(q, k, v, group=mesh),
         "two dimensions, unshard": lambda: layout.unshard(q, mesh),
         "without names": lambda: reference.strided_attention(
             q, k, v, group=nameless, head_stride=1
@@ -102,7 +93,7 @@ def refuse():
 
 def test_other_meshes_and_dtensors_raise_on_every_rank_with_a_remedy():
     for rank, errors in enumerate(process_groups.processes(refuse, 4)):
-        for name in ("two dimensions", "two dimensions, fast", "two dimensions, unshard"):
+        for name in ("two dimensions", "two dimensions, unshard"):
             assert "group is a DeviceMesh with dimensions 'dp', 'cp', expected one" in errors[name]
             assert 'for example mesh["cp"]' in errors[name]
         assert "give mesh_dim_names to init_device_mesh" in errors["without names"]

@@ -3,7 +3,6 @@ steps by name.
 """
 
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from canon import Layout, Mask, fast, reference
-from canon.ranks import profiling
 from canon.testing import process_groups
 from canon.training import linear_sequence_loss, sequence_loss
 
@@ -118,9 +116,3 @@ def test_a_trace_names_public_functions(half):
         "linear_sequence_loss",
     }
     assert {f"canon.{name}" for name in expected} <= names(program).keys()
-
-
-def test_without_a_profiler_nothing_is_recorded():
-    steps = range(3)
-    assert profiling.named_steps(steps) is steps
-    assert isinstance(profiling.recorded("attention"), nullcontext)

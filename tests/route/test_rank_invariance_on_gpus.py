@@ -6,7 +6,6 @@ import functools
 
 import pytest
 import torch
-import torch.distributed as dist
 from invariant_worlds import different
 from sharded import on_this_rank
 
@@ -66,32 +65,3 @@ def test_ranks_as_threads_return_the_bits_of_one_rank(tokens, backend):
                     some = functools.partial(program, function, mask, layout, inputs, backend)
                     found = process_groups.threads(some, ranks)[0]
                     assert different(expected, found) == [], (function, mask.bands[:2], ranks, run)
-
-
-def of_two_gpus(tokens: int) -> list[tuple[list[str], str]]:
-    """Return the results with other bits than one GPU's, for each function, backend and run: none
-    are expected.
-    """
-    inputs, faults = tensors(tokens), []
-    for backend in (
-        ("gluon", "triton") if torch.cuda.get_device_capability() == (9, 0) else ("triton",)
-    ):
-        for mask in masks(tokens):
-            with fast.backend(backend):
-                q, k, v = (x.detach().requires_grad_() for x in inputs[:3])
-                out, lse = fast.attention(q, k, v, mask, return_lse=True, rank_invariant=True)
-                torch.autograd.backward((out, lse), inputs[3:])
-            expected = Attended(out.detach(), lse.detach(), q.grad, k.grad, v.grad)
-            for function, placed in PLACED.items():
-                layout = placed(mask, dist.get_world_size())
-                for run in range(RUNS[tokens]):
-                    found = program(function, mask, layout, inputs, backend)
-                    if wrong := different(expected, found):
-                        faults.append((wrong, f"{function}, {backend}, run {run}"))
-    return faults
-
-
-@pytest.mark.gpus(2)
-@pytest.mark.parametrize("tokens", RUNS)
-def test_two_gpus_return_the_bits_of_one(tokens):
-    assert process_groups.gpus(functools.partial(of_two_gpus, tokens), 2) == [[], []]

@@ -105,20 +105,6 @@ def test_a_planned_layout_that_is_not_passed_is_warned_of(half, kind, heads):
         run(Mask.documents([0, 20, 23, 32]))
 
 
-def test_sizes_that_no_default_layout_gives_name_the_remedy(half):
-    sizes, mask = (20, 12), Mask.causal(32)
-
-    def program(name):
-        expected = (
-            "the layout gives rank 0 16 tokens, q holds 20: pass the layout that divided the tokens"
-        )
-        with pytest.raises(ValueError, match=expected):
-            getattr(half, name)(*tensors(1, sizes[dist.get_rank()], 2, 8, seed=5), mask)
-
-    for name in ("ring_attention", "strided_attention", "magi_attention"):
-        process_groups.threads(lambda name=name: program(name), 2)
-
-
 CONTIGUOUS, ZIGZAG, STRIPED = (
     make(100, 2) for make in (Layout.contiguous, Layout.zigzag, Layout.striped)
 )
@@ -219,31 +205,6 @@ def test_a_call_that_forgets_the_mask_of_its_plan_warns_on_each_rank(empty_cache
     process_groups.threads(lambda: program(layout, mask=Mask.causal(100)), 2)
     for other in (half.dispatch(Mask.window(100, 9), 2), Layout(layout.ranges_per_rank, 100)):
         process_groups.threads(lambda other=other: program(other), 2)
-
-
-def test_a_passed_layout_of_other_sizes_names_the_remedy_without_a_second_traceback(half):
-    def program():
-        x = tensors(1, 48, 2, 8, seed=5)
-        with pytest.raises(ValueError, match="q holds 48: divide q, k and v by this lay") as raised:
-            half.ring_attention(*x, layout=ZIGZAG)
-        assert raised.value.__suppress_context__
-
-    process_groups.threads(program, 2)
-
-
-@pytest.mark.parametrize("name", ["mask", "layout"])
-def test_ranks_with_different_masks_or_layouts_name_the_remedy(half, name):
-    same = {"mask": Mask.causal(100), "layout": ZIGZAG}
-    other = {"mask": Mask.window(100, 5), "layout": STRIPED}
-
-    def program():
-        x = tensors(1, 50, 2, 8, seed=5)
-        given = same | ({name: other[name]} if dist.get_rank() else {})
-        remedy = rf"  {name}: .*: build it from the same arguments on every rank"
-        with pytest.raises(ValueError, match=remedy):
-            half.ring_attention(*x, **given)
-
-    process_groups.threads(program, 2)
 
 
 def test_dispatch_and_shard_batch_name_the_remedy_of_what_other_functions_take(half, own_errors):

@@ -275,32 +275,3 @@ def test_the_table_of_the_guide_has_every_sum():
     assert [row.strip() for row in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]] == list(
         SUMS
     )
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
-@pytest.mark.parametrize("tokens_of_chunk", [None, 512, 128])
-def test_the_head_has_the_gradient_of_one_product_at_a_million_tokens(dtype, tokens_of_chunk):
-    """Nearly all labels are one word, so that the parts of the chunks are alike. One word occurs
-    once.
-    """
-    tokens, width, vocabulary = 2**20 if tokens_of_chunk is None else 2**17, 4, 8
-    draw = torch.Generator().manual_seed(0)
-    hidden = 1 + 0.5 * torch.randn(tokens, width, generator=draw)
-    weight = 0.3 * torch.randn(vocabulary, width, generator=draw)
-    labels = torch.where(
-        torch.rand(tokens, generator=draw) < 0.9, 0, torch.randint(vocabulary - 1, (tokens,))
-    )
-    labels[tokens // 2] = vocabulary - 1
-    narrow = torch.bfloat16 if dtype == "autocast" else dtype
-    if dtype != "autocast":
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-    p = torch.softmax(hidden.double() @ weight.double().T, 1)
-    p[torch.arange(tokens), labels] -= 1
-    exact = p.T @ hidden.double() / tokens
-    one_product = (p.to(narrow).double().T @ hidden.to(narrow).double() / tokens).to(narrow)
-    weight.requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-        linear_sequence_loss(hidden, weight, labels, chunk=tokens_of_chunk).backward()
-    error, other = ((x.double() - exact).norm() for x in (weight.grad, one_product))
-    assert error <= 2 * other

@@ -23,7 +23,7 @@ from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import noted_plans
 from canon.route.call import Call
-from canon.route.prepared_plans import Preparation
+from canon.route.prepared_plans import prepared_call
 
 FOLLOWED = 8  # ranks
 # bytes for each element of out or dq that row kernels read and write: to copy a 16-bit input, to
@@ -95,10 +95,10 @@ def plan_of(
     ValueError or TypeError as the call would.
     """
     rows = np.unique(np.linspace(0, layout.ranks // mesh_heads - 1, FOLLOWED, dtype=int))
-    given = heads, (width, width), torch.bfloat16, True, options
+    given = heads, (width, width), torch.bfloat16, options
     with meta_stands_for(None), noted_plans():
         calls = [
-            Preparation(function, mask, layout, row * mesh_heads, mesh_heads, 1, *given).call(FAST)
+            prepared_call(FAST, function, mask, layout, row * mesh_heads, mesh_heads, 1, *given)
             for row in rows.tolist()
         ]
         host = np.arange(0, layout.ranks, mesh_heads) * hosts // layout.ranks

@@ -1,5 +1,5 @@
-"""The arguments of `latent_attention`, and their checks, which raise TypeError or ValueError.
-Inside canon, latent and k_rope have an axis of one head: (b, t, 1, width).
+"""The arguments of `latent_attention`, and their checks. Inside canon, latent and k_rope have an
+axis of one head: (b, t, 1, width).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,7 @@ NAMES = "q", "latent", "k_rope", "up_weight"
 
 
 class LatentSizes(NamedTuple):
-    """The number of heads, and widths: of K without and with its shared part ``rope``, of V, and of
-    the latent (``rank``).
-    """
+    """The heads, and the widths of K without its shared part, that part, V, and the latent."""
 
     heads: int
     nope: int
@@ -34,7 +32,7 @@ def sizes_of(q: torch.Size, k_rope: torch.Size, up_weight: torch.Size) -> Latent
 
 
 def with_head(x: Tensor) -> Tensor:
-    """Return (*b, t, width) as (*b, t, 1, width). `check_latent` refuses anything else."""
+    """Return (*b, t, width) as (*b, t, 1, width)."""
     return x.unsqueeze(-2) if isinstance(x, Tensor) and x.ndim else x
 
 
@@ -68,20 +66,18 @@ def check_latent(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -
 
 
 def _value_width(q: Tensor, latent: Tensor, k_rope: Tensor, up_weight: Tensor) -> int:
-    """Return the width of V, or 0 if the rows of the weight do not divide by the heads."""
+    """Return the width of V, or 0 if the heads do not divide the rows of the weight."""
     rows, heads = up_weight.shape[0], q.shape[-2]
     return 0 if rows % heads else rows // heads - (q.shape[-1] - k_rope.shape[-1])
 
 
 def value_width(shapes: Sequence[torch.Size]) -> int | torch.SymInt:
-    """Return the width of V, which the latents are projected to."""
+    """Return the width of V."""
     return sizes_of(shapes[0], shapes[2], shapes[3]).value
 
 
 def projection_flops(shapes: Sequence[torch.Size], mask: Mask) -> int:
-    """Return the FLOPs of one projection of the tokens that a query sees, by up_weight (rows,
-    rank): 2 b tokens rows rank.
-    """
+    """Return the FLOPs of one projection of the tokens that a query sees."""
     tokens = sum(map(len, mask.needed_keys([range(mask.queries)])))
     return 2 * shapes[0][0] * tokens * shapes[3].numel()
 
@@ -89,9 +85,7 @@ def projection_flops(shapes: Sequence[torch.Size], mask: Mask) -> int:
 def latent_shapes(
     queries: int, keys: int, heads: tuple[int, int], widths: tuple[int, int]
 ) -> list[tuple[int, ...]]:
-    """Return the shapes of valid tensors without a batch axis. Plans do not depend on the widths of
-    latent and k_rope.
-    """
+    """Return shapes without a batch axis. No plan depends on the widths of latent and k_rope."""
     if heads[0] != heads[1]:
         raise ValueError(
             "latent_attention projects a key head for each query head: heads must "
@@ -104,26 +98,14 @@ def latent_shapes(
 @cached_plan
 def hidden_keys(mask: Mask) -> tuple[range, ...]:
     """Return the keys that no query sees."""
-    edges = [
-        0,
-        *(
-            edge
-            for keys in mask.needed_keys([range(mask.queries)])
-            for edge in (keys.start, keys.stop)
-        ),
-        mask.keys,
-    ]
-    return tuple(
-        range(*pair) for pair in zip(edges[::2], edges[1::2], strict=True) if pair[0] < pair[1]
-    )
+    seen = mask.needed_keys([range(mask.queries)])
+    edges = zip([0, *(x.stop for x in seen)], [*(x.start for x in seen), mask.keys], strict=True)
+    return tuple(range(*pair) for pair in edges if pair[0] < pair[1])
 
 
 def visible_only(x: Tensor, mask: Mask) -> Tensor:
-    """Return x (b, keys, 1, width) with 0 at keys that no query sees: a NaN there would reach a
-    weight.
-    """
-    hidden = hidden_keys(mask)
-    if hidden:
+    """Return x (b, keys, 1, width) with 0 at hidden keys: a NaN there would reach a weight."""
+    if hidden := hidden_keys(mask):
         x = x.clone()
         for keys in hidden:
             x[:, keys.start : keys.stop] = 0

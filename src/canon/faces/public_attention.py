@@ -28,43 +28,37 @@ def attention(algorithm: Algorithm):
     ) -> Float[Tensor, "*b t h dv"] | tuple[Tensor, ...]:
         """Return softmax(scale * q k^T) v over the visible cells, differentiable in q, k and v.
 
-        A query that sees no key gets out 0 and lse -inf. Keys that no query sees and queries that
-        see no key may hold anything, NaN included. Under autocast q, k and v are cast as
-        `torch.nn.functional.scaled_dot_product_attention` casts them.
+        A query that sees no key gets out 0 and lse -inf. It, and keys that no query sees, may hold
+        anything, NaN included. Autocast casts q, k and v as for `scaled_dot_product_attention`.
 
         Args:
-            q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b. h is a multiple
-                of g. Any strides.
-            mask: the visible cells of t queries x s keys, for all sequences; None is causal and
-                needs t = s. A tuple or a list of b Masks holds one for each sequence.
+            q, k, v: (b, t, h, d), (b, s, g, d), (b, s, g, dv), or packed without b, with any
+                strides. h is a multiple of g.
+            mask: the visible cells of t queries x s keys; None is causal and needs t = s. A tuple
+                or a list of b Masks holds one for each sequence.
             scale: factor of the scores, finite; None is 1 / sqrt(d).
-            softcap: the limit of the scores: s becomes softcap * tanh(s / softcap) with s = scale *
-                q k^T. Positive; None is no limit.
-            sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q.
-                out becomes out * sigmoid(lse - sink), differentiable in sink, too. lse stays that
-                of the keys alone.
-            backward: "fused", "split", "head_parallel", or "auto": the methods of
-                `attention_backward`. "auto" is the fastest, and under
-                `torch.use_deterministic_algorithms(True)` the fastest that repeats its bits.
+            softcap: the limit of the scores s = scale * q k^T, which become softcap * tanh(s /
+                softcap). Positive; None is no limit.
+            sink: a logit (h,) of each query head in the denominator, float32 or in the dtype of q:
+                out becomes out * sigmoid(lse - sink), differentiable in sink. lse stays that of the
+                keys.
+            backward: a method of `attention_backward`: "fused", "split", "head_parallel", or
+                "auto", the fastest. Under `torch.use_deterministic_algorithms(True)` it is the
+                fastest that repeats its bits.
             rank_invariant: let the bits of a query depend on the keys that it sees and their
-                positions modulo 128 alone: equal on any number of ranks, in prefill by chunks and
-                in decoding, among other documents and in a tree (`canon.route.rank_invariance`).
+                positions modulo 128 alone (`canon.route.rank_invariance`): equal on any number of
+                ranks, in prefill by chunks, in decoding, among other documents and in a tree.
                 "fused" contradicts the option.
             return_lse: also return lse (b, h, t), the natural logarithm of the softmax's
-                denominator, in float32 (float64 for float64). It is differentiable.
-            return_max_logits: also return, as the last result, the largest visible score of each
-                query head (h,), scaled and capped, over batch, tokens and ranks: float32, not
-                differentiable, -inf for a head that sees no key.
+                denominator, differentiable, in float32 (float64 for float64).
+            return_max_logits: also return, last, the largest visible score of each query head (h,),
+                scaled and capped, over batch, tokens and ranks: float32, not differentiable, -inf
+                for a head that sees no key.
 
-        Raises:
-            ValueError: shapes, dtypes, devices or the mask do not fit together, or ``backward`` is
-                unknown or contradicts ``rank_invariant``.
-
-        Warns:
-            UserWarning: mask is None, h = g, and there are fewer tokens than heads, as if q were
-                (b, h, t, d).
-
-        Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+        Raises ValueError if shapes, dtypes, devices or the mask do not fit together, or
+        ``backward`` is unknown or contradicts ``rank_invariant``. Warns if mask is None, h = g, and
+        there are fewer tokens than heads, as if q were (b, h, t, d). Source: Dao, FlashAttention-2
+        (2023), algorithms 1 and 2.
         """
         options = {
             "scale": scale,

@@ -32,7 +32,7 @@ from canon.route.rank_invariance import check_rank_invariant
 
 
 def is_captured(x: Tensor) -> bool:
-    """Return whether work on x is captured in a CUDA graph now."""
+    """Return whether a CUDA graph captures work on x now."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -50,10 +50,8 @@ def decode_attention(
     notes: str = "",
 ):
     """Return `decode_attention` of a half: ``decode(q, k, v, mask, scale, sink, group, rank,
-    ranks)``, after the checks.
-
-    ``in_order(q, k, v)`` returns the function for several ranks with ``rank_invariant``. It returns
-    None, on all ranks, where all keys have to travel.
+    ranks)`` after the checks. ``in_order(q, k, v)`` returns the function for several ranks with
+    ``rank_invariant``, which returns None where all keys have to travel.
     """
 
     @under_autocast("q", "k", "v")
@@ -70,33 +68,27 @@ def decode_attention(
         group: Group = None,
         return_lse: bool = False,
     ) -> Float[Tensor, "*b t h dv"] | tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
-        """Return attention of queries that all ranks hold over keys that are divided among the
-        ranks. A collective.
-
-        Use it to generate or evaluate: few queries see many keys. All ranks return the same bits.
+        """Return attention of queries that all ranks hold over keys that the ranks divide, to
+        generate or evaluate. A collective. All ranks return the same bits.
 
         Args:
             q: (b, t, h, d), or packed without b, equal on all ranks.
             k, v: this rank's keys, (b, s, g, d), (b, s, g, dv), or packed. s may differ between
                 ranks, and may be 0.
-            mask: the visible cells of t queries x s keys of this rank, or b Masks, one for each
-                sequence. None: all are seen.
-            scale, softcap, sink: as in `attention`; the sink is equal on all ranks, and applied
-                last.
-            rank_invariant: return the bits that `attention` with this option returns for these
-                queries, on any number of ranks. The keys of all ranks follow each other, and those
-                of each rank begin at a multiple of 128. K and V travel to all ranks, unless notes
-                below say otherwise, and the host waits: no CUDA graph can be captured. Dividing the
-                heads among ranks, and calling `attention` with this option on each, needs no
-                messages.
+            mask: the visible cells of t queries x s keys of this rank, or b Masks. None: all.
+            scale, softcap, sink: as in `attention`; the sink is equal on all ranks.
+            rank_invariant: return the bits of `attention` with this option, on any number of ranks.
+                The keys of all ranks follow each other, and those of each rank begin at a multiple
+                of 128. K and V travel to all ranks, unless notes below say otherwise, and the host
+                waits. Dividing the heads among ranks, with `attention` on each, needs no messages.
             group: as in `canon.faces`. A mesh ("tokens", "heads") stands for its ranks: no heads
                 are exchanged.
-            return_lse: also return lse (b, h, t) over the keys of all ranks, as `attention` does.
+            return_lse: also return lse (b, h, t) over the keys of all ranks.
 
-        The result is not differentiable. Raises ValueError or TypeError on every rank, if the
-        arguments of one rank do not fit together, or dtypes, scales or shapes except s differ
-        between ranks; RuntimeError for ``rank_invariant`` on several ranks while a CUDA graph is
-        captured. Source: Dao, FlashAttention-2 (2023), section 2.3.1, for the merge.
+        Not differentiable. Raises ValueError or TypeError on every rank, if arguments do not fit
+        together, or dtypes, scales or shapes except s differ between ranks; RuntimeError for
+        ``rank_invariant`` on several ranks while a CUDA graph is captured. Source: Dao,
+        FlashAttention-2 (2023), section 2.3.1, for the merge.
         """
         given, rank, ranks, mask, checked, compute = _agreed(
             q, k, v, mask, scale, softcap, sink, rank_invariant, group,
@@ -130,8 +122,8 @@ def _agreed(
     in_order: Callable[..., Callable[..., Any]],
     check_device: Callable[[Tensor], None],
 ) -> tuple[dist.ProcessGroup | None, int, int, Masks, Scale, Callable[..., Any]]:
-    """Return the process group, the rank, the number of ranks, the mask, the scale, and the
-    function that computes, after a comparison between ranks.
+    """Check and compare the arguments. Return group, rank, ranks, mask, scale and the function that
+    computes.
     """
     name = "decode_attention"
     group, rank, ranks = place_in(name, group)

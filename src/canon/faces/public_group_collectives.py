@@ -21,9 +21,7 @@ from canon.route.plan_arguments import (
 
 
 def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device):
-    """Return `group_cast` of a half. ``cast(x, plan, stage, group, rank, sizes)`` takes checked
-    arguments.
-    """
+    """Return `group_cast` of a half: ``cast(x, plan, stage, group, rank, sizes)``, checked."""
 
     def group_cast(
         x: Float[Tensor, "t ..."], plan: CastPlan, stage: int, *, group: Group = None
@@ -32,8 +30,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
         collective. Not differentiable.
 
         Args: ``x`` (t, ...), this rank's tokens; ``plan``, equal on all ranks; ``stage``, the
-            number of the cast, from 0; ``group``, a ProcessGroup or a DeviceMesh, None for all
-            ranks.
+            number of the cast, from 0; ``group``, as in `canon.faces`.
         Raises ValueError if x, the group or the stage do not fit the plan. Source: Tao and Huang,
         MagiAttention (2025).
         """
@@ -49,9 +46,7 @@ def group_cast(cast: Callable[..., Tensor], check_device: Callable[[Tensor], Non
 def group_reduce(
     reduce: Callable[..., Tensor], check_device: Callable[[Tensor], None] = any_device
 ):
-    """Return `group_reduce` of a half. ``reduce(y, plan, stage, into, group, rank)`` takes checked
-    arguments.
-    """
+    """Return `group_reduce` of a half: ``reduce(y, plan, stage, into, group, rank)``, checked."""
 
     def group_reduce(
         y: Float[Tensor, "received ..."],
@@ -64,10 +59,10 @@ def group_reduce(
         """Add the rows ``y`` of all ranks to the tokens that they were cast from, and return
         ``into``. A collective.
 
-        Args: ``y`` (received, ...), one row for each token that this rank received in cast
-            ``stage``, in that order; ``into`` (t, ...), this rank's tokens, changed in place.
-        Rows are sent in the dtype of ``y``, added in float32 (float64 if ``into`` is float64) in
-        rank order, and rounded once. Errors and Source: those of `group_cast`.
+        Args: ``y`` (received, ...), a row for each token that this rank received in cast ``stage``,
+            in that order; ``into`` (t, ...), this rank's tokens, changed in place.
+        Rows are sent in the dtype of ``y``, added in rank order in float32 (float64 if ``into`` is
+        float64), and rounded once. Errors and Source: those of `group_cast`.
         """
         group, rank, _ = _agreed(
             "group_reduce", half_of(reduce), check_device, y, plan, stage, group, into
@@ -88,9 +83,7 @@ def _agreed(
     group: Group,
     into: Tensor | None = None,
 ) -> tuple[dist.ProcessGroup | None, int, Sizes]:
-    """Return the process group, this rank and the sizes of its cast, after a comparison between all
-    ranks. A collective.
-    """
+    """Compare the arguments. Return the process group, this rank and the sizes of its cast."""
     group, rank, ranks = place_in(function, group)
     with refused_together(function, group, ranks):
         plain_tensor(function, x, 0)

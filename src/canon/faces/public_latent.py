@@ -43,17 +43,16 @@ def latent_attention(algorithm: Algorithm):
         """Return multi-head latent attention. Latents travel round a ring; each rank projects them
         to K and V. A collective.
 
-        A token sends rank + rope values instead of h (d + dv), but every rank projects all tokens
-        that it receives: `canon.reference.latent` has bytes, FLOPs and limits.
+        A token sends rank + rope values instead of h (d + dv), but every rank projects all that it
+        receives: `canon.reference.latent` has bytes, FLOPs and limits.
 
         Args:
             q: queries. Their last ``rope`` columns have the rotary embedding.
-            latent: the compressed keys and values of a token, after their normalisation.
+            latent: the compressed keys and values, normalised.
             k_rope: the part of K that all heads share, with the rotary embedding.
             up_weight: the weight of the projection, (h * (d - rope + dv), rank), equal on all
                 ranks: ``kv_b_proj.weight`` in transformers. Each head has d - rope rows for K, then
-                dv rows for V. K of a head ends with k_rope. Add the gradients of all ranks: a
-                rank's is the sum over its own queries.
+                dv rows for V. A rank's gradient is the sum over its own queries: add those of all.
             reduce_dtype: dtype in which the gradients of latent and k_rope are sent.
 
         Errors and the other arguments: `canon.faces`. Source: DeepSeek-AI, DeepSeek-V2 (2024),

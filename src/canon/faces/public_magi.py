@@ -45,12 +45,12 @@ def magi_attention(algorithm: Algorithm):
             layout: from ``dispatch(mask, ranks)``, with rank_invariant=True if the call has it, or
                 any other.
             casts: the largest number of casts, 1 by default. Each is in flight during the step
-                before it is used.
+                before its use.
             own_keys_first: True: step 0 uses own keys alone, while the first cast is in flight.
-                False: step 0 waits for the only cast and uses all keys. None: by the mask and the
-                layout (`own_keys_come_first` in `canon.masks.cast_plan`); True for several casts,
-                False with rank_invariant.
-            keep_kv: keep the received keys for the backward pass instead of receiving them again.
+                False: step 0 waits for the only cast. None: by the mask and the layout
+                (`own_keys_come_first` in `canon.masks.cast_plan`); True for several casts, False
+                with rank_invariant.
+            keep_kv: keep the received keys for the backward pass, which else receives them again.
 
         Errors and the other arguments: `canon.faces`. An option or a layout that contradicts
         rank_invariant also raises. Source: Tao and Huang, MagiAttention (2025).

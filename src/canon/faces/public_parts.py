@@ -3,6 +3,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -15,7 +16,6 @@ from canon.route.checks import (
     check_gradients,
     check_mask,
     check_method,
-    check_parts,
     check_tensors,
     default_scale,
     under_autocast,
@@ -42,15 +42,14 @@ def attention_forward(forward: Callable[..., tuple[Tensor, Tensor]]):
         """Return out (b, t, h, dv) and lse (b, h, t) of these queries over these keys: a whole
         result, or a part to `merge`. Not differentiable.
 
-        Args: those of `attention`. ``out_dtype`` is the dtype of out, by default that of q. Parts
-            to be merged should be float32, so that the merged result is rounded once.
+        Args: those of `attention`. ``out_dtype``, by default that of q, should be float32 for parts
+            to be merged: the merged result is then rounded once.
         Raises ValueError if the arguments do not fit together. Source: Dao, FlashAttention-2
         (2023), algorithm 1.
         """
         if isinstance(mask, (tuple, list)):
-            return attend_each(
-                bound_forward, q, k, v, mask, scale=scale, softcap=softcap, out_dtype=out_dtype
-            )
+            options = {"scale": scale, "softcap": softcap, "out_dtype": out_dtype}
+            return attend_each(partial(bound_forward, **options), q, k, v, mask)
         check_tensors(q, k, v)
         check_mask(q, k, mask)
         options = {"scale": default_scale(q, scale, softcap), "out_dtype": out_dtype or q.dtype}
@@ -91,8 +90,8 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
     ]:
         """Return dq, dk and dv of these queries over these keys. Not differentiable.
 
-        ``out`` and ``lse`` are those over *all* keys that the queries see, also keys on other
-        ranks. The results for disjoint parts of the keys then add up to the whole gradient.
+        ``out`` and ``lse`` are those over *all* keys that the queries see, also on other ranks. So
+        the results for disjoint parts of the keys add up to the whole gradient.
 
         Args:
             dout, dlse: gradients of out and lse; dlse=None is zero.
@@ -100,14 +99,11 @@ def attention_backward(gradients: Callable[..., tuple[Tensor | None, ...]], note
             delta: rowsum(dout * out) - dlse, (b, h, t), in place of dlse.
             method: "fused", "split", "head_parallel", or "auto": see `backward.py`.
             grad_dtype: dtype of the results; None is the dtype of q.
-            needs_grad: whether q, k and v need a gradient. A gradient that is not needed is None,
-                and its work is skipped: for dk and dv if neither k nor v needs one.
+            needs_grad: whether q, k and v need a gradient. Others are None, and their work is
+                skipped: for dk and dv if neither k nor v needs one.
 
-        Raises:
-            ValueError: shapes, dtypes or the mask do not fit together, dlse and delta are both
-                given, or an unknown method.
-
-        Source: Dao, FlashAttention-2 (2023), algorithm 2.
+        Raises ValueError if shapes, dtypes or the mask do not fit together, dlse and delta are both
+        given, or the method is unknown. Source: Dao, FlashAttention-2 (2023), algorithm 2.
         """
         if isinstance(mask, (tuple, list)):
             return differentiate_each(
@@ -160,13 +156,17 @@ def merge(merged: Callable[..., tuple[Tensor, Tensor]]):
     ) -> tuple[Float[Tensor, "*b t h dv"], Float[Tensor, "*b h t"]]:
         """Return (out, lse) over the keys of two disjoint parts, with out in the dtype of ``out``.
 
-            lse' = log(exp(lse) + exp(other_lse))        out' = exp(lse - lse') out + exp(other_lse
-                                                         - lse') other_out
+            lse' = log(exp(lse) + exp(other_lse))
+            out' = exp(lse - lse') out + exp(other_lse - lse') other_out
 
         A part in which a query sees no key (lse -inf) has no weight, whatever its out holds. The
         result is not differentiable. Raises ValueError if the shapes differ. Source: Dao,
         FlashAttention-2 (2023), section 2.3.1."""
-        check_parts(out, lse, other_out, other_lse)
+        if out.shape != other_out.shape or lse.shape != other_lse.shape:
+            raise ValueError(
+                f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
+                f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
+            )
         return merged(out, lse, other_out, other_lse)
 
     return bound(merge, merged)

@@ -18,8 +18,8 @@ from canon.route.plan_arguments import (
 
 
 def dispatch(planned: Callable[..., Layout]):
-    """Return `dispatch` of a half. ``planned`` takes the mask of `one_mask`, and checked numbers
-    with the chunk filled in.
+    """Return `dispatch` of a half. ``planned`` takes the results of `one_mask` and
+    `checked_dispatch`.
     """
 
     def dispatch(
@@ -37,8 +37,8 @@ def dispatch(planned: Callable[..., Layout]):
         all ranks; cached.
 
         The plan minimises the time of the slowest rank, max(computing, receiving, sending), down to
-        ``imbalance`` times the lower bound of computing. Among plans below that, it minimises time
-        x traffic. It is never worse than zigzag chunks.
+        ``imbalance`` times the lower bound of computing, then time x traffic. It is never worse
+        than zigzag chunks.
 
         Args:
             mask: over the whole sequence, with as many queries as keys. A tuple or a list holds a
@@ -49,20 +49,14 @@ def dispatch(planned: Callable[..., Layout]):
                 differ by at most one chunk. None: `canon.route.plan_arguments.default_chunk`.
             imbalance: the accepted ratio of the largest area to its lower bound.
             cells_per_us, tokens_per_us: the assumed rates of a rank in cells (of all heads) and
-                received tokens per microsecond, forward and backward together. Defaults: 64 heads
-                of width 128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk,
-                dv).
+                received tokens per microsecond, both passes together. Defaults: 64 heads of width
+                128 at 500 TFLOP/s; 8 key heads at 300 GB/s (bf16 K, V twice; float32 dk, dv).
             swaps_per_chunk: the largest number of swaps, divided by the number of non-empty chunks.
-            rank_invariant: make the layout fit ``magi_attention(..., rank_invariant=True)``: the
-                chunk is a multiple of 128 tokens, and other chunks raise.
+            rank_invariant: fit ``magi_attention(..., rank_invariant=True)``: the chunk is a
+                multiple of 128 tokens, and others raise.
 
-        Raises:
-            ValueError: the mask is not square, or a number is out of range.
-            TypeError: an argument has a wrong type.
-
-        Warns:
-            UserWarning: an explicit chunk leaves ranks without tokens, although there are enough.
-
+        Raises ValueError if the mask is not square or a number is out of range; TypeError for wrong
+        types. Warns if an explicit chunk leaves ranks without tokens, although there are enough.
         Source: Tao and Huang, MagiAttention (2025): the problem and the chunks.
         """
         one, sequences = one_mask(mask)
@@ -102,8 +96,8 @@ def cast_plan(planned: Callable[[Mask, Layout, int, bool | None], CastPlan]):
 
         Args: as in `magi_attention`. There are fewer casts if every rank sends fewer than ``casts``
             tokens to each other rank.
-        Raises ValueError if mask and layout differ in their number of tokens, or the options do not
-        fit together; TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
+        Raises ValueError if mask and layout differ in their tokens, or options do not fit together;
+        TypeError for wrong types. Source: Tao and Huang, MagiAttention (2025).
         """
         check_cast(mask, layout)
         with recorded("cast_plan"):
@@ -116,11 +110,11 @@ def plan_report(reported: Callable[[Mask, Layout, int], PlanReport]):
     """Return `plan_report` of a half."""
 
     def plan_report(mask: Mask, layout: Layout, *, chunk: int | None = None) -> PlanReport:
-        """Return the balance and the traffic of a layout: each rank's visible cells, and the tokens
-        that it receives and sends.
+        """Return the balance and the traffic of a layout: each rank's visible cells, received and
+        sent tokens.
 
-        Args: ``chunk``, the length of a chunk of `dispatch`, in tokens; None is its default. A
-            chunk is not divided, so its area is a lower bound of the largest work.
+        Args: ``chunk``, that of `dispatch`, in tokens. A chunk is not divided, so its area is a
+            lower bound of the largest work.
         Raises ValueError or TypeError as `cast_plan`, or if chunk < 1. Source: Tao and Huang,
         MagiAttention (2025).
         """

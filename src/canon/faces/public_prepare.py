@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from canon.masks.arguments import flag
 from canon.masks.layout import Layout
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import noted_plans
@@ -13,7 +14,7 @@ from canon.ranks.profiling import recorded
 from canon.route.algorithm import Side
 from canon.route.binding import bound
 from canon.route.call import Call
-from canon.route.prepared_plans import Preparation, PreparedPlans
+from canon.route.prepared_plans import PreparedPlans, prepared_call
 
 
 def prepare(
@@ -42,43 +43,35 @@ def prepare(
         requires_grad: bool = True,
         **options: Any,
     ) -> PreparedPlans:
-        """Return the plans of a call of ``function``. Its method ``load`` puts them into the cache
-        of the training process.
+        """Return the plans of a call of ``function``, to be loaded in the training process.
 
         Args:
             function: "attention", "ring_attention", "zigzag_attention", "striped_attention",
                 "latent_attention", "strided_attention" or "magi_attention".
             mask, layout: those of the call; no layout for "attention", `Layout.zigzag` for
                 "zigzag_attention".
-            rank: the rank that will make the call; None is the rank of this process.
-            mesh_heads: the dimension "heads" of the mesh ("tokens", "heads") of the call.
+            rank: the rank that will make the call; None is that of this process.
+            mesh_heads: the dimension "heads" of the mesh of the call.
             batch, heads, widths, dtype: b, (h, g), (d, dv) and the dtype of q, k and v.
                 `latent_attention` projects K and V of (h, h) heads.
             device: the device of the call. Plans of the reference are the same on all devices.
-            backward: the ``backward`` of the call. "auto" makes the plans of both states of
-                `torch.use_deterministic_algorithms`; another one those of this process's state.
+            backward: that of the call. "auto" makes the plans of both states of
+                `torch.use_deterministic_algorithms`; others those of this process's state.
             requires_grad: also make the plans of the backward pass.
-            options: other options of the function that the call passes, such as ``casts``.
+            options: other options that the call passes, such as ``casts``.
 
         Raises ValueError or TypeError if the arguments do not fit together. Source: Tao and Huang,
         MagiAttention (2025), whose plans are also made once for each mask.
         """
-        options = {"backward": backward, **options}
-        given = Preparation(
-            function,
-            mask,
-            layout,
-            rank,
-            mesh_heads,
-            batch,
-            heads,
-            widths,
-            dtype,
-            requires_grad,
-            options,
-        )
+        flag("prepare: requires_grad", requires_grad)
+        sizes = rank, mesh_heads, batch, heads, widths, dtype
         with recorded("prepare"), noted_plans() as plans, on(device):
-            run(given.call(side), requires_grad)
-        return given.prepared(plans)
+            call = prepared_call(
+                side, function, mask, layout, *sizes, {"backward": backward, **options}
+            )
+            run(call, requires_grad)
+        if layout is not None:
+            _ = mask.digest, layout.digest  # by which the ranks compare a call
+        return PreparedPlans(mask, layout, tuple(plans.items()))
 
     return bound(prepare, run, notes)

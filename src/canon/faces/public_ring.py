@@ -1,6 +1,4 @@
-"""The ring functions: `ring_attention`, and the same over a layout of its own, `zigzag_attention`
-and `striped_attention`.
-"""
+"""`ring_attention`, and the same over own layouts: `zigzag_attention` and `striped_attention`."""
 
 import torch
 from jaxtyping import Float

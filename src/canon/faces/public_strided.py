@@ -44,14 +44,14 @@ def strided_attention(algorithm: Algorithm):
         time. A collective.
 
         Args:
-            head_stride: number of key heads in a head group, a divisor of g. None: the largest with
-                at most 1 GiB of gathered K and V (`default_stride` in `canon.masks.head_groups`).
-            forward_first_stride, backward_first_stride: number of key heads in the first step, less
-                than head_stride. None: no split.
-            backward_last_stride: number of key heads in the last step, likewise. One head group is
-                split only once. Splits rarely pay on one host.
+            head_stride: key heads in a head group, a divisor of g. None: the largest with at most 1
+                GiB of gathered K and V (`default_stride` in `canon.masks.head_groups`).
+            forward_first_stride, backward_first_stride: key heads in the first step, less than
+                head_stride. None: no split.
+            backward_last_stride: key heads in the last step, likewise. One head group is split only
+                once. Splits rarely pay on one host.
             backward_schedule: "scatter", or "ring": the backward pass of `ring_attention`, whose
-                memory does not grow with the number of ranks. It takes no backward strides.
+                memory does not grow with the ranks. It takes no backward strides.
 
         Errors and the other arguments: `canon.faces`. Strides that do not fit the heads, and an
         option or a layout that contradicts rank_invariant, also raise. Strides change results by

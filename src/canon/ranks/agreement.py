@@ -1,20 +1,18 @@
 """The state of a process group, and the check that all its ranks make the same call.
 
-Every call posts a digest of its arguments, 8 bytes per rank (`digests`), as different ones could
-deadlock:
+Every call posts a digest of its arguments (`digests`), as different ones could deadlock:
 
     call n, forward     post digest n                       messages, kernels
     call n, backward    read all digests n, post n'         messages, kernels
     call n + 1          read all digests n', post n + 1     ...
 
 On CPUs, and if a call is new to a rank, the rank waits for all digests before it sends. On GPUs a
-known call continues at once. Its digests are read at the next call, or after a second by a thread,
-which aborts the messages in flight if they cannot succeed.
+known call continues at once: its digests are read at the next call, or after a second by a thread,
+which aborts messages that cannot succeed.
 
-After a failure, each running rank answers through the group's store, so errors name the missing
-ranks. A rank that raises in a pass writes its exception to the store. If the other ranks do not
-raise the same in that call, every rank logs it within 3 s and aborts the group, and the pending or
-the next call raises it.
+After a failure, running ranks answer through the group's store, so errors name the missing ones. A
+rank writes an exception of a pass to the store. If others do not raise the same in that call, every
+rank logs it within 3 s and aborts the group, and the next call raises it.
 """
 
 import atexit
@@ -64,8 +62,8 @@ class Liveness:
     ranks: int
 
     def exchange(self, about: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]] | None:
-        """Write ``mine`` under the name ``about``. Return the entries of the ranks that write
-        within `ANSWER_SECONDS`, None if the store does not answer.
+        """Write ``mine``. Return the entries of the ranks that write within `ANSWER_SECONDS`, None
+        if the store does not answer.
         """
         written = {self.rank: mine}
         try:
@@ -101,26 +99,25 @@ class Liveness:
         return "all ranks still run"
 
     def report(self, call: int, error: str) -> None:
-        """Write that this rank has raised ``error`` in a call."""
+        """Write that this rank has raised an error."""
         with suppress(RuntimeError):
             self.store.set(f"raised/{self.rank}", json.dumps({"call": call, "error": error}))
             self.store.add("raised", 1)
 
     def reports(self) -> int:
-        """Return the number of `report`s of all ranks."""
+        """Return the number of reports of all ranks."""
         return self.store.add("raised", 0) if self.store.check(["raised"]) else 0
 
     def raised_alone(self) -> str:
-        """Return the last exception that some ranks, but not all, have raised, or ""."""
+        """Return the last exception that not all ranks have raised, or ""."""
         with suppress(RuntimeError):
             if not self.reports():
                 return ""
-            keys = {
-                rank: key
+            raised = {
+                rank: json.loads(self.store.get(key))
                 for rank in range(self.ranks)
                 if self.store.check([key := f"raised/{rank}"])
             }
-            raised = {rank: json.loads(self.store.get(key)) for rank, key in keys.items()}
             last = max(entry["call"] for entry in raised.values())
             errors = {
                 rank: entry["error"] for rank, entry in raised.items() if entry["call"] == last
@@ -129,12 +126,6 @@ class Liveness:
                 rank, error = next(iter(errors.items()))
                 return f"call {last}: rank {rank} raised {error}"
         return ""
-
-    def first(self, alone: str) -> str:
-        """Return the ``alone`` of the first rank that calls this: all raise the same text."""
-        with suppress(RuntimeError):
-            return self.store.compare_set("raised/first", "", alone).decode()
-        return alone
 
     def answer(self, calls: int) -> None:
         """Write the number of this rank's calls if another rank has reported a failure."""
@@ -148,18 +139,17 @@ class Liveness:
 
 @dataclass(eq=False)
 class PendingCall:
-    """A call with a posted digest that is not compared yet."""
+    """A call whose digest is posted and not compared yet."""
 
     name: str
     number: int
     digest: int
     fields: Fields
-    post: Any
     started: float = field(default_factory=time.monotonic)
 
 
 class GroupState:
-    """The rank, the number of ranks, and the calls that this rank has made in one process group."""
+    """The calls of this rank in one process group."""
 
     def __init__(self, group: Any):
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -174,19 +164,17 @@ class GroupState:
         self.known: set[int] = set()  # digests on which all ranks agreed
         self.pending: PendingCall | None = None
         self.broken: Exception | None = None  # the error that made the group unusable
-        self.raised = False  # whether this rank has raised an exception that is not compared yet
+        self.raised = False  # an exception of this rank is not compared yet
         self.reports = 0  # of exceptions that all ranks raised
         self.doubtful = False  # whether there are others
         self.lock = threading.RLock()
         watch(self)
 
-    # agreement
     def agree(self, name: str, fields: Fields, wait: bool, digest: int | None = None) -> None:
-        """Compare a call with the other ranks' calls, by its ``fields`` or their ``digest``.
+        """Compare a call with the other ranks' calls, now if ``wait`` or if it is new.
 
-        ``wait``: compare now, even if this rank knows the call. Raises ValueError if the ranks
-        differ, in this call or the previous one; RuntimeError if a rank is missing, or the group is
-        broken.
+        Raises ValueError if the ranks differ, in this call or the previous one; RuntimeError if a
+        rank is missing, or the group is broken.
         """
         digest = digest_of(fields) if digest is None else digest
         with self.lock:
@@ -195,18 +183,15 @@ class GroupState:
                 self._compare_exceptions()
             self.calls += 1
             try:
-                self.pending = PendingCall(
-                    name, self.calls, digest, fields, self.digests.post(self.calls, digest)
-                )
+                self.digests.post(self.calls, digest)
             except RAISED as error:
                 self._fail(name, error)
+            self.pending = PendingCall(name, self.calls, digest, fields)
             if wait or digest not in self.known:
                 self.settle(before_messages=True)
 
     def settle(self, before_messages: bool = False, digests: list[int] | None = None) -> None:
-        """Compare the digests of the pending call, given or awaited. With ``before_messages``, the
-        group stays usable if the ranks differ.
-        """
+        """Compare the digests of the pending call. Before its messages, the group stays usable."""
         with self.lock:
             if self.broken:
                 raise type(self.broken)(*self.broken.args)
@@ -214,7 +199,7 @@ class GroupState:
             if call is None:
                 return
             try:
-                found = call.post.wait() if digests is None else digests
+                found = self.digests.wait() if digests is None else digests
             except RAISED as error:
                 self._fail(call.name, error)
             if all(digest == call.digest for digest in found):
@@ -232,7 +217,7 @@ class GroupState:
             raise self.broken or problem
 
     def _difference(self, call: PendingCall) -> str:
-        """Name the fields and ranks that differ, after an exchange through the store."""
+        """Name the fields and ranks that differ."""
         fields = {
             name: value if isinstance(value, str) else repr(value)
             for name, value in versioned(call.fields)
@@ -259,21 +244,15 @@ class GroupState:
             lines.append(f"  rank {', '.join(missing)} did not write its arguments")
         return "\n".join(lines)
 
-    # missing ranks
     @contextmanager
     def failures(self, name: str) -> Iterator[None]:
-        """Report an exception inside to the other ranks. Errors of messages then name missing
-        ranks.
-        """
+        """Report an exception inside to the other ranks. Errors of messages name missing ranks."""
         try:
             yield
         except RAISED as error:
             self._fail(name, error)
 
     def _fail(self, name: str, error: BaseException) -> NoReturn:
-        """Raise an error that names the missing ranks, or ``error`` itself if it does not come from
-        messages.
-        """
         if self.broken and isinstance(error, Exception):
             raise type(self.broken)(*self.broken.args) from error
         cause = (str(error).splitlines() or [""])[0][:200]
@@ -292,7 +271,6 @@ class GroupState:
         )
         raise self.broken from error
 
-    # the watching thread
     def look(self) -> None:
         """Answer a liveness check. Abort the messages of a call that cannot succeed."""
         if self.broken is None:
@@ -312,7 +290,7 @@ class GroupState:
             self.lock.release()
 
     def _look_for_exceptions(self) -> None:
-        """Abort the group if a rank has raised, and the others have not until the next look."""
+        """Abort the group if a rank has raised, and others have not until the next look."""
         if (reports := self.liveness.reports()) == self.reports:
             return
         if not (alone := self.liveness.raised_alone()):
@@ -323,21 +301,19 @@ class GroupState:
             self.doubtful = True
 
     def _compare_exceptions(self) -> None:
-        """Wait until all ranks have raised this rank's exception, or it has broken the group."""
+        """Wait until all ranks have raised this exception, or it has broken the group."""
         while not self.broken and self.liveness.raised_alone():
             time.sleep(0.01)
         self.raised = False
         self.settle()
 
     def _lose(self, alone: str) -> Exception:
-        """Make the group unusable, as some ranks have raised alone. Return the error of later
-        calls.
-        """
+        """Make the group unusable. Return the error of later calls."""
         lost = (
             "The other ranks have not raised it, so their messages are lost: make a new "
             "process group."
         )
-        self.broken = RuntimeError(f"{self.liveness.first(alone)}. {lost}")
+        self.broken = RuntimeError(f"{alone}. {lost}")
         return self.broken
 
     def _abort(self, error: Exception) -> None:
@@ -357,8 +333,8 @@ class GroupState:
 
     def _read_late(self, call: PendingCall) -> None:
         try:
-            if (digests := call.post.digests()) is None:
-                call.post.check_ranks()
+            if (digests := self.digests.read()) is None:
+                self.digests.check_processes()
                 return
         except RuntimeError as error:
             self.pending = None
@@ -371,7 +347,7 @@ class GroupState:
 
 
 def group_state(group: Any) -> GroupState:
-    """Return the state of a group of this rank; None is all ranks. A collective at first."""
+    """Return the state of a group; None is all ranks. A collective at first."""
     world = dist.distributed_c10d._world
     group = world.default_pg if group is None else group
     if group is None or group not in world.pg_map:
@@ -387,8 +363,8 @@ def group_state(group: Any) -> GroupState:
 
 @contextmanager
 def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
-    """Check the arguments of a collective inside: an error on one rank, or a warning that filters
-    make one, raises on every rank, in its next `GroupState.agree`.
+    """Check the arguments of a collective inside: an error on one rank, or a warning that is one,
+    raises on every rank, in its next `GroupState.agree`.
     """
     try:
         yield
@@ -403,19 +379,19 @@ def refused_together(name: str, group: Any, ranks: int) -> Iterator[None]:
 
 
 def agree(name: str, group: Any, ranks: int, x: torch.Tensor, *fields: tuple[str, Any]) -> None:
-    """Compare a call between the ranks of a group: its name, the dtype of x, and ``fields``."""
+    """Compare a call between ranks: its name, the dtype of x, and ``fields``."""
     if ranks > 1:
         fields = (("function", name), ("dtype", x.dtype), *fields)
         group_state(group).agree(name, fields, wait=x.device.type == "cpu")
 
 
 def named_failures(name: str, group: Any, ranks: int) -> AbstractContextManager[None]:
-    """Return `GroupState.failures` of a group, or an empty context for a single rank."""
+    """Return `GroupState.failures` of a group. A single rank needs none."""
     return group_state(group).failures(name) if ranks > 1 else nullcontext()
 
 
 def watch(group_state: Any) -> None:
-    """Call ``group_state.look()`` once a second in a thread, as long as the object lives."""
+    """Call ``group_state.look()`` once a second, as long as the object lives."""
     with _lock:
         _watched.add(group_state)
         if not _thread or not _thread[0].is_alive():
@@ -437,9 +413,8 @@ def _look() -> None:
 
 @atexit.register
 def _end() -> None:
-    """Wait until the thread has left the store: Python may end a daemon thread inside C++ code,
-    which aborts the process. After an exception, first give the others time to read it: this
-    process may serve the store.
+    """Wait until the thread has left the store: Python may end it inside C++ code, which aborts the
+    process. After an exception, give the others time to read it: this process may serve the store.
     """
     if any(state.raised and not state.broken for state in list(_watched)):
         time.sleep(REPORT_SECONDS)

@@ -4,8 +4,8 @@ continues.
     SharedDigests      one host: a word for each rank in shared memory; a few microseconds
     GatheredDigests    several hosts: an all-gather in the background
 
-A word holds the number of the call (8 bits) and the digest (56 bits), so one store writes both. A
-rank posts call n + 1 after it has read all words for call n: no word is overwritten too early.
+A word holds the number of the call (8 bits) and the digest (56 bits). A rank posts call n + 1 after
+it has read all words for call n, so no word is overwritten too early.
 """
 
 import hashlib
@@ -31,93 +31,75 @@ DIGEST = (1 << 56) - 1
 
 
 def versioned(fields: Fields) -> Fields:
-    """Return the fields with the version of Canon: another one may send other messages."""
+    """Return the fields with the version of Canon."""
     return ("version of Canon", canon.__version__), *fields
 
 
 def digest_of(fields: Fields) -> int:
-    """Return a 56-bit digest of fields and version, equal in every process. The value's ``digest``
-    or repr counts.
-    """
+    """Return a 56-bit digest of the fields, by each value's ``digest`` or repr."""
     values = tuple((name, getattr(value, "digest", value)) for name, value in versioned(fields))
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:7], "big")
 
 
 class SharedDigests:
-    """Words in memory that all ranks have mapped: SLOTS for each rank, then its PID namespace and
-    PID.
+    """Words in shared memory: SLOTS for each rank, then its PID namespace and PID. Reads are of the
+    call that was posted last.
     """
 
     def __init__(self, memory: mmap.mmap, rank: int, ranks: int, timeout: float):
         self.words = memoryview(memory)[16:].cast("Q")
         self.rank, self.ranks, self.timeout = rank, ranks, timeout
-        self.namespace = pid_namespace()
-        self.words[self.place_of_process(rank)] = self.namespace
-        self.words[self.place_of_process(rank) + 1] = os.getpid()
-        self.aborted = False
+        self.namespace, self.number, self.aborted = pid_namespace(), 0, False
+        place = self.place_of_process(rank)
+        self.words[place], self.words[place + 1] = self.namespace, os.getpid()
 
-    def post(self, number: int, digest: int) -> "SharedPost":
-        """Write this rank's digest of call ``number`` (from 1). Return the post."""
+    def post(self, number: int, digest: int) -> None:
+        """Write this rank's digest of call ``number`` (from 1)."""
+        self.number = number
         self.words[SLOTS * self.rank + number % SLOTS] = (number & 255) << 56 | digest
-        return SharedPost(self, number)
+
+    def read(self) -> list[int] | None:
+        """Return the digests of all ranks, or None if one is missing yet."""
+        slot, number = self.number % SLOTS, self.number & 255
+        words = [self.words[SLOTS * rank + slot] for rank in range(self.ranks)]
+        complete = all(word >> 56 == number for word in words)
+        return [word & DIGEST for word in words] if complete else None
+
+    def wait(self) -> list[int]:
+        """Wait for the digests. Raises RuntimeError if a process ends, or after the timeout."""
+        for _ in range(SPINS):
+            if (digests := self.read()) is not None:
+                return digests
+        start = checked = time.monotonic()
+        while (digests := self.read()) is None:
+            time.sleep(2e-5 if time.monotonic() < start + 0.01 else 1e-3)
+            if self.aborted:
+                raise RuntimeError("connection lost: the group is aborted")
+            if (now := time.monotonic()) > checked + 0.5:
+                checked = now
+                self.check_processes()
+            if now > start + self.timeout:
+                raise RuntimeError(
+                    f"timed out: a rank has not made the call within {self.timeout:.0f} s"
+                )
+        return digests
 
     def abort(self) -> None:
         """End all waits of this rank with an error."""
         self.aborted = True
 
     def place_of_process(self, rank: int) -> int:
-        """Return the place of the PID namespace of a rank; its PID follows."""
+        """Return the place of a rank's PID namespace; its PID follows."""
         return SLOTS * self.ranks + 2 * rank
 
     def check_processes(self) -> None:
-        """Raise RuntimeError if a rank's process has ended. Those of other containers are
-        invisible.
-        """
+        """Raise RuntimeError if a process has ended. Those of other containers are invisible."""
         for rank in range(self.ranks):
             namespace, process = self.words[(place := self.place_of_process(rank)) : place + 2]
             if process and namespace == self.namespace and not runs(process):
                 raise RuntimeError(
                     f"connection lost: rank {rank} is missing: its process has ended"
                 )
-
-
-class SharedPost:
-    """The words of all ranks for one call."""
-
-    def __init__(self, shared: SharedDigests, number: int):
-        self.shared, self.number = shared, number & 255
-        self.places = [SLOTS * rank + number % SLOTS for rank in range(shared.ranks)]
-
-    def digests(self) -> list[int] | None:
-        """Return the digests, or None if one is missing yet."""
-        words = [self.shared.words[place] for place in self.places]
-        complete = all(word >> 56 == self.number for word in words)
-        return [word & DIGEST for word in words] if complete else None
-
-    def check_ranks(self) -> None:
-        """As `SharedDigests.check_processes`."""
-        self.shared.check_processes()
-
-    def wait(self) -> list[int]:
-        """Wait for the digests. Raises RuntimeError if a process ends, or after the group's
-        timeout.
-        """
-        for _ in range(SPINS):
-            if (digests := self.digests()) is not None:
-                return digests
-        start = checked = time.monotonic()
-        while (digests := self.digests()) is None:
-            time.sleep(2e-5 if time.monotonic() < start + 0.01 else 1e-3)
-            if self.shared.aborted:
-                raise RuntimeError("connection lost: the group is aborted")
-            if (now := time.monotonic()) > checked + 0.5:
-                checked = now
-                self.shared.check_processes()
-            if now > start + self.shared.timeout:
-                raise RuntimeError(
-                    f"timed out: a rank has not made the call within {self.shared.timeout:.0f} s"
-                )
-        return digests
 
 
 @dataclass(eq=False)
@@ -128,30 +110,23 @@ class GatheredDigests:
     ranks: int
     abort: Callable[[], None]
 
-    def post(self, number: int, digest: int) -> "GatheredPost":
-        """Start to gather the digests of a call. Return the post."""
-        return GatheredPost(self.channel(), self.ranks, digest)
-
-
-class GatheredPost:
-    """The all-gather of one call."""
-
-    def __init__(self, channel: Any, ranks: int, digest: int):
+    def post(self, number: int, digest: int) -> None:
+        """Start to gather the digests of a call."""
         self.sent = torch.tensor([digest], device="cpu")
-        self.table = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(ranks)]
-        self.work = channel.allgather([self.table], [self.sent])
+        self.table = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in range(self.ranks)]
+        self.work = self.channel().allgather([self.table], [self.sent])
 
-    def digests(self) -> list[int] | None:
-        """Return the digests, or None if one is missing yet."""
+    def read(self) -> list[int] | None:
+        """As `SharedDigests.read`."""
         return self.wait() if self.work.is_completed() else None
-
-    def check_ranks(self) -> None:
-        """Do nothing: the all-gather fails if a rank is lost."""
 
     def wait(self) -> list[int]:
         """Wait for the digests. Raises RuntimeError if the all-gather fails."""
         self.work.wait()
         return [x.item() for x in self.table]
+
+    def check_processes(self) -> None:
+        """Do nothing: the all-gather fails if a rank is lost."""
 
 
 def pid_namespace() -> int:
@@ -175,8 +150,8 @@ def runs(process: int) -> bool:
 
 
 def shared_memory(store: Any, rank: int, ranks: int) -> mmap.mmap | None:
-    """Return memory that all ranks of a group share, or None if one cannot reach it. A collective
-    over the store. A secret in the first 16 bytes identifies the file; rank 0 removes its name.
+    """Return memory that all ranks share, or None if one cannot reach it. A collective. A secret in
+    the first 16 bytes identifies the file; rank 0 removes its name.
     """
     size = 8 * (SLOTS + 2) * ranks
     folder = "/dev/shm" if Path("/dev/shm").is_dir() else tempfile.gettempdir()

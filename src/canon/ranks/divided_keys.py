@@ -1,8 +1,8 @@
 """Bring the keys of all ranks to every rank, in order: for ``decode_attention(...,
-rank_invariant=True)``. A merge of parts would have other bits than the sum over all keys in order.
+rank_invariant=True)``. A merge of parts would have other bits.
 
-Cost of a rank: three all-gathers, of n x 3 numbers, of all bands (7 numbers each) and of K and V,
-padded to the longest. The host waits for the first two.
+A rank gathers n x 3 numbers, all bands (7 numbers each), and K and V, padded to the longest. The
+host waits for the first two.
 """
 
 import torch
@@ -19,11 +19,8 @@ EVERY = -1  # the place of a band of all sequences
 def keys_of_all_ranks(
     function: str, k: Tensor, v: Tensor, mask: Masks, group: dist.ProcessGroup | None, ranks: int
 ) -> tuple[Tensor, Tensor, Masks]:
-    """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks, which
-    follow each other.
-
-    ``mask``: of this rank's keys, or one for each sequence; if a rank has these, they are returned.
-    Raises ValueError, on every rank, as `check_starts`.
+    """Return k (*b, s, g, d), v (*b, s, g, dv) and the mask over the keys of all ranks: a mask for
+    each sequence, if a rank has these. Raises as `check_starts`, on every rank.
     """
     if ranks == 1 or (k.ndim == 4 and not k.shape[0]):
         return k, v, mask
@@ -53,9 +50,7 @@ def keys_of_all_ranks(
 
 
 def check_starts(function: str, sizes: list[int]) -> list[int]:
-    """Return the first key of each rank, and the number of all. Raise ValueError if one is no
-    multiple of 128.
-    """
+    """Return the first key of each rank, multiples of 128 or ValueError, and the number of all."""
     starts = [0]
     for rank, keys in enumerate(sizes):
         if keys and starts[-1] % TILE:

@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that torch.compile must not trace, without torch._dynamo."""
+    """Decorate a function that torch.compile must not trace."""
 
     @wraps(function)
     def _called(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,9 +1,8 @@
 """The argument ``group`` of every distributed function, and the backends of process groups.
 
 A group is a ProcessGroup, a DeviceMesh of one dimension, also a slice (``mesh["cp"]``), or None:
-all ranks, or this process alone without torch.distributed. A DeviceMesh ("tokens", "heads") is for
-attention, which exchanges heads inside its rows; for all other functions it is the group of its
-ranks, row after row.
+all ranks, or this process alone without torch.distributed. Attention exchanges heads inside the
+rows of a DeviceMesh ("tokens", "heads"); for other functions it is the group of its ranks.
 
     T = 2, H = 3        row 0: ranks 0 1 2        column 0: ranks 0 3
                         row 1: ranks 3 4 5        column 1: ranks 1 4, ...
@@ -29,15 +28,15 @@ from canon.ranks.digests import GatheredDigests, SharedDigests, shared_memory
 Group = dist.ProcessGroup | dist.DeviceMesh | None
 TOKENS_HEADS = ("tokens", "heads")  # the dimensions of a mesh of two dimensions
 ENDED = "the process group has ended: make a new one, and keep it until the backward pass"
+WRONG_GROUP = "group must be a ProcessGroup, a DeviceMesh of one dimension or None"
 UNUSED_TAG = 2**31 - 2  # of a receive that nothing answers
 BETWEEN = " x "  # the names of a column and a row
 GATHERING: set[str] = set()  # backends that always gather digests; tests add theirs
 
 
 def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]:
-    """Return (process group or None, rank of this process in it, number of its ranks).
-
-    Raises TypeError or ValueError, on this rank only.
+    """Return (process group or None, this process's rank, number of ranks). Raises TypeError or
+    ValueError, on this rank only.
     """
     if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(
@@ -45,8 +44,7 @@ def place_in(name: str, group: Any) -> tuple[dist.ProcessGroup | None, int, int]
         )
     if group is not None and not isinstance(group, dist.ProcessGroup | dist.DeviceMesh | Mesh):
         raise TypeError(
-            f"{name}: group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-            f"{shown(group)}: pass the result of dist.new_group"
+            f"{name}: {WRONG_GROUP}, got {shown(group)}: pass the result of dist.new_group"
         )
     if not dist.is_initialized():
         if group is not None:
@@ -82,8 +80,8 @@ def _warn_of_one_rank() -> None:
 
 class Mesh:
     """This rank's groups in a DeviceMesh ("tokens", "heads"): its ``row`` exchanges heads, its
-    ``column`` has a rank of every row, and ``everyone`` has all ranks, row after row. ``columns``:
-    their number. References are weak, because the cache of calls keeps a mesh.
+    ``column`` has a rank of every row, and ``everyone`` has all ranks, row after row. References
+    are weak, because the cache of calls keeps a mesh.
     """
 
     def __init__(self, mesh: dist.DeviceMesh, column: Any, row: Any):
@@ -111,8 +109,8 @@ _meshes: WeakKeyDictionary[Any, dict[str, Mesh]] = WeakKeyDictionary()  # by col
 
 
 def mesh_of(name: str, group: Any) -> Mesh | None:
-    """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. A
-    collective in the first call.
+    """Return the groups of a mesh of two dimensions; None for others, and for rows of one rank. The
+    first call is a collective.
     """
     if isinstance(group, Mesh):
         return group
@@ -133,13 +131,13 @@ def mesh_of(name: str, group: Any) -> Mesh | None:
 
 
 def _everyone(ranks: list[int], column: Any, row: Any) -> Any:
-    """Return the group of all ranks of a mesh. It ends with the column, if it is a new one."""
+    """Return the group of all ranks of a mesh. A new one ends with the column."""
     for group in (row, dist.group.WORLD):
         if dist.get_process_group_ranks(group) == ranks:
             return group
     store = dist.distributed_c10d._get_default_store()
     store = own_store(dist.PrefixStore(f"canon mesh {ranks}", store), len(ranks))
-    return _made_group(column, ranks, store, "mesh", dist.get_backend_config(row))
+    return companion_of(column, store, "mesh", dist.get_backend_config(row), ranks=ranks)
 
 
 def _check_dimensions(name: str, mesh: dist.DeviceMesh) -> None:
@@ -167,11 +165,11 @@ def _check_member(name: str, mesh: dist.DeviceMesh) -> None:
 
 
 def _check_order(name: str, ranks: torch.Tensor) -> None:
-    """Raise ValueError unless the ranks ascend: groups have them in this order."""
-    if any((ranks.diff(dim=dim) <= 0).any() for dim in (0, 1)):
+    """Raise ValueError unless the ranks ascend: a rank's place in a layout counts row after row."""
+    if (ranks.flatten().diff() <= 0).any():
         raise ValueError(
-            f"{name}: the ranks of a mesh must ascend in its rows and columns, got "
-            f"{ranks.tolist()}: make it by init_device_mesh"
+            f"{name}: the ranks of a mesh must ascend row after row, got {ranks.tolist()}: make it "
+            "by init_device_mesh"
         )
 
 
@@ -185,33 +183,27 @@ def _group_of_mesh(name: str, mesh: "dist.DeviceMesh | Mesh") -> dist.ProcessGro
     return mesh.get_group()
 
 
-def companion_of(
-    group: Any, store: Any, name: str, backend: str, timeout: timedelta | None = None
-) -> Any:
-    """Return a new group of the same ranks, which ends with the last reference to ``group``. A
-    collective.
-
-    ``store``: of this group alone. ``name``: no other companion of the group has it.
-    `dist.new_group` would need all ranks, or reuse what ended groups left in the store.
-    """
-    return _made_group(group, dist.get_process_group_ranks(group), store, name, backend, timeout)
-
-
 def own_store(store: Any, ranks: int) -> Any:
-    """Return a part of the store for this group: an ended group may have left the same names."""
+    """Return a part of the store for this group: ended ones may have left the same names."""
     generation = (store.add("canon/generation", 1) - 1) // ranks
     return dist.PrefixStore(f"canon/{generation}", store)
 
 
-def _made_group(
+def companion_of(
     owner: Any,
-    ranks: list[int],
     store: Any,
     name: str,
     backend: str,
     timeout: timedelta | None = None,
+    ranks: list[int] | None = None,
 ) -> Any:
+    """Return a new group of ``ranks``, by default those of the group ``owner``, with whose last
+    reference it ends. A collective. ``store``: of these ranks alone.
+
+    `dist.new_group` would need all ranks, or reuse what ended groups left in the store.
+    """
     c10d, backend = dist.distributed_c10d, dist.Backend(backend)
+    ranks = dist.get_process_group_ranks(owner) if ranks is None else ranks
     unique = store.compare_set(f"name of {name}", "", uuid.uuid4().hex).decode()  # the first rank's
     timeout = c10d._get_default_timeout(backend) if timeout is None else timeout
     place = len(ranks), ranks.index(dist.get_rank()), ranks
@@ -226,16 +218,15 @@ def _made_group(
 
 def _end(made: Any) -> None:
     """End a group on this rank alone: NCCL's `destroy_process_group` could wait for the others."""
-    if made in dist.distributed_c10d._world.pg_map:  # else torch has ended all groups
+    c10d = dist.distributed_c10d
+    if made in c10d._world.pg_map:  # else torch has ended all groups
         is_nccl = backend_of(made, torch.device("cuda")) == "nccl"
-        (dist.distributed_c10d._abort_process_group if is_nccl else dist.destroy_process_group)(
-            made
-        )
+        (c10d._abort_process_group if is_nccl else c10d.destroy_process_group)(made)
 
 
 @contextmanager
 def _unbound() -> Iterator[None]:
-    """Unbind the default group from its GPU: NCCL splits a bound one, which needs all its ranks."""
+    """Unbind the default group from its GPU: NCCL would split it, which needs all its ranks."""
     default = dist.group.WORLD
     bound, default.bound_device_id = default.bound_device_id, None
     try:
@@ -245,7 +236,7 @@ def _unbound() -> Iterator[None]:
 
 
 def backend_of(group: Any, device: torch.device) -> str:
-    """Return the backend that moves tensors of the device in the group, such as "nccl", or ""."""
+    """Return the backend of the group for tensors of the device, such as "nccl", or ""."""
     return dict(part.split(":") for part in dist.get_backend_config(group).split(",")).get(
         device.type, ""
     )
@@ -259,10 +250,7 @@ def name_of(group: Any) -> str:
         return group.group_name
     if isinstance(group, dist.DeviceMesh):
         return group.get_group().group_name if group.ndim == 1 else _name_of_mesh(group)
-    raise TypeError(
-        "group must be a ProcessGroup, a DeviceMesh of one dimension or None, got "
-        f"{type(group).__name__}"
-    )
+    raise TypeError(f"{WRONG_GROUP}, got {type(group).__name__}")
 
 
 def _name_of_mesh(mesh: dist.DeviceMesh) -> str:
@@ -272,7 +260,7 @@ def _name_of_mesh(mesh: dist.DeviceMesh) -> str:
     return f"{found.column.group_name}{BETWEEN}{found.row.group_name}"
 
 
-# As in `canon.route.operators`: a traced program holds the name.
+# a traced program holds the name
 _name_of_mesh._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -293,7 +281,7 @@ def group_named(name: str) -> "dist.ProcessGroup | Mesh | None":
 
 
 def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
-    """Return the carrier of a group's digests: shared memory, or all-gathers. A collective."""
+    """Return the carrier of a group's digests. A collective."""
     on_cpu = backend_of(group, torch.device("cpu"))
     timeout = dist.distributed_c10d.default_pg_timeout
     for device in ("cpu", "cuda"):
@@ -309,8 +297,8 @@ def digests_of(group: Any, store: Any, rank: int, ranks: int) -> Any:
 
 
 def abort_group(group: Any) -> None:
-    """End all messages of a group in flight: their waits raise. Gloo has no abort, but a receive
-    that times out closes its connections.
+    """End all messages in flight: their waits raise. Gloo has no abort, but a receive that times
+    out closes its connections.
     """
     group.abort()
     if backend_of(group, torch.device("cpu")) == "gloo":
@@ -322,7 +310,7 @@ def abort_group(group: Any) -> None:
 
 
 def is_from_messages(error: BaseException) -> bool:
-    """Return whether an error comes from messages between ranks, by its type or its text."""
+    """Return whether an error comes from messages, by its type or its text."""
     words = ("gloo", "nccl", "connection", "timed out", "timeout", "socket")
     named = isinstance(error, Exception) and any(word in str(error).lower() for word in words)
     return named or isinstance(error, dist.DistError)

@@ -2,15 +2,14 @@
 `Layout.shard_batch`.
 
     unshard, forward             all-gather of shards, padded to the largest one
-    unshard, backward            take this rank's tokens of the gradient; nothing is sent
+    unshard, backward            take this rank's tokens of the gradient
     unshard, backward, partial   all-to-all: a rank adds W received summands in rank order
     redistribute, both passes    all-to-all: each token moves to its rank in the other layout
 
 For W ranks with t tokens of N elements each, `unshard` receives (W - 1) max(t) N elements and holds
 W max(t) N besides the full tensor. `redistribute` receives at most t N and holds 3 t N.
 
-The label of a rank's last token is on another rank, so `shard_batch` shifts labels before it
-divides the sequence:
+`shard_batch` shifts labels before it divides them, as a rank's last label is on another rank:
 
     labels, n = 6, documents of 2 and 4      a0 a1 b0 b1 b2 b3
     shift_labels                             a1 -100 b1 b2 b3 -100
@@ -41,7 +40,7 @@ from canon.ranks.group import Group, place_in
 
 @untraced
 def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: bool) -> Tensor:
-    """Return the full tensor, as `Layout.unshard`."""
+    """As `Layout.unshard`."""
     group, rank, ranks = place_in("unshard", group)
     with refused_together("unshard", group, ranks):
         dim = _checked_dim("unshard", layout, x, dim, rank, ranks)
@@ -53,7 +52,7 @@ def unsharded(layout: Layout, x: Tensor, group: Group, dim: int, partial_grad: b
 
 @untraced
 def redistributed(layout: Layout, x: Tensor, to: Layout, group: Group, dim: int) -> Tensor:
-    """Return this rank's tokens in the layout ``to``, as `Layout.redistribute`."""
+    """As `Layout.redistribute`."""
     group, rank, ranks = place_in("redistribute", group)
     with refused_together("redistribute", group, ranks):
         dim = _checked_dim("redistribute", layout, x, dim, rank, ranks)
@@ -89,7 +88,6 @@ def _checked_dim(name: str, layout: Layout, x: Any, dim: Any, rank: int, ranks: 
 
 
 def _agree(name: str, group: Any, ranks: int, x: Tensor, *layouts: tuple[str, Any]) -> None:
-    """Compare the call between all ranks. ``x`` has its tokens on dim 0."""
     needs_grad = torch.is_grad_enabled() and x.requires_grad
     shape = tuple(x.shape[1:])
     of_x = ("requires_grad", needs_grad), ("shape without tokens", shape)
@@ -103,9 +101,8 @@ class Unshard(torch.autograd.Function):
     def forward(ctx, x, layout, rank, group, partial_grad):
         ctx.call = layout, rank, group, partial_grad
         sizes = [layout.size(r) for r in range(layout.ranks)]
-        if layout.ranks == 1:
-            shards = [x]
-        else:
+        shards = [x]
+        if layout.ranks > 1:
             padded = x.new_zeros(max(sizes), *x.shape[1:])
             padded[: len(x)] = x
             shards = [torch.empty_like(padded) for _ in sizes]
@@ -123,24 +120,18 @@ class Unshard(torch.autograd.Function):
         layout, rank, group, partial_grad = ctx.call
         mine = full.index_select(0, positions_on(layout, rank, full.device))
         if partial_grad and layout.ranks > 1:
-            sizes = [layout.size(r) for r in range(layout.ranks)]
-            send = torch.cat(
-                [
-                    full.index_select(0, positions_on(layout, r, full.device))
-                    for r in range(layout.ranks)
-                ]
-            )
-            received = full.new_empty(layout.ranks * sizes[rank], *full.shape[1:])
+            places = [positions_on(layout, r, full.device) for r in range(layout.ranks)]
+            send = full.index_select(0, torch.cat(places))
+            received = mine.new_empty(layout.ranks, *mine.shape)
+            sizes = [len(mine)] * layout.ranks, list(map(len, places))
             with named_failures("unshard (backward)", group, layout.ranks):
-                dist.all_to_all_single(
-                    received, send, [sizes[rank]] * layout.ranks, sizes, group=group
-                )
-            mine = _sum_in_order(received.unflatten(0, (layout.ranks, sizes[rank])))
+                dist.all_to_all_single(received.flatten(0, 1), send, *sizes, group=group)
+            mine = _sum_in_order(received)
         return mine, None, None, None, None
 
 
 def _sum_in_order(summands: Tensor) -> Tensor:
-    """Return the sum over the first axis, in order, in float32 (float64 for float64)."""
+    """Return the sum over the first axis, in order, in float32 or float64."""
     total = summands[0].to(torch.promote_types(summands.dtype, torch.float32), copy=True)
     for summand in summands[1:]:
         total += summand
@@ -148,20 +139,19 @@ def _sum_in_order(summands: Tensor) -> Tensor:
 
 
 class Redistribute(torch.autograd.Function):
-    """Move the tokens of x (t, ...) from one layout to another. The backward pass is the same."""
+    """Move the tokens of x (t, ...) from one layout to another."""
 
     @staticmethod
     def forward(ctx, x, layout, to, rank, group):
         ctx.call = layout, to, rank, group
-        send, sent, order, received = _route(layout, to, rank, x.device)
-        keep_for_stream(send, order)
-        rows = x.index_select(0, send).contiguous()
-        if layout.ranks == 1:
-            return rows
-        arrived = x.new_empty(sum(received), *x.shape[1:])
+        send, sent, places, received = _route(layout, to, rank, x.device)
+        keep_for_stream(send, places)
+        rows = x.index_select(0, send)
+        arrived = rows if layout.ranks == 1 else x.new_empty(sum(received), *x.shape[1:])
         with named_failures("redistribute", group, layout.ranks):
-            dist.all_to_all_single(arrived, rows, received, sent, group=group)
-        return arrived.index_select(0, order)
+            if layout.ranks > 1:
+                dist.all_to_all_single(arrived, rows, received, sent, group=group)
+        return torch.empty_like(arrived).index_copy_(0, places, arrived)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -173,30 +163,24 @@ class Redistribute(torch.autograd.Function):
 def _route(
     layout: Layout, to: Layout, rank: int, device: torch.device
 ) -> tuple[Tensor, list[int], Tensor, list[int]]:
-    """Return (rows to send, their number by receiver, order of the arrived rows, their number by
-    sender).
+    """Return (rows to send, their number by receiver, rows of the arrived tokens, their number by
+    sender). A sender keeps the order of its rows.
     """
-    mine, wanted = layout.positions(rank), to.positions(rank)
-    (receiver, row), (sender, _) = _owners(to), _owners(layout)
-    send = torch.argsort(receiver[mine] * (to.tokens + 1) + row[mine])
-    sender = sender[wanted]
-    # arrived[i] is the row in ``to`` of the i-th arrived token
-    arrived = torch.argsort(sender, stable=True)
-    order = torch.empty_like(arrived)
-    order[arrived] = torch.arange(len(arrived), device="cpu")
-    sent, received = (
-        torch.bincount(x, minlength=to.ranks).tolist() for x in (receiver[mine], sender)
-    )
-    return send.to(device), sent, order.to(device), received
+    sent = [rows.sort().values for rows in _rows_of(layout, rank, to)]
+    received = _rows_of(to, rank, layout)
+    sizes, arriving = (list(map(len, parts)) for parts in (sent, received))
+    return torch.cat(sent).to(device), sizes, torch.cat(received).to(device), arriving
 
 
-def _owners(layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return the rank of each token, and its row on that rank: int64 [tokens]."""
-    rank, row = torch.empty(2, layout.tokens, dtype=torch.int64, device="cpu")
-    for owner in range(layout.ranks):
-        positions = layout.positions(owner)
-        rank[positions], row[positions] = owner, torch.arange(len(positions), device="cpu")
-    return rank, row
+def _rows_of(layout: Layout, rank: int, other: Layout) -> list[Tensor]:
+    """Return the rows of this rank that hold tokens of each rank of another layout, in the order of
+    that rank's tokens: int64, on the CPU.
+    """
+    row = torch.full((layout.tokens,), -1, dtype=torch.int64, device="cpu")
+    mine = layout.positions(rank)
+    row[mine] = torch.arange(len(mine), device="cpu")
+    found = (row[other.positions(owner)] for owner in range(other.ranks))
+    return [rows[rows >= 0] for rows in found]
 
 
 IGNORED = -100  # the label that losses ignore
@@ -209,7 +193,7 @@ def sharded_batch(
     cu_seqlens: Ints | Mask | None,
     dims: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
-    """Return this rank's part of the batch, as `Layout.shard_batch`."""
+    """As `Layout.shard_batch`."""
     dims = _checked_dims(layout, batch, dims)
     ends = None if cu_seqlens is None else ends_of(layout, cu_seqlens)
     note_cut(layout, rank)
@@ -241,7 +225,7 @@ def sharded_batch(
 
 
 def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
-    """Return ``cu_seqlens`` as ints. Raise unless it ends at the layout's tokens."""
+    """Return ``cu_seqlens`` as ints that end at the layout's tokens."""
     if isinstance(cu_seqlens, Mask):
         check_size(cu_seqlens, layout)
         return _document_ends(cu_seqlens)
@@ -253,7 +237,7 @@ def ends_of(layout: Layout, cu_seqlens: Ints | Mask) -> list[int]:
 
 def missing_document(layout: Layout, starts: Tensor | None = None) -> int | None:
     """Return the first token at which a document begins in the mask of `dispatch`, but in no row of
-    ``starts`` (b, n), if given. None without such a mask, or if it has no documents, as a tree.
+    ``starts`` (b, n). None without documents.
     """
     mask = layout._planned_for
     if mask is None:
@@ -268,7 +252,7 @@ def missing_document(layout: Layout, starts: Tensor | None = None) -> int | None
 
 
 def _sees(mask: Mask, back: int) -> Tensor:
-    """Return whether each token sees the one ``back`` tokens before it: bool [keys], on the CPU."""
+    """Return whether each token sees the one ``back`` tokens before it: bool [keys]."""
     seen = torch.zeros(mask.keys, dtype=torch.bool, device="cpu")
     for band in mask.bands:
         if band.lo <= -back <= band.hi:
@@ -279,7 +263,7 @@ def _sees(mask: Mask, back: int) -> Tensor:
 
 def _document_ends(mask: Mask) -> list[int]:
     """Return the tokens that do not see the one before them, and the end. Raise ValueError if one
-    of them sees others before it, as in a tree.
+    sees others, as in a tree.
     """
     starts = ~_sees(mask, 1)
     ends = [*starts.nonzero().flatten().tolist(), mask.keys]
@@ -296,7 +280,7 @@ def _document_ends(mask: Mask) -> list[int]:
 
 
 def document_positions(layout: Layout, rank: int, ends: list[int]) -> Tensor:
-    """Return the position of each local token in its own document: int64 [t], on the CPU."""
+    """Return the position of each local token in its document: int64 [t], on the CPU."""
     starts = torch.tensor(ends, device="cpu")
     positions = layout.positions(rank)
     return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
@@ -341,7 +325,7 @@ def _checked_dims(layout: Layout, batch: Any, dims: Any) -> dict[str, int]:
 
 
 def _starts(layout: Layout, batch: Mapping[str, Tensor], ends: list[int] | None) -> Tensor:
-    """Return whether each token is the first one of a document: bool (b, n) or (1, n)."""
+    """Return whether each token begins a document: bool (b, n) or (1, n)."""
     labels = batch["labels"]
     if ends is None and "position_ids" in batch:
         positions = batch["position_ids"]

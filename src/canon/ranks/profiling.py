@@ -1,7 +1,5 @@
 """Names in the traces of torch.profiler: `canon.ring_attention (forward)`, and inside `canon step
 0`, `canon step 1`, ...
-
-Without a profiler, a pass tests one flag for its name and one for its steps.
 """
 
 import itertools
@@ -17,13 +15,13 @@ _NOTHING = nullcontext()
 
 
 def recorded(function: str) -> AbstractContextManager:
-    """Return a context that gives a function its name in a trace."""
+    """Return a context that names a function in a trace."""
     profiled = profiler._is_profiler_enabled and not torch.compiler.is_compiling()
     return profiler.record_function(f"canon.{function}") if profiled else _NOTHING
 
 
 def named_steps(steps: Iterable[T]) -> Iterable[T]:
-    """Return the steps of a loop. Under a profiler, the body of each has its number as a name."""
+    """Return the steps of a loop. A profiler shows their numbers."""
     return _named(iter(steps)) if profiler._is_profiler_enabled else steps
 
 

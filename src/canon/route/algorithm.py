@@ -1,12 +1,8 @@
-"""What an attention function is: its declaration, once for both halves, and its implementation in
-each half.
+"""An attention function: its declaration, once for both halves, and its algorithm in each half.
 
-    RING = declared(ring_attention)                                       # faces: its signature
-    algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
-    ring_attention = public_ring.ring_attention(algorithm)                # the half's function
-
-The route of a call (`attend.py`) reads nothing else, so a new schedule is a declaration and an
-algorithm in each half.
+RING = declared(ring_attention)                                       # faces: its signature
+algorithm = Algorithm(REFERENCE, RING, ring_forward, ring_backward)   # a half: its two passes
+ring_attention = public_ring.ring_attention(algorithm)                # the half's function
 """
 
 import inspect
@@ -27,9 +23,9 @@ from canon.route.checks import any_device, check_tensors
 if TYPE_CHECKING:
     from canon.route.call import Call
 
-# keyword arguments that are not options: each has a place of its own in the route
+# keyword arguments that are not options
 APART = {"sink", "group", "return_lse"}
-# arguments of an operator: after its tensors, and after its options if it has several ranks
+# arguments of an operator after its tensors, and after its options
 PLACED = ("mask", "has_mask", "layout", "has_layout", "half", "settings")
 OF_RANKS = ("group", "needs_grad")
 NeedsGrad = tuple[bool, bool, bool]  # of q, k and v
@@ -58,15 +54,15 @@ class Declaration:
     derive from its signature. The other fields:
 
         tensors, expected    the names of its tensors, and their shapes in words
-        check                check(*tensors) raises TypeError or ValueError unless they fit together
+        check(*tensors)      raises TypeError or ValueError unless they fit together
         layout               the constructor of the function's own layout
-        resolve              resolve(options, shapes, itemsize, layout) fills in defaults
+        resolve(options, shapes, itemsize, layout)    fills in defaults
         contradictions       options that contradict rank_invariant, besides
                              `rank_invariance.COMMON`
         keeps                the option with which the forward pass saves more tensors, or ""
-        value_width          value_width(shapes): the width of V
-        more_flops           more_flops(shapes, mask): the FLOPs of a product besides attention's
-        shapes               shapes(queries, keys, heads, widths) of valid tensors without a batch
+        value_width(shapes)  the width of V
+        more_flops(shapes, mask)    the FLOPs of a product besides attention's
+        shapes(queries, keys, heads, widths)    of valid tensors without a batch
     """
 
     face: Callable[["Algorithm"], Callable[..., Any]]
@@ -90,7 +86,7 @@ class Declaration:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The options with their defaults, in the order of the signature."""
+        """The options with their defaults."""
         return {name: parameter.default for name, parameter in self._options().items()}
 
     @cached_property
@@ -111,7 +107,7 @@ class Declaration:
         return "group" not in self._parameters
 
     def by_name(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return arguments of an operator after its tensors, by name."""
+        """Return arguments of an operator, after its tensors, by name."""
         names = *PLACED, *self.defaults, *(() if self.is_local else OF_RANKS)
         return dict(zip(names, values, strict=False))
 
@@ -127,17 +123,13 @@ class Declaration:
         return inspect.signature(self.face(_Unbound())).parameters
 
     def with_defaults(self, options: dict[str, Any], by: str = "") -> dict[str, Any]:
-        """Return all options in the order of the signature. Raise TypeError for another one."""
+        """Return all options. Raise TypeError for an unknown one."""
         if unknown := sorted(options.keys() - self.defaults.keys()):
             expected = ", ".join(self.defaults)
             raise TypeError(
                 f"{by}{self.name} has no option {', '.join(unknown)}: expected {expected}"
             )
         return self.defaults | options
-
-
-def _no_mesh(call: "Call", *_: Any) -> tuple[Tensor, ...]:
-    raise NotImplementedError(f"canon.{call.algorithm.side.name} has no passes over a mesh")
 
 
 @dataclass(eq=False)
@@ -147,8 +139,7 @@ class Side:
     ``under_sink(out, lse, sink)`` returns out under a sink. ``settings(key)`` returns the caller's
     settings that change the kernels of a call; ``restored`` is a context with them.
     ``check_device(q)`` raises RuntimeError or ValueError if no kernel supports q.
-    ``compile_for(call)`` compiles the kernels of the call's model. ``over_mesh``: both passes of a
-    call on a mesh.
+    ``compile_for(call)`` compiles the model's kernels. ``over_mesh``: both passes on a mesh.
     """
 
     name: str
@@ -157,7 +148,7 @@ class Side:
     restored: Callable[[Any], AbstractContextManager] = nullcontext
     check_device: Callable[[Tensor], None] = any_device
     compile_for: Callable[["Call"], None] = lambda call: None
-    over_mesh: Passes = _no_mesh, _no_mesh
+    over_mesh: Passes | None = None
 
     def __post_init__(self):
         SIDES[self.name] = self
@@ -173,17 +164,17 @@ class Algorithm:
         backward(call, needs_grad, dout, dlse, *tensors, out, lse, *others)
             returns the gradient of each tensor
 
-    ``tensors`` are q, k and v, or those of the declaration. ``others`` are saved for the backward
-    pass. Gradients that are not in ``needs_grad`` may be None; dlse is None if nothing depends on
-    lse. ``max_logits``, if passed, (h,), is raised to the largest score of each head.
+    ``tensors`` are those of the declaration. ``others`` are saved for the backward pass. Unneeded
+    gradients may be None; dlse is None if nothing depends on lse. ``max_logits``, if passed, (h,),
+    is raised to the largest score of each head.
 
-        invariant    both passes of calls with rank_invariant=True, if they are others
-        plan         plan(call): the state that all calls of one kind share: `Call.plan`
-        parts        parts(call, backward) looks up the plans of the passes, and yields the parts of
-                     the call that have kernels, for `prepare`
-        kept_rows    kept_rows(call): the first sizes of ``others``
-        variants     the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
-        notes        sentences for the public docstring that are true of this half only
+        invariant       both passes of calls with rank_invariant=True, if they are others
+        plan(call)      the state that all calls of one kind share: `Call.plan`
+        parts(call, backward)    looks up the plans of the passes, and yields the parts of the call
+                        that have kernels, for `prepare`
+        kept_rows(call) the first sizes of ``others``
+        variants        the names of its groups of kernels (`canon.fast.ahead.kernel_variants`)
+        notes           sentences for the public docstring of this half only
     """
 
     side: Side
@@ -206,12 +197,12 @@ class Algorithm:
         return self.declaration.name
 
     def bind(self, function: F) -> F:
-        """Return the public function as a member of this algorithm's module, with its notes."""
+        """Return the public function as a member of this algorithm's module."""
         return bound(function, self.forward, self.notes)
 
 
 class _Unbound(Algorithm):
-    """Stands for the algorithm while a declaration reads its signature."""
+    """The algorithm while a declaration reads its signature."""
 
     def __init__(self): ...
 

@@ -52,10 +52,9 @@ def attend(
 ) -> Tensor | tuple[Tensor, ...]:
     """Return out, or a tuple of out, lse and the largest scores.
 
-    ``tensors``: q, k and v, or those of the declaration, with a batch axis or packed. ``options``:
-    the other arguments of the public function by name, in the order of its signature. Raises as
-    `call_of`, and NotImplementedError under torch.func transforms and forward-mode differentiation.
-    A second derivative raises RuntimeError when it is computed.
+    ``tensors``: those of the declaration, with a batch axis or packed. ``options``: the other
+    arguments, in the order of the signature. Raises as `call_of`, and NotImplementedError under
+    torch.func transforms and forward-mode differentiation.
     """
     q = tensors[0]
     if torch._C._is_any_autocast_enabled() and (dtype := autocast_dtype(q)) is not None:
@@ -76,7 +75,7 @@ def attend(
             grads = torch.is_grad_enabled()
             call.agree("forward", tuple([grads and x.requires_grad for x in tensors]))
         if sink is not None:
-            check_sink(q, sink)  # the ranks agree on its kind: a wrong sink raises on all of them
+            check_sink(q, sink)  # the ranks agree on its kind
         check_differentiation(*tensors)
         if q.ndim == 3:
             out, lse, max_logits = Attention.apply(call, *batched(*tensors))
@@ -120,20 +119,11 @@ def _layout_of_each(
     q: Tensor, k: Tensor, masks: Sequence[Mask], layout: Layout | None, algorithm: Algorithm,
     rank_invariant: bool, place: Place,
 ) -> Layout:  # fmt: skip
-    """Return the layout of the packed batch, or of one sequence if the masks are equal."""
+    """Return the layout of the packed batch, of one sequence if the masks are equal."""
     check_each_mask(q, k, masks, lambda q, k, mask, name: check_mask_type(mask, name))
     is_default = layout is None
-    _, layout = mask_and_layout(
-        algorithm.declaration,
-        q,
-        k,
-        masks[0] if masks else None,
-        layout,
-        place.rank,
-        place.ranks,
-        rank_invariant,
-        place.columns,
-    )
+    first = masks[0] if masks else None
+    _, layout = mask_and_layout(algorithm.declaration, q, k, first, layout, place, rank_invariant)
     for number, mask in enumerate(masks):
         check_size(mask, layout, f"mask[{number}]")
     if not masks or not differ(masks):

@@ -25,7 +25,6 @@ NO_SECOND_DERIVATIVE = (
     "canon does not support second derivatives of attention: its gradients cannot be differentiated"
 )
 
-NO_MAXIMA: dict[str, Tensor] = {}
 _NOTHING = nullcontext()
 
 
@@ -41,17 +40,15 @@ def check_differentiation(*tensors: Tensor | None) -> None:
 
 
 class Attention(torch.autograd.Function):
-    """Both passes of a `Call`: (call, *tensors with a batch axis) -> (out, lse, max_logits or
-    None).
-    """
+    """Both passes: (call, *tensors with a batch axis) -> (out, lse, max_logits or None)."""
 
     @staticmethod
     def forward(ctx, call, *tensors):
         q = tensors[0]
         with surroundings(q, call, "forward"):
-            maxima = call.maxima(q) if call.options["return_max_logits"] else NO_MAXIMA
+            maxima = call.maxima(q)
             out, lse, *others = call.passes[0](call, *tensors, **maxima)
-            max_logits = call.largest(**maxima) if maxima else None
+            max_logits = call.largest(**maxima)
         own = () if call.columns > 1 else (*tensors, out, lse)  # a mesh keeps those of a column
         ctx.save_for_backward(*own, *others)
         ctx.call = call
@@ -105,6 +102,6 @@ def _without_autocast(q: Tensor, call: Call, name: str) -> Iterator[None]:
 
 
 def undifferentiable(message: str, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Return gradients that raise ``message`` if differentiated: a second derivative would be 0."""
+    """Return gradients that raise ``message`` if differentiated."""
     raising = torch._C._functions.DelayedError(message.encode(), len(grads))  # pyright: ignore[reportAttributeAccessIssue]
     return raising(*(None if x is None else x.detach().requires_grad_() for x in grads))

@@ -1,6 +1,4 @@
-"""Bind a public function to a half: its signature and docstring are written once, in
-`canon.faces`.
-"""
+"""Bind a public function of `canon.faces` to a half."""
 
 import inspect
 from collections.abc import Callable
@@ -11,7 +9,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def bound(function: F, implementation: Callable[..., Any], notes: str = "") -> F:
     """Return ``function`` as a member of the module of its ``implementation``, to be pickled.
-    ``notes``: sentences of this half only, which follow the shared docstring.
+    ``notes`` follow its docstring.
     """
     function.__module__, function.__qualname__ = implementation.__module__, function.__name__
     inner: Any = function

@@ -1,4 +1,4 @@
-"""A call of an attention function: its algorithm, and its arguments with all defaults filled in.
+"""A call of an attention function: its algorithm, and its arguments with all defaults.
 
 call = checked_call(RING, q, k, v, mask=mask, layout=layout)   # on this rank alone
 out, lse = ring_forward(call, q, k, v)                         # the mathematics, on all ranks
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from canon.masks.arguments import flag
-from canon.masks.layout import Layout, check_size
+from canon.masks.layout import TILE, Layout, check_size
 from canon.masks.mask import Mask
 from canon.masks.plan_cache import PLANS, are_noted
 from canon.ranks.agreement import GroupState, group_state, refused_together
@@ -37,7 +37,7 @@ from canon.route.checks import (
 )
 from canon.route.mesh_columns import check_heads, of_column
 from canon.route.plan_arguments import warn_of_another_cut, warn_of_documents, warn_of_planned
-from canon.route.rank_invariance import check_rank_invariant, check_tiled, contiguous_tiles
+from canon.route.rank_invariance import check_rank_invariant, check_tiled
 
 # by `torch.get_deterministic_debug_mode`
 SWITCH = "False", "True, warn_only=True", "True"
@@ -46,8 +46,8 @@ PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
 
 
 class Arguments(NamedTuple):
-    """The arguments of a call, as passed. ``options``: all of them, in the order of the signature.
-    ``sink``: its kind, if there is one.
+    """The arguments of a call, as passed: all options in the order of the signature, and the kind
+    of the sink, if any.
     """
 
     tensors: tuple[Tensor, ...]
@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The process group of a call, this process's rank, the ranks, and the columns of its mesh."""
+    """The group of a call, this process's rank, and the columns of its mesh."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -77,8 +77,7 @@ class Call:
 
     One object serves all calls of its kind: the same arguments, and q, k, v of the same shapes,
     strides, dtypes and alignment. It is the key of everything that depends on the kind. ``layout``
-    is None for `attention`. ``settings``: see `Side`. ``shapes``: of the tensors, with a batch
-    axis. ``columns``: of the ``mesh``, 1 without one.
+    is None for `attention`. ``shapes``: of the tensors, with a batch axis.
     """
 
     algorithm: Algorithm
@@ -98,8 +97,7 @@ class Call:
     sink: str | None = None
     columns: int = 1
     mesh: Mesh | None = None
-    # name, fields and digest of each pass, by its name, the tensors that need a gradient, and
-    # `torch.get_deterministic_debug_mode`
+    # title, fields and digest, by pass, needed gradients and `torch.get_deterministic_debug_mode`
     _digests: dict[tuple, tuple[str, Fields, int]] = field(default_factory=dict, init=False)
 
     @property
@@ -109,12 +107,12 @@ class Call:
 
     @property
     def value_width(self) -> int:
-        """The width of V, also where V is projected from other tensors."""
+        """The width of V."""
         return self.algorithm.declaration.value_width(self.shapes)
 
     @property
     def passes(self) -> Passes:
-        """Both passes; on a mesh those that exchange heads and run `computed`."""
+        """Both passes. Those of a mesh exchange heads and run `computed`."""
         algorithm = self.algorithm
         if self.columns > 1:
             return algorithm.side.over_mesh
@@ -124,7 +122,7 @@ class Call:
 
     @property
     def computed(self) -> "Call":
-        """The call that computes: on a mesh, that of a column with its part of the heads."""
+        """The call that computes: on a mesh, that of a column."""
         return self if self.columns == 1 else self._of_column
 
     @cached_property
@@ -142,16 +140,15 @@ class Call:
         )
 
     def maxima(self, q: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument with which the forward pass finds the largest scores (h,)."""
-        return {
-            "max_logits": torch.full(
-                (q.shape[2],), -torch.inf, dtype=torch.float32, device=q.device
-            )
-        }
+        """Return the keyword argument of the forward pass for the largest scores (h,), if any."""
+        if not self.options["return_max_logits"]:
+            return {}
+        shape = q.shape[2:3]
+        return {"max_logits": torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)}
 
-    def largest(self, max_logits: Tensor) -> Tensor:
+    def largest(self, max_logits: Tensor | None = None) -> Tensor | None:
         """Return the largest score of each head (h,) over all ranks."""
-        if self.ranks > 1:
+        if max_logits is not None and self.ranks > 1:
             dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self.group)
         return max_logits
 
@@ -162,7 +159,7 @@ class Call:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group of the call; None is all ranks. Raises RuntimeError if the group has ended."""
+        """The group of the call; None is all ranks. Raises RuntimeError if it has ended."""
         if self.group_reference is None:
             return None
         if (group := self.group_reference()) is None:
@@ -178,23 +175,18 @@ class Call:
 
     def local_mask(self, owner: int) -> Mask:
         """Return the mask between this rank's queries and the keys of ``owner``."""
-        return (
-            self.mask
-            if self.layout is None
-            else self.layout.local_mask(self.mask, self.rank, owner)
-        )
+        layout = self.layout
+        return self.mask if layout is None else layout.local_mask(self.mask, self.rank, owner)
 
-    # ------------------------------------------------------------------ agreement between ranks
     @property
     def state(self) -> GroupState:
-        """The state of the group. Valid for calls of more than one rank only."""
+        """The state of the group of several ranks."""
         return group_state(self.group)
 
     @cached_property
     def fields(self) -> Fields:
         """(name, value) of everything that must be equal on all ranks."""
         names, shapes = self.algorithm.declaration.tensors, self.shapes
-        scale, softcap = split_scale(self.scale)
         return (
             ("function", self.function),
             ("half", self.algorithm.side.name),
@@ -211,20 +203,13 @@ class Call:
                 (f"shape of {name}", tuple(x))
                 for name, x in zip(names[3:], shapes[3:], strict=True)
             ),
-            ("scale", scale),
-            ("softcap", softcap),
-            ("reduce_dtype", self.reduce_dtype),
-            ("backward", self.backward),
             ("sink", self.sink),
-            (
-                "options",
-                tuple((name, type(value).__name__, value) for name, value in self.options.items()),
-            ),
+            *self.options.items(),
         )
 
     def agree(self, name: str, needs_grad: tuple[bool, ...]) -> None:
-        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks
-        at the start of a pass. Raises like `GroupState.agree`.
+        """Compare this call, and PyTorch's switch for deterministic algorithms, between all ranks.
+        Raises like `GroupState.agree`.
         """
         mode = torch.get_deterministic_debug_mode()
         found = self._digests.get((name, needs_grad, mode))
@@ -253,10 +238,7 @@ def checked_call(
     group: Group = None,
     **options: Any,
 ) -> Call:
-    """Return a call with its defaults, after checks on this rank alone.
-
-    Raises TypeError for an option that the public function does not have.
-    """
+    """Return a call with its defaults, after checks on this rank alone."""
     return call_of(
         algorithm,
         Arguments(tensors, mask, layout, group, algorithm.declaration.with_defaults(options)),
@@ -264,10 +246,7 @@ def checked_call(
 
 
 def call_of(algorithm: Algorithm, given: Arguments) -> Call:
-    """Return the call with its defaults; a repeated one is found by its key.
-
-    Raises ValueError or TypeError on every rank.
-    """
+    """Return the call with its defaults. Raises ValueError or TypeError on every rank."""
     place = ALONE if algorithm.declaration.is_local else place_of(algorithm.function, given.group)
     key = _key(algorithm, given, place)
     if key is None:  # perhaps numbers of NumPy
@@ -285,26 +264,15 @@ def call_of(algorithm: Algorithm, given: Arguments) -> Call:
     algorithm.side.compile_for(call)
     if place.mesh is not None:
         call.state.meshes.add(place.mesh)
-    # Calls with equal arguments share one object, however the arguments were passed.
-    scale, softcap = split_scale(call.scale)
-    filled = {
-        "scale": scale,
-        "softcap": softcap,
-        "reduce_dtype": call.reduce_dtype,
-        "backward": call.backward,
-    }
-    filled |= call.options
-    resolved = {name: filled.get(name) for name in given.options}
-    same = _key(
-        algorithm, given._replace(mask=call.mask, layout=call.layout, options=resolved), place
-    )
-    if same is not None:
+    # equal arguments share one object, however they were passed
+    given = given._replace(mask=call.mask, layout=call.layout, options=call.options)
+    if (same := _key(algorithm, given, place)) is not None:
         call = PLANS.put(same, call)
     return call if key is None else PLANS.put(key, call)
 
 
 def place_of(name: str, group: Group) -> Place:
-    """Return the place of this process in a group or a mesh. Raises like `place_in`."""
+    """Return the place of this process in a group or a mesh."""
     mesh = mesh_of(name, group)
     if mesh is None:
         return Place(*place_in(name, group))
@@ -312,7 +280,7 @@ def place_of(name: str, group: Group) -> Place:
 
 
 def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
-    """Return a key of calls that need the same checks and kernels, None for unusual types."""
+    """Return a key of calls with the same checks and kernels, None for unusual types."""
     tensors, mask, layout, _, options, sink = given
     values = tuple(options.values())
     types = tuple(map(type, values))  # 1 and True are equal as keys
@@ -334,7 +302,7 @@ def _key(algorithm: Algorithm, given: Arguments, place: Place) -> tuple | None:
 
 
 def kinds_of(*tensors: Tensor) -> Hashable:
-    """Return a key of the tensors' kinds: shapes, strides, dtypes, devices and alignment."""
+    """Return a key of the tensors' shapes, strides, dtypes, devices and alignment."""
     return tuple([(x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
@@ -353,9 +321,7 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     if declaration.is_local:
         mask, layout = default_mask(q, k, mask), None
     else:
-        mask, layout = mask_and_layout(
-            declaration, q, k, mask, layout, rank, ranks, invariant, columns
-        )
+        mask, layout = mask_and_layout(declaration, q, k, mask, layout, place, invariant)
     shapes = tuple(x.unsqueeze(0).shape if x.ndim == 3 else x.shape for x in tensors)
     computed = layout, shapes
     if columns > 1:
@@ -364,18 +330,17 @@ def made_call(algorithm: Algorithm, given: Arguments, place: Place, settings: An
     options = declaration.resolve(options, computed[1], q.element_size(), computed[0])
     if invariant and layout is not None:
         check_tiled(algorithm.function, computed[0])
-    own = {
-        name: x
-        for name, x in options.items()
-        if name not in ("scale", "softcap", "reduce_dtype", "backward")
-    }
-    flag("return_max_logits", own["return_max_logits"])
-    hash(tuple(own.values()))  # raises TypeError for an option that is a list
+    flag("return_max_logits", options["return_max_logits"])
+    hash(tuple(options.values()))  # raises TypeError for an option that is a list
+    scale = default_scale(q, options["scale"], options["softcap"])
+    number, softcap = split_scale(scale)
+    reduce_dtype = default_reduce_dtype(q, options.get("reduce_dtype"))
+    filled = {"scale": number, "softcap": softcap, "reduce_dtype": reduce_dtype}
+    options = {name: filled.get(name, x) for name, x in options.items()}
     warn_of_heads_first(algorithm.function, q, k, *passed)  # after all errors
     return Call(
         algorithm, rank, ranks, None if group is None else ref(group), mask, layout,
-        default_scale(q, options["scale"], options["softcap"]),
-        default_reduce_dtype(q, options.get("reduce_dtype")), options["backward"], own,
+        scale, reduce_dtype, options["backward"], options,
         settings, shapes, q.dtype, q.device, sink, columns, place.mesh,
     )  # fmt: skip
 
@@ -386,12 +351,11 @@ def mask_and_layout(
     k: Tensor,
     mask: Mask | None,
     layout: Layout | None,
-    rank: int,
-    ranks: int,
+    place: Place,
     rank_invariant: bool,
-    columns: int = 1,
 ) -> tuple[Mask, Layout]:
     """Return the mask and the layout with their defaults. Raise unless they fit q and k."""
+    rank, ranks = place.rank, place.ranks
     if q.shape[-3] != k.shape[-3]:
         hint = transpose_hint((q, k.shape[-2]))
         raise ValueError(
@@ -405,23 +369,14 @@ def mask_and_layout(
             f"layout must be a canon.Layout or None, got {type(layout).__name__}: build one with "
             "Layout.zigzag, ..."
         )
-    tokens = (
-        mask.queries
-        if mask is not None
-        else layout.tokens
-        if layout is not None
-        else ranks * q.shape[-3]
-    )
     is_default = layout is None and declaration.layout is None
-    if mask is None and layout is not None:
-        warn_of_documents(declaration.name, layout)
     if layout is None:
-        layout = cached(
-            declaration.layout or (contiguous_tiles if rank_invariant else Layout.contiguous),
-            tokens,
-            ranks,
-        )
-    mask = cached(Mask.causal, tokens) if mask is None else mask
+        tokens = ranks * q.shape[-3] if mask is None else mask.queries
+        multiple = (TILE,) if rank_invariant else ()
+        layout = cached(declaration.layout or Layout.contiguous, tokens, ranks, *multiple)
+    elif mask is None:
+        warn_of_documents(declaration.name, layout)
+    mask = cached(Mask.causal, layout.tokens) if mask is None else mask
     check_size(mask, layout)
     if layout.ranks != ranks:
         raise ValueError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
@@ -434,6 +389,6 @@ def mask_and_layout(
         raise ValueError(
             f"the layout gives rank {rank} {layout.size(rank)} tokens, q holds {q.shape[-3]}{hint}"
         )
-    if not warn_of_planned(declaration.name, mask, layout, rank, columns, is_default):
+    if not warn_of_planned(declaration.name, mask, layout, rank, place.columns, is_default):
         warn_of_another_cut(declaration.name, layout, rank)
     return mask, layout

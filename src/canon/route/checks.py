@@ -1,5 +1,5 @@
-"""Checks of tensors and options, and the defaults of both halves. A wrong type raises TypeError, a
-value that does not fit ValueError.
+"""Checks of tensors and options, and their defaults. A wrong type raises TypeError, a value that
+does not fit ValueError.
 """
 
 import inspect
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from canon.masks.arguments import nested, shown
 from canon.masks.mask import Mask
@@ -50,12 +49,12 @@ def any_device(x: Tensor) -> None:
 
 
 def batched(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return packed tensors (t, h, d) with a batch axis of one, others unchanged."""
+    """Return packed tensors (t, h, d) with a batch axis, others unchanged."""
     return tuple(x.unsqueeze(0) if x.ndim == 3 else x for x in tensors)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise unless q (b, t, h, d), k (b, s, g, d), v (b, s, g, dv), or all packed, fit together."""
+    """Raise unless q, k and v fit together."""
     for name, x in zip("qkv", (q, k, v), strict=True):
         check_tensor(name, x)
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
@@ -74,7 +73,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_alike(names: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Raise ValueError unless the tensors share one dtype of `DTYPES` and one device."""
+    """Raise ValueError unless the tensors share a dtype of `DTYPES` and a device."""
     shared = f"{', '.join(names)} must"
     if len({x.dtype for x in tensors}) > 1 or tensors[0].dtype not in DTYPES:
         given = ", ".join(str(x.dtype) for x in tensors)
@@ -118,13 +117,13 @@ def check_mask(q: Tensor, k: Tensor, mask: Mask, name: str = "mask") -> None:
 
 
 def transpose_hint(*expected: tuple[Tensor, int]) -> str:
-    """Return a remedy if the tensors have the expected tokens on the axis of heads, else ""."""
+    """Return a remedy if the tensors have the expected tokens on the axis of heads."""
     swapped = all(x.ndim == 4 and x.shape[2] == tokens != x.shape[1] for x, tokens in expected)
     return ": pass x.transpose(1, 2) if tensors are (b, heads, t, width)" if swapped else ""
 
 
 def warn_of_heads_first(function: str, q: Tensor, k: Tensor, mask: Any, layout: Any) -> None:
-    """Warn if tensors (b, heads, t, width) may have been taken for (b, t, heads, width)."""
+    """Warn if tensors may be (b, heads, t, width)."""
     if mask is None and layout is None and 0 < q.shape[-3] < q.shape[-2] == k.shape[-2]:
         warnings.warn(
             f"{function} reads tensors as (b, t, heads, width), and these have fewer tokens than "
@@ -150,7 +149,7 @@ def check_mask_type(mask: Any, name: str = "mask") -> None:
 
 
 def refuse_numbers(mask: Any, name: str = "mask") -> None:
-    """Raise TypeError if ``mask`` is a list or a tensor of whole numbers, such as cu_seqlens."""
+    """Raise TypeError if ``mask`` holds whole numbers, such as cu_seqlens."""
     # a compiler cannot look for attributes of a Mask
     numbers = None if isinstance(mask, Mask) else nested(mask)
     if (
@@ -173,7 +172,7 @@ def check_gradients(
     dlse: Tensor | None,
     delta: Tensor | None,
 ) -> None:
-    """Raise ValueError unless the other arguments of `attention_backward` fit q, k, v."""
+    """Raise ValueError unless the arguments of `attention_backward` fit q, k, v."""
     of_out = (*q.shape[:-1], v.shape[-1])
     of_lse = (*q.shape[:-3], q.shape[-2], q.shape[-3])
     for name, x, shape in (
@@ -193,15 +192,6 @@ def check_gradients(
     if dlse is not None and delta is not None:
         raise ValueError(
             "pass dlse or delta, not both: delta = rowsum(dout * out) - dlse includes dlse"
-        )
-
-
-def check_parts(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Raise ValueError unless the two parts of a merge have equal shapes."""
-    if out.shape != other_out.shape or lse.shape != other_lse.shape:
-        raise ValueError(
-            f"the parts differ in shape: out {tuple(out.shape)} and {tuple(other_out.shape)}, "
-            f"lse {tuple(lse.shape)} and {tuple(other_lse.shape)}"
         )
 
 
@@ -230,7 +220,7 @@ def check_sink(q: Tensor, sink: Tensor | None) -> None:
 
 
 def kind_of_sink(sink: Tensor | None) -> str | None:
-    """Return all that decides the result of `check_sink`, to be compared between ranks."""
+    """Return all that decides the result of `check_sink`, to be compared."""
     if not isinstance(sink, Tensor):
         return None if sink is None else type(sink).__name__
     return (
@@ -239,7 +229,7 @@ def kind_of_sink(sink: Tensor | None) -> str | None:
 
 
 def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
-    """Return ``mask``, or the causal mask for None. Raise for a misfit."""
+    """Return ``mask``, or the causal mask for None."""
     if mask is None:
         if q.shape[-3] != k.shape[-3]:
             raise ValueError(
@@ -255,16 +245,14 @@ def default_mask(q: Tensor, k: Tensor, mask: Mask | None) -> Mask:
 
 
 def default_scale(q: Tensor, scale: float | None, softcap: float | None = None) -> Scale:
-    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap. Raise unless they are numbers."""
+    """Return ``scale``, 1 / sqrt(d) for None, with the soft-cap."""
     number = q.shape[-1] ** -0.5 if scale is None else _number("scale", scale, "multiply q instead")
     cap = checked_softcap(softcap)
     return number if cap is None else CappedScale(number, cap)
 
 
 def default_reduce_dtype(q: Tensor, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``reduce_dtype``, or the accumulation dtype of q. Raise ValueError unless it is
-    floating.
-    """
+    """Return ``reduce_dtype``, or the accumulation dtype of q."""
     if reduce_dtype is None:
         return accumulate_dtype(q.dtype)
     if not (isinstance(reduce_dtype, torch.dtype) and reduce_dtype in DTYPES):
@@ -300,34 +288,25 @@ def _number(name: str, x: Any, remedy: str) -> float:
 
 
 def under_autocast(*names: str) -> Callable:
-    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, except
-    float64, and run without autocast. The function has its name in traces of torch.profiler.
+    """Decorate a function: under autocast, cast the arguments ``names`` to its dtype, and run
+    without autocast. torch.profiler shows its name.
     """
 
     def _decorate(function: Callable) -> Callable:
-        places = [
-            place
-            for place, name in enumerate(inspect.signature(function).parameters)
-            if name in names
-        ]
+        signature = inspect.signature(function)
 
         @wraps(function)
         def _called(*args, **kwargs):
-            if profiler._is_profiler_enabled:
-                with recorded(function.__name__):
-                    return _cast(*args, **kwargs)
-            return _cast(*args, **kwargs)
-
-        def _cast(*args, **kwargs):
-            if not torch._C._is_any_autocast_enabled():
-                return function(*args, **kwargs)
-            first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-            if (dtype := autocast_dtype(first)) is None:
-                return function(*args, **kwargs)
-            args = [cast(x, dtype) if place in places else x for place, x in enumerate(args)]
-            kwargs = {name: cast(x, dtype) if name in names else x for name, x in kwargs.items()}
-            with torch.autocast(first.device.type, enabled=False):
-                return function(*args, **kwargs)
+            with recorded(function.__name__):
+                if not torch._C._is_any_autocast_enabled():
+                    return function(*args, **kwargs)
+                given = signature.bind(*args, **kwargs).arguments
+                first = next(iter(given.values()))
+                if (dtype := autocast_dtype(first)) is None:
+                    return function(**given)
+                given |= {name: cast(given[name], dtype) for name in names if name in given}
+                with torch.autocast(first.device.type, enabled=False):
+                    return function(**given)
 
         return _called
 
@@ -335,7 +314,7 @@ def under_autocast(*names: str) -> Callable:
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype of autocast on the device of x, None if it is off or x is not a tensor."""
+    """Return the dtype of autocast on the device of x, if it is on and x a tensor."""
     if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
         return None
     return (
@@ -346,7 +325,7 @@ def autocast_dtype(x: Any) -> torch.dtype | None:
 
 
 def cast(x: Any, dtype: torch.dtype) -> Any:
-    """Return a floating tensor in ``dtype``, and anything else, float64 included, unchanged."""
+    """Return a floating tensor in ``dtype``; anything else, float64 too, unchanged."""
     return (
         x.to(dtype)
         if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
@@ -356,5 +335,5 @@ def cast(x: Any, dtype: torch.dtype) -> Any:
 
 @cached_plan
 def cached(make: Any, *sizes: int) -> Any:
-    """Return ``make(*sizes)``, a default mask or layout, from a cache."""
+    """Return ``make(*sizes)`` from a cache."""
     return make(*sizes)

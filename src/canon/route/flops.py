@@ -1,18 +1,17 @@
-"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`, over visible cells.
+"""The FLOPs of the operators, for `torch.utils.flop_counter.FlopCounterMode`.
 
-    cells       of the mask, between this rank's queries and all keys; the ranks' counts add up
+    cells       of the mask, between this rank's queries and all keys
     forward     2 cells b h (d + dv)
     backward    2 cells b h (d + dv) for the scores and dout v^T, 2 cells b h d for dq, 2 cells b h
                 (d + dv) for dk and dv
 
 `latent_attention` also projects the tokens that this rank's queries see: 2 b tokens rows rank FLOPs
-by up_weight (rows, rank). Backward has as many for K and V, for the gradient of the latents, and
+by up_weight (rows, rank), and in backward as many for K and V, for the gradient of the latents, and
 for that of up_weight. Unneeded gradients and the repeated scores of ``backward="split"`` count 0,
-as in torch's formula of `scaled_dot_product_attention`. So do dk and dv that the owner of the keys
-computes with ``rank_invariant=True``.
+as in torch's formula of `scaled_dot_product_attention`. So do dk and dv of rank_invariant=True.
 
 `torch.utils.flop_counter` imports Triton, and `canon.reference` must not. So formulas are
-registered at a call under a dispatch mode, after a program has imported it.
+registered at a call under a dispatch mode.
 """
 
 import sys
@@ -34,7 +33,7 @@ from canon.route.checks import batched, default_mask
 
 
 def register_formulas() -> None:
-    """Register the formulas if flop_counter is loaded, also with the counters that are active."""
+    """Register the formulas if flop_counter is loaded, also with active counters."""
     if (counting := sys.modules.get("torch.utils.flop_counter")) is None:
         return
     formulas = {}
@@ -80,7 +79,6 @@ def _flops(
     dkdv: bool = False,
     projections: int = 1,
 ) -> int:
-    """Return the FLOPs of two products over the cells, of the gradients and of ``projections``."""
     q, k, *_ = tensors = batched(*tensors)
     shapes = tuple(x.shape for x in tensors)
     mask, columns = _local_mask(declaration, q, k, options)
@@ -93,17 +91,13 @@ def _flops(
 def _local_mask(
     declaration: Declaration, q: Tensor, k: Tensor, options: dict[str, Any]
 ) -> tuple[Mask, int]:
-    """Return the mask between the queries that this rank computes and all keys, and the ranks that
-    share the heads.
-    """
+    """Return the mask of this rank's queries, and the ranks that share the heads."""
     mask: Mask | None = options["mask"] if options["has_mask"] else None
     layout: Layout | None = options["layout"] if options["has_layout"] else None
     if declaration.is_local:
         return default_mask(q, k, mask), 1
     place = place_of(declaration.name, group_named(options["group"]))
-    mask, layout = mask_and_layout(
-        declaration, q, k, mask, layout, place.rank, place.ranks,
-        options.get("rank_invariant", False),
-    )  # fmt: skip
+    invariant = options.get("rank_invariant", False)
+    mask, layout = mask_and_layout(declaration, q, k, mask, layout, place, invariant)
     rows = layout if place.columns == 1 else united(layout, place.columns)
     return rows.local_mask(mask, place.rank // place.columns, range(rows.ranks)), place.columns

@@ -6,10 +6,7 @@ from canon.route.algorithm import Declaration, Shapes
 
 
 def of_column(layout: Layout, shapes: Shapes, rank: int, columns: int) -> tuple[Layout, Shapes]:
-    """Return the layout of the rows, and the shapes of q, k and v after the exchange on ``rank``.
-
-    ``columns``: of the mesh, the ranks of a row.
-    """
+    """Return the layout of the rows, and the shapes of q, k and v after the exchange."""
     rows = united(layout, columns)
     tokens = rows.size(rank // columns)
     shapes = tuple(type(x)((x[0], tokens, x[2] // columns, x[3])) for x in shapes)

@@ -1,18 +1,16 @@
-"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes such as selective
-checkpointing.
+"""The operators `canon::...`, for torch.compile, torch.export and dispatch modes.
 
     canon::ring_attention             q, k, v, mask, layout, options -> out, lse, the largest scores
                                       (h,) or an empty tensor
     canon::ring_attention_backward    the gradients of out and lse, and all of that -> the needed
                                       ones of dq, dk, dv
 
-Each declared function has a pair, which serves both halves. Eager calls take an autograd Function,
-which costs less host time. An operator finds its `Call` when it runs, not when it is traced. A mask
-or a layout, made outside of the compiled region, is an input of the graph (`opaque`), so one graph
-serves all masks. A group travels as its name. Results own their memory and are contiguous.
+A pair serves both halves. Eager calls take an autograd Function, which costs less host time. An
+operator finds its `Call` when it runs. Masks and layouts are inputs of the graph (`opaque`), so one
+graph serves all. A group travels as its name. Results own their memory and are contiguous.
 
-Limits: a replayed CUDA graph would compute with the mask of its capture, so Inductor's CUDA graphs
-leave the operators out. A wrong sink of a compiled call raises on its own rank only. Others:
+Limits: Inductor's CUDA graphs leave the operators out, as a replay would have the mask of its
+capture. A wrong sink of a compiled call raises on its own rank only. Others:
 paper/in_your_program.md#torchcompile-and-torchexport.
 """
 
@@ -38,7 +36,6 @@ from canon.route.algorithm import (
     Side,
 )
 from canon.route.autograd import (
-    NO_MAXIMA,
     NO_SECOND_DERIVATIVE,
     check_differentiation,
     surroundings,
@@ -54,14 +51,12 @@ BODIES: dict[str, Callable] = {}  # by name of the operator; a dispatch mode can
 
 
 def is_traced() -> bool:
-    """Return whether a public function must call its operator: traced, or in a dispatch mode."""
+    """Return whether a public function must call its operator."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def call_operator(algorithm: Algorithm, given: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (out, lse, largest scores) from the operator of a public function, which checks
-    them.
-    """
+    """Return (out, lse, largest scores) from the operator of a public function."""
     # in torch.compile, `is_exporting` of old versions is True
     if not EXPORTS and torch.compiler._is_exporting_flag:
         raise RuntimeError(
@@ -91,8 +86,7 @@ def _settings_at_compilation(side: str) -> str | None:
     return SIDES[side].settings(None)
 
 
-# What torch.compiler.assume_constant_result sets; that function would import torch._dynamo with
-# canon.
+# as torch.compiler.assume_constant_result, which would import torch._dynamo
 _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -100,9 +94,7 @@ _settings_at_compilation._dynamo_marked_constant = True  # pyright: ignore[repor
 def _call(
     function: str, pass_name: str, tensors: Sequence[Tensor], options: Sequence[Any]
 ) -> Iterator[Call]:
-    """Find the call, with the settings of its half inside. Several ranks agree on its pass
-    ``pass_name``.
-    """
+    """Find the call, with the settings of its half inside. Several ranks compare it."""
     named = DECLARATIONS[function].by_name(options)
     mask, has_mask, layout, has_layout, half, settings = (named.pop(name) for name in PLACED)
     mask, layout = mask if has_mask else None, layout if has_layout else None
@@ -139,12 +131,12 @@ def _forward(declaration: Declaration, *given: Any) -> tuple[Tensor, ...]:
                 f"{declaration.keeps} out"
             )
         tensors = batched(*tensors)
-        maxima = call.maxima(tensors[0]) if call.options["return_max_logits"] else NO_MAXIMA
+        maxima = call.maxima(tensors[0])
         out, lse, *kept = call.passes[0](call, *tensors, **maxima)
-        max_logits = call.largest(**maxima) if maxima else lse.new_empty(0, dtype=torch.float32)
+        max_logits = call.largest(**maxima)
         kept = [] if call.columns > 1 else kept  # the backward pass exchanges its tensors again
     results = [out.squeeze(0), lse.squeeze(0)] if packed else [out, lse]
-    results.append(max_logits)
+    results.append(lse.new_empty(0, dtype=torch.float32) if max_logits is None else max_logits)
     if declaration.keeps:
         results.append(kept[0] if len(kept) == 1 else torch.cat([_rows(*tensors[1:3], 0), *kept]))
     return tuple(map(_alone, results))
@@ -176,13 +168,13 @@ def _backward(
 
 
 def _alone(x: Tensor) -> Tensor:
-    """Return a contiguous tensor that shares its memory with no other tensor."""
+    """Return a contiguous tensor that shares no memory."""
     alone = x.is_contiguous() and x.untyped_storage().nbytes() == x.numel() * x.element_size()
     return x if alone else x.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(k: Tensor, v: Tensor, count: int | torch.SymInt) -> Tensor:
-    """Allocate a row (b, g, d + dv) of K and V for each of ``count`` tokens."""
+    """Allocate rows (b, g, d + dv) of K and V for ``count`` tokens."""
     b, _, g, d = batched(k)[0].shape
     return k.new_empty(count, b, g, d + v.shape[-1])
 
@@ -245,9 +237,7 @@ def _refuse(ctx: Any, *_: Any) -> None:
 
 
 def declared(face: Callable[[Algorithm], Callable[..., Any]], **more: Any) -> Declaration:
-    """Declare a public attention function, and register its operators, their fakes and their
-    formulas.
-    """
+    """Declare a public attention function, and register its operators."""
     declaration = Declaration(face, **more)
     DECLARATIONS[declaration.name] = declaration
     options = [

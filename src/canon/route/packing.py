@@ -1,8 +1,6 @@
 """Attend with a mask for each sequence of a batch, as one packed sequence under a block-diagonal
-mask.
-
-q (b, t, h, d) is read as (1, b t, h, d), and all other tensors alike: views if the strides allow
-it. On several ranks the layout of one sequence is repeated.
+mask: q (b, t, h, d) is read as (1, b t, h, d), without a copy if the strides allow it. On several
+ranks the layout of one sequence is repeated.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +23,15 @@ def attend_each(
     v: Tensor,
     masks: Sequence[Mask],
     on_tiles: bool = False,
-    **options: Any,
 ) -> Any:
-    """Return the result of ``attend(q, k, v, mask, **options)``, out or a tuple, with a mask for
-    each sequence. ``on_tiles``: each begins on a tile, so others are computed one after another.
+    """Return the result of ``attend(q, k, v, mask)`` with a mask for each sequence.
+    ``on_tiles``: sequences that would not begin on tiles are computed one after another.
     """
     refuse_compilation()
     check_masks(q, k, v, masks)
     if not (on_tiles and masks and differ(masks) and (q.shape[1] % TILE or k.shape[1] % TILE)):
-        return attend_packed(attend, q, k, v, masks, **options)
-    results = [
-        attend(*(x[i : i + 1] for x in (q, k, v)), mask, **options) for i, mask in enumerate(masks)
-    ]
+        return attend_packed(attend, q, k, v, masks)
+    results = [attend(*(x[i : i + 1] for x in (q, k, v)), mask) for i, mask in enumerate(masks)]
     if isinstance(results[0], Tensor):
         return torch.cat(results)
     # the largest scores
@@ -44,14 +39,12 @@ def attend_each(
     return tuple(joined(parts) for parts in zip(*results, strict=True))
 
 
-def attend_packed(
-    attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask], **options: Any
-) -> Any:
+def attend_packed(attend: Callable, q: Tensor, k: Tensor, v: Tensor, masks: Sequence[Mask]) -> Any:
     """Return the result of `attend_each` without checks."""
     if not differ(masks):
-        return attend(q, k, v, masks[0], **options)
+        return attend(q, k, v, masks[0])
     b, t = q.shape[:2]
-    result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)), **options)
+    result = attend(*map(_packed, (q, k, v)), block_diagonal(tuple(masks)))
     if isinstance(result, Tensor):
         return _unpacked(result, b, t)
     statistic = lambda x: x.squeeze(0).unflatten(1, (b, t)).transpose(0, 1)
@@ -126,7 +119,7 @@ def refuse_compilation() -> None:
 
 
 def differ(masks: Sequence[Mask]) -> bool:
-    """Return whether the sequences have different masks, or there is no sequence."""
+    """Return whether the masks are not all equal, or there is none."""
     return len(set(masks)) != 1
 
 
@@ -138,20 +131,17 @@ def block_diagonal(masks: tuple[Mask, ...]) -> Mask:
 
 @cached_plan
 def repeated(layout: Layout, times: int) -> Layout:
-    """Return the layout of ``times`` sequences, one after another."""
+    """Return the layout of equal sequences."""
     return Layout.concat([layout] * times)
 
 
 def _packed(x: Tensor) -> Tensor:
-    """Return x (b, t, heads, width) as one sequence (1, b t, heads, width)."""
     return x.flatten(0, 1).unsqueeze(0)
 
 
 def _packed_statistic(x: Tensor) -> Tensor:
-    """Return x (b, h, t) as (1, h, b t)."""
     return x.transpose(0, 1).flatten(1).unsqueeze(0)
 
 
 def _unpacked(x: Tensor, b: int, t: int) -> Tensor:
-    """Return one sequence (1, b t, heads, width) as a batch (b, t, heads, width)."""
     return x.squeeze(0).unflatten(0, (b, t))

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`, and their
-defaults. A wrong type raises TypeError, a value that does not fit ValueError.
+"""Checks and defaults of the arguments of `dispatch`, `cast_plan`, `group_cast` and `group_reduce`.
+A wrong type raises TypeError, a value that does not fit ValueError.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ PLANNED: WeakValueDictionary[tuple[Mask, int], Layout] = WeakValueDictionary()
 
 @dataclass(frozen=True)
 class Sizes:
-    """The tokens that a rank sends to each rank, and receives from each rank, in one cast."""
+    """The tokens that a rank sends to and receives from each rank in one cast."""
 
     sent: list[int]
     received: list[int]
@@ -46,8 +46,8 @@ def check_rows(
     group: dist.ProcessGroup | None,
     received: bool = False,
 ) -> tuple[int, Sizes]:
-    """Return this rank and the sizes of its cast. Raise ValueError unless they fit the group, the
-    plan and the rows of ``x``, sent or ``received``.
+    """Return this rank and the sizes of its cast. Raise ValueError unless group, plan and the rows
+    of ``x``, sent or ``received``, fit.
     """
     _, rank, ranks = place_in(name.partition(":")[0], group)
     if ranks != plan.layout.ranks:
@@ -68,7 +68,7 @@ def check_rows(
 
 
 def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
-    """Raise ValueError unless ``into`` has a row like those of ``y`` for each token of the rank."""
+    """Raise ValueError unless ``into`` has a row like those of ``y`` for each token."""
     expected = (plan.layout.size(rank), *y.shape[1:])
     if tuple(into.shape) != expected:
         raise ValueError(
@@ -80,8 +80,8 @@ def check_into(into: Tensor, y: Tensor, plan: CastPlan, rank: int) -> None:
 def default_chunk(tokens: int, ranks: int) -> int:
     """Return a chunk of 1024 tokens, shorter for 8 chunks a rank, longer for at most 32.
 
-    Fewer than 8 balance causal and packed masks badly. Planning takes the square of their number.
-    The length is a multiple of 128, the tile of a kernel, if possible, or else of 16.
+    Fewer than 8 balance badly; planning takes the square of their number. The length is a multiple
+    of 128, the tile of a kernel, or else of 16.
     """
     most = min(USUAL_CHUNK, tokens // (FEWEST_CHUNKS * ranks))
     unit = next((unit for unit in (128, 16) if unit <= most), 1)
@@ -90,9 +90,7 @@ def default_chunk(tokens: int, ranks: int) -> int:
 
 
 def one_mask(mask: Masks) -> tuple[Mask, int]:
-    """Return the mask that `dispatch` plans, and its number of sequences: different masks become
-    one block-diagonal mask.
-    """
+    """Return the mask that `dispatch` plans, and its number of different sequences."""
     refuse_numbers(mask, "dispatch: mask")
     masks = [mask] if isinstance(mask, Mask) else mask
     if not isinstance(masks, (tuple, list)):
@@ -132,7 +130,7 @@ def checked_dispatch(
     rank_invariant: bool,
 ) -> tuple[int, int, Fraction, int, int, int]:
     """Return (ranks, chunk, imbalance, cells_per_us, tokens_per_us, swaps_per_chunk) as ints and
-    one fraction, for the results of `one_mask`. Warn if an explicit chunk leaves a rank empty.
+    one fraction. Warn if an explicit chunk leaves a rank empty.
     """
     ranks, swaps = whole("ranks", ranks, 1), whole("swaps_per_chunk", swaps_per_chunk, 0)
     cells_per_us = whole("cells_per_us", cells_per_us, 1)
@@ -190,7 +188,7 @@ def warn_of_planned(
     stacklevel: int = 7,
 ) -> bool:
     """Warn, and return True, if `magi_attention` takes a default layout, but `dispatch` has planned
-    another one that fits: for all ranks, or for the rows of a mesh of ``columns``.
+    another one that fits.
     """
     if not is_default or function != "magi_attention":
         return False
@@ -208,7 +206,7 @@ def warn_of_planned(
 
 
 def warn_of_another_cut(function: str, layout: Layout, rank: int) -> None:
-    """Warn if other layouts have divided tensors of this size, but not that of the call."""
+    """Warn if other layouts have divided tensors of this size, but not this one."""
     if not are_noted() and only_others_cut(layout, rank):  # plans may be made before the cut
         warn(
             f"{function}: tensors of {layout.tokens} tokens on {layout.ranks} ranks were divided "
@@ -220,7 +218,7 @@ def warn_of_another_cut(function: str, layout: Layout, rank: int) -> None:
 
 
 def warn_of_documents(function: str, layout: Layout) -> None:
-    """Warn if a call without a mask takes a layout that `dispatch` has planned for documents."""
+    """Warn if a call without a mask takes a layout planned for documents."""
     if (token := missing_document(layout)) is not None:
         warn(
             f"{function}: mask=None is causal, but in the mask that dispatch has planned this "
@@ -239,9 +237,7 @@ def check_cast(mask: Mask, layout: Layout) -> None:
 
 
 def checked_casts(casts: int | None, own_keys_first: bool | None) -> tuple[int, bool | None]:
-    """Return the options of a cast plan with their defaults: own keys first before several casts,
-    and before a single one by `own_keys_come_first` (None).
-    """
+    """Return the options of a cast plan with their defaults. None is `own_keys_come_first`."""
     casts = 1 if casts is None else whole("casts", casts, 1)
     if own_keys_first is None:
         return casts, True if casts > 1 else None

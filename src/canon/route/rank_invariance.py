@@ -1,10 +1,9 @@
-"""The contract of ``rank_invariant=True``, and the rules that calls must keep.
+"""The contract of ``rank_invariant=True``, and its rules.
 
 **Contract.** The bits of a query's out and lse depend on the query, and on the keys and values that
 it sees: their order and their positions modulo 128. They also depend on scale, soft-cap, sink,
-dtype, widths, kernel backend, GPU model and versions, and on nothing else. return_max_logits=True
-selects the Triton backend. The calls and the gradients that so have equal bits:
-paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
+dtype, widths, kernel backend (Triton for return_max_logits=True), GPU model and versions, and on
+nothing else. Calls with equal bits: paper/in_your_program.md#the-same-bits-on-any-number-of-ranks.
 
 **Proof.** Keys are cut into tiles at multiples of 128, or of a divisor of 128, of their positions.
 A row of a tile of queries has a state: maximum m, sum l, output o.
@@ -12,27 +11,23 @@ A row of a tile of queries has a state: maximum m, sum l, output o.
 1. A row's tiles are visited once each, in order. All bands between two tiles make one visit
    (`canon.fast.tables.key_order`).
 2. A visit computes s = q k^T for the row, sets hidden scores to -inf, and reduces over all columns
-   of the tile. The MMA and the reductions of a row read no other row, and a product of fixed shape
-   adds in a fixed order. So the step is a function of the row's state, its scores, and its hidden
-   columns. A full tile skips the select, which would select every score.
-3. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o, whatever key and value lie
-   there.
-4. A tile of which the row sees nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o +
-   0. Before the first visible key it is (-inf, 0, 0), which the first step multiplies by 0.
-5. By 1 to 4 the sequence of states is a function of the visible keys by column of their tile. Rows
-   of a tile, their class, the packing of heads and the order of work tiles occur nowhere.
-6. Kernels that keep an older maximum (`canon.fast.kernels.gluon.softmax`, `stale_maximum`) decide
+   of the tile. MMA and reductions of a row read no other row, and a product of fixed shape adds in
+   a fixed order. So the step is a function of the row's state, scores and hidden columns.
+3. A hidden column has p = exp(-inf) = 0, and adds 0 to l and 0 v to o. A tile of which the row sees
+   nothing leaves the state: m = max(m, -inf), l = 1 l + 0, o = 1 o + 0.
+4. So the sequence of states is a function of the visible keys by column of their tile. Rows of a
+   tile, the packing of heads and the order of work tiles occur nowhere.
+5. Kernels that keep an older maximum (`stale_maximum` in `canon.fast.kernels.gluon.softmax`) decide
    by m, l and s of the row. A vote of a warp only adds steps that multiply by 1.
-7. The configuration follows from dtype and widths alone.
+6. The configuration follows from dtype and widths alone.
 
-Few queries are not summed in parts of the keys. On Hopper all SMs compute the weights of their keys
-at once, and sum them in the order of the keys (`canon.fast.kernels.gluon.few_queries`). By 2 and 6
-a row's weights follow from its scores and the maximum of its first visible tile, and columns of o
-do not mix.
+On Hopper, all SMs compute weights for few queries at once, and sum them in the order of the keys
+(`canon.fast.kernels.gluon.few_queries`). By 2 and 5 a row's weights follow from its scores and the
+maximum of its first visible tile, and columns of o do not mix.
 
-Limits: o of -0 may become 0 in 3 and 4. A NaN reaches others in its tile
-(`canon.fast.kernels.triton.launch`). On "cuda" bits also depend on the bands of the mask, because a
-tile is visited once for each of its bands. CPU products need one thread.
+Limits: o of -0 may become 0 in 3. A NaN reaches others in its tile (`canon.fast.kernels.triton`).
+On "cuda" bits also depend on the bands, because a tile is visited once for each. CPU products need
+one thread.
 """
 
 from collections.abc import Mapping
@@ -46,8 +41,7 @@ from canon.masks.plan_cache import cached_plan
 
 Piece = tuple[int, range]  # the first row in a buffer, and the tokens
 Contradictions = Mapping[str, tuple[tuple, str, str]]
-# Options that fix an order of sums themselves: the values that rank_invariant allows, the reason,
-# and the remedy.
+# options that fix an order of sums: the allowed values, the reason, and the remedy
 COMMON: Contradictions = {
     "backward": (
         ("auto", "split", "head_parallel"),
@@ -62,17 +56,10 @@ COMMON: Contradictions = {
 }
 
 
-def contiguous_tiles(tokens: int, ranks: int) -> Layout:
-    """Return the default layout of the option."""
-    return Layout.contiguous(tokens, ranks, TILE)
-
-
 def check_rank_invariant(
     function: str, contradictions: Contradictions, options: Mapping[str, Any]
 ) -> None:
-    """Raise TypeError or ValueError unless ``rank_invariant`` is a bool that the other options do
-    not contradict.
-    """
+    """Raise unless ``rank_invariant`` is a bool that the other options do not contradict."""
     rank_invariant = options.get("rank_invariant", False)
     flag(f"{function}: rank_invariant", rank_invariant)
     for name, (allowed, reason, remedy) in (
@@ -86,31 +73,23 @@ def check_rank_invariant(
 
 
 def check_tiled(function: str, layout: Layout) -> None:
-    """Raise ValueError unless all pieces begin at multiples of 128, in the sequence and on the
-    rank.
-    """
-    if (wrong := _misplaced(layout)) is None:
-        return
-    rank, row, piece = wrong
+    """Raise ValueError unless all pieces begin at multiples of 128."""
     n, ranks = layout.tokens, layout.ranks
-    place = (
-        f"tokens {piece.start}, {piece.start + piece.step}, ..."
-        if piece.step > 1
-        else f"tokens {piece.start}:{piece.stop}"
-    )
-    raise ValueError(
-        f"{function}: rank_invariant=True needs pieces that begin at multiples of {TILE} tokens, "
-        f"in the sequence and on their rank; rank {rank} holds {place} from its row {row} on: pass "
-        f"Layout.contiguous({n}, {ranks}, multiple_of={TILE}), Layout.zigzag({n}, {ranks}, "
-        f"multiple_of={TILE}) or dispatch(mask, {ranks}, rank_invariant=True)"
-    )
+    for rank in range(ranks):
+        for row, tokens in pieces_of(layout, rank):
+            if tokens.start % TILE or row % TILE or tokens.step != 1:
+                raise ValueError(
+                    f"{function}: rank_invariant=True needs pieces that begin at multiples of "
+                    f"{TILE} tokens, in the sequence and on their rank; rank {rank} holds {tokens} "
+                    f"from its row {row} on: pass Layout.contiguous({n}, {ranks}, "
+                    f"multiple_of={TILE}), Layout.zigzag({n}, {ranks}, multiple_of={TILE}) or "
+                    f"dispatch(mask, {ranks}, rank_invariant=True)"
+                )
 
 
 @cached_plan
 def pieces_of(layout: Layout, rank: int) -> tuple[Piece, ...]:
-    """Return (row, tokens) of each piece of a rank, in local order, joined where one continues
-    another.
-    """
+    """Return (row, tokens) of each piece of a rank, joined where one continues another."""
     return tuple(placed(layout.ranges_per_rank[rank]))
 
 
@@ -119,12 +98,3 @@ def transposed(mask: Mask) -> Mask:
     """Return the mask with queries and keys exchanged."""
     bands = [Band(b.k_start, b.k_stop, b.q_start, b.q_stop, -b.hi, -b.lo) for b in mask.bands]
     return Mask.of_disjoint(bands, mask.keys, mask.queries)
-
-
-def _misplaced(layout: Layout) -> tuple[int, int, range] | None:
-    """Return (rank, row, tokens) of the first piece that begins inside a tile, or None."""
-    for rank in range(layout.ranks):
-        for row, tokens in pieces_of(layout, rank):
-            if tokens.start % TILE or row % TILE or tokens.step != 1:
-                return rank, row, tokens
-    return None

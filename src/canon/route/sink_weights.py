@@ -19,8 +19,8 @@ def sink_weight(lse: Tensor, sink: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Return the sigmoid. A CPU's float32 bits would depend on the number of elements, as the last
-    ones take another exponential; float64 hides the difference.
+    """Return the sigmoid. On a CPU the last float32 elements take another exponential; float64
+    hides the difference.
     """
     return torch.sigmoid(x.double()).to(x.dtype) if x.is_cpu else torch.sigmoid(x)
 
