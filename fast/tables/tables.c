@@ -1,4 +1,4 @@
-/* Work tables in C: what `work_tables.py` defines in NumPy, bit for bit. `schedule.c` continues this file.
+/* Work tables in C: those that `work_tables.py` describes. `schedule.c` continues this file.
  *
  *   bands(bands of a mask) -> `band_array`, and area(bands) -> `area`
  *   table(bands, size, rows, columns, small, boxes, only_visits)
@@ -194,8 +194,8 @@ typedef struct {
   int32_t piece, column, number, is_full;
 } Span;
 
-/* Add up to three spans of a piece: partial, full, partial. They sort by tile, kind of tile, column, and then in the order of
- * NumPy's array: all first spans, all second, all third. Return the number of spans. */
+/* Add up to three spans of a piece: partial, full, partial. They sort by tile, kind of tile, column, and then in
+ * this order: all first spans, all second, all third. Return the number of spans. */
 static i64 classify(const Problem *p, const i64 *starts, i64 tiles, const Piece *x, i64 piece, i64 number, Span *spans, i64 *keys) {
   i64 start = band_field(p, x->band, K_START), stop = band_field(p, x->band, K_STOP);
   i64 lo = band_field(p, x->band, LO), hi = band_field(p, x->band, HI);

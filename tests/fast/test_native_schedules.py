@@ -1,10 +1,10 @@
-"""The tables that `tables.c` makes are those of the NumPy code, bit for bit."""
+"""The tile schedules that `schedule.c` makes are those of the NumPy code, bit for bit."""
 
 import numpy as np
 import pytest
 import torch
 from band_strategies import masks
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from canon import Mask, fast
@@ -16,51 +16,28 @@ from canon.fast.tables import work_tables
 from canon.fast.tables.cells import Cells
 from canon.masks.plan_cache import PARTS, PLANS
 
-SIZES = st.sampled_from([1, 2, 4, 8, 16])
 IN_C = work_tables.native_tables()
 pytestmark = pytest.mark.skipif(IN_C is None, reason="there is no C compiler")
 
 
-def made(make, native):
-    """Return ``make()`` with tables from C, or from NumPy, and no plan in the cache."""
-    PARTS.clear()
-    PLANS.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (work_tables, tile_scheduler):
-            patch.setattr(module, "native_tables", lambda: IN_C if native else None)
-        return make()
-
-
 def assert_equal(make):
-    assert_same(made(make, True), made(make, False))
+    """Assert that ``make()`` returns equal plans with schedules from C and from NumPy."""
+    found = []
+    for native in (IN_C, None):
+        PARTS.clear()
+        PLANS.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tile_scheduler, "native_tables", lambda native=native: native)
+            found.append(make())
+    assert are_equal(*map(tuple, found))
 
 
-def assert_same(from_c, from_numpy):
-    for a, b in zip(from_c, from_numpy, strict=True):
-        if isinstance(b, np.ndarray):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-            assert np.array_equal(a, b)
-        else:
-            assert type(a) is type(b)
-            assert a == b
-
-
-@given(masks(), SIZES, SIZES, SIZES, st.booleans(), st.sampled_from([0, 1, 4]))
-@example(Mask.full(20), 16, 4, 4, False, 4)  # a short tile
-def test_work_tables_from_c_are_equal(mask, rows, columns, small, transposed, boxes):
-    given = Cells(mask), rows, columns, min(small, columns), transposed, boxes
-    assert_equal(lambda: work_tables.host_table(*given))
-    given = Cells(mask), rows, columns, transposed, boxes
-    assert_equal(lambda: work_tables.visits.__wrapped__(*given))
-
-
-@given(masks())
-@example(Mask([], 3, 5))
-def test_bands_and_areas_from_c_are_equal(mask):
-    assert_equal(lambda: (work_tables.band_array.__wrapped__(mask),))
-    assert made(lambda: work_tables.band_array(mask).flags.f_contiguous, True)
-    assert_equal(lambda: (work_tables.area.__wrapped__(mask),))
-    assert made(lambda: work_tables.area(mask), True) == mask.area
+def are_equal(x, y):
+    if isinstance(x, np.ndarray):
+        return x.dtype == y.dtype and np.array_equal(x, y)
+    if isinstance(x, tuple):
+        return type(x) is type(y) and len(x) == len(y) and all(map(are_equal, x, y))
+    return x == y
 
 
 @st.composite
@@ -97,10 +74,4 @@ def test_tile_schedules_from_c_are_equal(mask, traversal):
 def test_plans_of_both_passes_are_equal(mask, heads):
     sizes = {"heads": heads, "widths": (128, 128), "batch": 2, "dtype": torch.bfloat16}
     sizes["device"] = Gpu((9, 0), 132, 232448)
-    make = lambda: fast.prepare("attention", mask, None, **sizes).plans
-    for (key, from_c), (same, from_numpy) in zip(made(make, True), made(make, False), strict=True):
-        assert key == same
-        if isinstance(from_c, tuple):
-            assert_same(from_c, from_numpy)
-        else:
-            assert np.array_equal(from_c, from_numpy)
+    assert_equal(lambda: fast.prepare("attention", mask, None, **sizes).plans)
