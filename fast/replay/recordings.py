@@ -16,7 +16,7 @@ a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one
-of unknown origin, launches no kernel, or takes a backend that is not ``replayable``.
+of unknown origin, or launches no kernel.
 """
 
 import copy

@@ -9,7 +9,7 @@ import pytest
 import torch
 from triton import knobs
 
-from canon import Mask, fast
+from canon import Mask
 from canon.fast.ahead import first_call
 from canon.fast.ahead.compilation import Outcome
 from canon.fast.ahead.kernel_variants import identities
@@ -123,15 +123,6 @@ def test_warm_up_leaves_the_stamps_of_first_calls():
         assert set(identities(first_call.model_of(call(algorithm)))) <= set(identities(warmed))
     other = first_call.model_of(call(RING, reduce_dtype=torch.float16))
     assert not set(identities(other)) & set(identities(warmed))
-
-
-def test_each_new_kind_of_call_asks_once_for_its_kernels(monkeypatch):
-    asked, side = [], LOCAL.side
-    monkeypatch.setitem(vars(side), "compile_for", asked.append)
-    q, k, v = (torch.zeros(1, 16, heads, 8) for heads in (4, 2, 2))
-    for mask in (None, None, Mask.window(16, left=2), None):
-        fast.attention(q, k, v, mask, scale=0.123)
-    assert [made.mask for made in asked] == [Mask.causal(16), Mask.window(16, left=2)]
 
 
 def test_a_cache_that_cannot_be_written_is_replaced(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from canon import Layout, Mask
 from canon.bench.shapes import mask_of
 from canon.fast import backward
 from canon.fast.backward import Method
-from canon.fast.kernels.gluon import dq_order, launch, method
+from canon.fast.kernels.gluon import launch
 from canon.fast.kernels.launcher import meta_stands_for
 from canon.masks.plan_cache import noted_plans
 from canon.route.algorithm import ALGORITHMS
@@ -78,34 +78,6 @@ def test_on_every_recorded_shape_the_choice_takes_at_most_3_percent_more_than_th
     assert slow_choices() == []
 
 
-def test_the_switch_changes_the_choice_on_long_sequences_alone():
-    long, short = (1, 65536, 64, 8, 128, "documents:4096"), (32, 512, 32, 8, 128, "causal")
-    assert [chosen(*long, repeats) for repeats in (False, True)] == ["fused", "split"]
-    assert [chosen(*short, repeats) for repeats in (False, True)] == ["split", "split"]
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "value"),
-    [
-        (method, "MIN_VISITS", 4),
-        (method, "MIN_VISITS", 9),
-        (method, "MIN_VISITS_OF_NARROW", 8),
-        (dq_order, "MIN_VISITS_OF_NARROW", 8),
-        (method, "MIN_VISITS_OF_NARROW", 1),
-        (dq_order, "MIN_VISITS", {64: 8, 128: 18}),
-        (dq_order, "MIN_VISITS", {64: 8, 128: 64}),
-        (dq_order, "MAX_SHARE", {64: 0.08, 128: 0.12}),
-        (dq_order, "MAX_SHARE", {64: 0.15, 128: 0.05}),
-        (dq_order, "MAX_SHARE", {64: 0.15, 128: 0.2}),
-    ],
-)
-def test_another_threshold_is_slow_on_a_recorded_shape(
-    module, name, value, monkeypatch, empty_cache
-):
-    monkeypatch.setattr(module, name, value)
-    assert slow_choices()
-
-
 def methods_of(schedule, ranks, tokens):
     """Return the methods of the steps of all ranks, without the switch."""
     algorithm, layout = ALGORITHMS["fast", f"{schedule}_attention"], Layout.zigzag(tokens, ranks)
@@ -143,9 +115,3 @@ def slow_schedules():
 
 def test_steps_that_send_gradients_take_the_faster_method_of_the_recorded_schedules():
     assert slow_schedules() == []
-
-
-@pytest.mark.parametrize("value", [30, 70])
-def test_another_threshold_is_slow_on_a_recorded_schedule(value, monkeypatch, empty_cache):
-    monkeypatch.setattr(method, "MIN_VISITS_OF_SENT", value)
-    assert slow_schedules()
