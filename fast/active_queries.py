@@ -4,7 +4,7 @@ these.
 The step of the own keys computes all queries, because it initialises the results. In packed
 documents, few queries see another rank's keys, and they lie scattered over the shard. One range of
 active queries is a view; several are gathered into copies of q, and backward of dout, lse and
-delta. So no fully masked row is visited or merged.
+delta.
 """
 
 import numpy as np
@@ -96,7 +96,7 @@ def query_indices(queries: ActiveQueries) -> np.ndarray:
 
 @device_plan
 def row_indices(start: int, stop: int) -> np.ndarray:
-    """Return start, start + 1, ..., stop - 1, int64."""
+    """Return start, ..., stop - 1, int64."""
     return np.arange(start, stop)
 
 

@@ -92,8 +92,8 @@ def gradients(
     dtype: torch.dtype | None = None,
     kind: Hashable = None,
 ) -> Gradients:
-    """Return dq, dk and dv as `attention_backward` does, without checks, in one recorded pass. dk
-    and dv come together. ``kind``: as in `replayed`, except for the gradients.
+    """Return dq, dk and dv as `attention_backward`, without checks, in one recorded pass. dk and dv
+    come together. ``kind``: as in `replayed`, except for the gradients.
     """
     grads = empty_gradients(q, k, v, dtype or q.dtype, needs_grad)
     given, how = (dout, q, k, v, out, lse, dlse, *grads), method_now(method)
@@ -144,8 +144,8 @@ def plan_gradients(
     method: str,
     sends: bool = False,
 ) -> None:
-    """Look up the plans of a backward pass: `gradients` on the meta device. "auto" looks up those
-    of both states of `torch.use_deterministic_algorithms`.
+    """Look up the plans of `gradients`; "auto" those of both states of
+    `torch.use_deterministic_algorithms`.
     """
     grads = empty_gradients(q, k, v, q.dtype, (True, True, True))
     now = method_now(method, sends)
@@ -165,9 +165,7 @@ def backward_into(
     dk: Tensor | None,
     dv: Tensor | None,
 ) -> None:
-    """Write the gradients, of any strides and dtypes, without checks. dq, or dk and dv together,
-    may be None.
-    """
+    """Write gradients of any strides and dtypes. dq, or dk and dv together, may be None."""
     dout, q, lse, delta = inputs
     statistics = kernels_for(q, v).empty_statistics(lse)
     given = q, k, v, dout, lse, delta, statistics

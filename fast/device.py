@@ -49,7 +49,7 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def computing_with(name: str | None) -> Iterator[None]:
-    """As `backend`, without a check of the name; None selects by the inputs."""
+    """As `backend`, without a check; None selects by the inputs."""
     token = _chosen.set(name)
     try:
         yield
@@ -133,7 +133,7 @@ def rows_for(x: Tensor) -> Rows:
 
 
 def compiles(device: torch.device, dtype: torch.dtype, d: int, dv: int) -> bool:
-    """Return whether calls with such tensors need kernels that are compiled."""
+    """Return whether calls with such tensors need compiled kernels."""
     return _backend_for(device, dtype, d, dv).compiles
 
 

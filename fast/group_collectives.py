@@ -1,10 +1,8 @@
 """Group cast and group reduce: the plans of `canon.reference.group_collectives`, and one kernel to
-move the rows of each.
+move the rows of each, on the communication stream.
 
-NumPy computes the needed keys, areas and transfers of all ranks at once, from closed forms. Index
-tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8 more
-for its reduction, 8 for each own row. The kernels that gather rows and add gradients run on the
-communication stream.
+Index tables are uploaded once for each (plan, rank, device): 8 bytes for each row that is sent, 8
+more for its reduction, 8 for each own row.
 
 Cost and source: as `canon.reference.group_collectives`.
 """
@@ -73,9 +71,8 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 class _Holdings:
-    """The tokens of all ranks under a layout, as arrays with an entry a range. ``row`` is the local
-    index of its first token. ``runs`` holds (start, stop, rank) of contiguous runs of tokens,
-    ascending.
+    """The ranges of all ranks as arrays. ``row``: the local index of a range's first token.
+    ``runs``: (start, stop, rank) of contiguous runs of tokens, ascending.
     """
 
     def __init__(self, layout: Layout):
@@ -165,7 +162,7 @@ class Transfer:
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
     def rows_sent(self, device: torch.device) -> Tensor:
-        """Return the own rows that are sent, by receiver, on the device, int64."""
+        """Return the own rows that are sent, by receiver, int64."""
         return rows_sent(self.plan, self.cast, self.rank, device)
 
 

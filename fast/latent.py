@@ -26,8 +26,8 @@ from canon.faces import public_latent
 from canon.faces.latent_arguments import hidden_keys, sizes_of, visible_only
 from canon.fast.backward import QueryInputs, make_delta
 from canon.fast.half import FAST, Part
-from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of, steps_of_ring
-from canon.fast.schedule import StepBackward, receiving, run_backward, run_forward
+from canon.fast.ring import VARIANTS, KeyRing, Ring, RingBackward, RingStep, ring_of
+from canon.fast.schedule import StepBackward, parts_of, receiving, run_backward, run_forward
 from canon.route.algorithm import Algorithm, Gradients
 from canon.route.call import Call
 from canon.route.checks import accumulate_dtype
@@ -55,8 +55,7 @@ def latent_forward(
     up_weight: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`; lse is in the accumulation dtype."""
-    ring, projection = ring_of(call, latent, k_rope, _Step), _Projection(call, up_weight)
+    ring, projection = ring_of(call, _Step), _Projection(call, up_weight)
     return run_forward(
         ring.steps, projection.keys(ring, latent, k_rope), q, projection.no_values(q), max_logits
     )
@@ -74,8 +73,8 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """As the twin in `canon.reference`. With dup_weight, the others are sent, too."""
-    ring = ring_of(call, latent, k_rope, _Step)
+    """With dup_weight, the others are sent, too."""
+    ring = ring_of(call, _Step)
     projection = _Projection(call, up_weight, needs_grad[3])
     inputs = QueryInputs(dout, q, lse, make_delta(dout, out, lse, dlse))
     keys = projection.keys(ring, latent, k_rope)
@@ -184,8 +183,8 @@ class _Backward(RingBackward):
 
 
 def latent_parts(call: Call, backward: bool) -> Iterator[Part]:
-    """Yield the part of each step, and look up the keys that no query sees."""
-    for part in steps_of_ring(call, call.shapes[0][2]):
+    """Look up the keys that no query sees, too."""
+    for part in parts_of(Ring(call, _Step).steps, call.shapes[0][2]):
         hidden_keys(part.mask)
         yield part
 

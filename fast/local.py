@@ -45,7 +45,6 @@ class LocalPlan:
 def local_forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, max_logits: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As the twin in `canon.reference`."""
     plan = call.plan
     out, lse = empty_result(q, v, q.dtype)
     q, k, v = plan.aligned(q, k, v)
@@ -62,7 +61,6 @@ def local_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """As the twin in `canon.reference`; dk and dv come together."""
     plan, kind = call.plan, None
     given = (dout,) if dlse is None else (dout, dlse)
     # Hooks for saved tensors can move them.

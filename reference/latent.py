@@ -85,9 +85,7 @@ def latent_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q. If one of the last three is
-    needed, all are computed.
-    """
+    """Return dq, dlatent, dk_rope and dup_weight in the dtype of q; the last three together."""
     projection, of_keys = Projection(call, up_weight), any(needs_grad[1:])
     needs_grad = needs_grad[0], of_keys, of_keys
     grads = ring_backward(

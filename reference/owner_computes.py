@@ -115,9 +115,7 @@ def owner_backward(
     out: Tensor,
     lse: Tensor,
 ) -> Gradients:
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
-    nor v needs one.
-    """
+    """Return dq, dk, dv as `ring_backward`."""
     delta = make_delta(dout, out, dlse)
     statistics = [x.transpose(1, 2)[..., None] for x in (lse, delta)]  # (b, t, h, 1)
 

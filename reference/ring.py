@@ -31,9 +31,8 @@ reduce_dtype, A in partial results:
     out; dq            0       0                              five tensors like out in `merge`;
                                                               three like dq
 
-Limits: keys make all n - 1 hops, even to ranks without a query that sees them. A step hides one hop
-of keys, backward also one of gradients; nothing hides the last hop of dk and dv. The backend
-decides about overlap.
+Limits: keys make all n - 1 hops, even to ranks without a query that sees them. Nothing hides the
+last hop of dk and dv. The backend decides about overlap.
 
 Sources: Liu, Zaharia, Abbeel, Ring Attention (2023); zigzag: Zilin Zhu, ring-flash-attention issue
 2 (2024), and mlc-ai/Pith-Train pull request 39; striped: Brandon et al., Striped Attention (2023).

@@ -9,7 +9,7 @@ query heads, 4 key heads and head_stride=2:
     1      K, V of key heads 2, 3    query heads 4-7, over all keys   dk, dv of key heads 2, 3
 
 A query head sees all its keys in one step, so nothing is merged and out is rounded once. Gathered
-keys lie in rank order; `Layout.local_mask` gives their mask for every layout.
+keys lie in rank order.
 
 Backward, K and V are gathered again. A step gives the final dq of its query heads, and this rank's
 part of dk and dv for the keys of all ranks, which one all-to-all sends to the owners in
@@ -63,7 +63,7 @@ __all__ = ["strided_attention"]
 
 
 def strided_plan(call: Call) -> Steps:
-    """Return the key heads of each step. Raise ValueError if the strides do not fit the heads."""
+    """Return the key heads of each step. Raises ValueError if the strides do not fit the heads."""
     return steps_of(call.shapes[1][2], call.options)
 
 
@@ -98,9 +98,7 @@ def strided_backward(
     call: Call, needs_grad: NeedsGrad, dout: Tensor, dlse: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> Gradients:  # fmt: skip
-    """Return dq, dk, dv in the dtype of q. dq is None if q needs no gradient; dk, dv if neither k
-    nor v needs one.
-    """
+    """Return dq, dk, dv as `ring_backward`."""
     if call.plan.backward is None:  # backward_schedule is "ring"
         return ring_backward(call, needs_grad, dout, dlse, q, k, v, out, lse)
     accumulate, keys_need_grad = accumulate_dtype(q.dtype), any(needs_grad[1:])
@@ -200,7 +198,6 @@ class SequenceGather(AllGather):
     """
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the tokens in the order of the sequence."""
         full = shards[0].new_empty(shards[0].shape[0], sum(self.sizes), *shards[0].shape[2:])
         for rank, shard in enumerate(shards):
             full[:, self.layout.positions(rank).to(full.device)] = shard

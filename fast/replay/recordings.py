@@ -1,9 +1,9 @@
 """Prepared passes: the launches of a pass are recorded once, and replayed by one call into C
 afterwards.
 
-A pass is a function of tensors that only launches kernels. Its launches depend on the kinds of the
-tensors (shapes, strides, dtypes, alignment, device) and on the other arguments. A call of a kind
-runs as written while a `Recorder` notes
+A pass is a function of tensors that only launches kernels, by the kinds of the tensors (shapes,
+strides, dtypes, alignment, device) and the other arguments. A call of a kind runs as written while
+a `Recorder` notes
 
     launches       the compiled kernel, its grid and its arguments, each address as (buffer, offset)
     temporaries    tensors that the pass allocates: a replay allocates one workspace for all of them
@@ -77,7 +77,7 @@ class PreparedPass:
 
     @staticmethod
     def load() -> None:
-        """Compile what a recording needs, so that only the first call waits for a compiler."""
+        """Compile what a recording needs: only the first call waits for a compiler."""
         with suppress(NotReplayable):
             native_module()
 

@@ -171,13 +171,13 @@ class Cells(NamedTuple):
 
 
 def in_place(mask: Mask) -> Places:
-    """Return the places on one rank: both buffers are the sequence itself."""
+    """Return the places on one rank."""
     sizes = mask.queries, mask.keys
     return Places(*(((0, range(size)),) if size else () for size in sizes), *sizes)
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Return x (b, t, h, d), or a contiguous copy if TMA cannot load it: it would get another
+    """Return x (b, t, h, d), or a copy if TMA cannot load it: it would get another
     configuration.
     """
     return x if tma_loadable(x, every_axis=True) else canonical(x)

@@ -37,7 +37,7 @@ class TileCosts(NamedTuple):
 def tile_costs(
     cells: Cells, rows: int, columns: int, transposed: bool, repeat: int, boxes: int
 ) -> TileCosts:
-    """Return the tables of `work_table` with costs, if spans are visited ``repeat`` times."""
+    """Return the costs, if spans are visited ``repeat`` times."""
     tiles, spans, *_ = host_table(cells, rows, columns, columns, transposed, boxes)
     # visited tiles before each span
     before = np.concatenate([[0], np.cumsum(spans[:, 1], dtype=np.float64)])

@@ -12,8 +12,8 @@ All rows of a tile see all of a *full* span; a *partial* span holds its band. Ti
 ends of bands where that saves visits, and the longest come first. The transposed table, for dk and
 dv, swaps queries and keys.
 
-Cost: O(overlapping pairs of a band and a tile), in C or NumPy. Device memory: 20 bytes a tile, 32 a
-span. Source: the block masks of FlexAttention (Dong et al., 2024); bands replace its callbacks."""
+Cost: O(overlapping pairs of a band and a tile). Device memory: 20 bytes a tile, 32 a span. Source:
+the block masks of FlexAttention (Dong et al., 2024); bands replace its callbacks."""
 
 from functools import lru_cache
 from itertools import chain
@@ -135,9 +135,7 @@ visits = cached_plan(count_visits)
 
 @cached_plan
 def band_array(mask: Mask) -> np.ndarray:
-    """Return the bands (n, 6), int64: query start and stop, key start and stop, lo, hi; columns
-    contiguous.
-    """
+    """Return the bands (n, 6), int64, columns contiguous."""
     if (native := native_tables()) is not None:
         return np.frombuffer(native.bands(mask.bands), np.int64).reshape(6, -1).T
     numbers = np.fromiter(chain.from_iterable(mask.bands), np.int64, 6 * len(mask.bands))
