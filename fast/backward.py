@@ -10,8 +10,8 @@
 waits until the tile before it has added (paper/backward_on_hopper.md). The Triton kernel cannot: it
 raises RuntimeError, or warns with ``warn_only=True``.
 
-"auto" is the fastest method, and under that switch the fastest that repeats its bits. Each pass
-reads the switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
+"auto" is the fastest method, under that switch of those that repeat their bits. Each pass reads the
+switch when it runs. The kernel backend chooses by counts of work tiles (`choose_method`):
 
     "head_parallel"    "split" would leave SMs idle, because query heads share few key heads
     "fused"            Gluon, if queries see enough keys that two MMAs a tile cost more than the

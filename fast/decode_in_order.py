@@ -9,9 +9,9 @@ Only the sums depend on the order of keys, so all ranks compute the weights of t
 and each continues the sums of the rank before (`canon.fast.kernels.gluon.few_queries`). A row keeps
 the maximum of its first visible tile, wherever that is.
 
-The keys of all ranks travel instead (`canon.ranks.divided_keys`) where scores would raise a
-maximum, where scores or values are not finite, on other backends than "gluon", and with more than
-64 queries or 256 rows (queries x heads) for a key head.
+Keys travel instead (`canon.ranks.divided_keys`) where scores would raise a maximum, where scores or
+values are not finite, on other backends than "gluon", and with more than 64 queries or 256 rows
+(queries x heads) for a key head.
 
 Cost of a rank with s_r keys, n ranks, in float32 numbers:
 

@@ -8,8 +8,8 @@ dv:
     messages   q, dout, lse, delta of i     K, V of i + 1
     compute    dq of i                      dk, dv of i
 
-Sizes of tiles differ from the reference's, and so do the bits. `canon.route.rank_invariance` has
-the contract and its proof. Odd strides or addresses are copied first; "auto" is "split".
+`canon.route.rank_invariance` has the contract and its proof. Odd strides or addresses are copied
+first; "auto" is "split".
 
 Cost: bytes as in the reference. Memory: the gathered tokens of two steps, one of them with h / g
 times the heads. A message of whole tiles carries up to 127 rows without tokens.

@@ -22,9 +22,8 @@ three methods compute the same sums, with area visible cells:
                       in head order
 
 A *share* is the query heads that share one key head. On a GPU, "fused" adds to dq by atomics, in
-any order; in the other methods each element has one owner. This half adds in one fixed order with
-every method; "auto" is "split". Pictures: notebooks/08_backward.md; shares:
-notebooks/09_grouped_heads.md.
+any order. This half adds in one fixed order with every method; "auto" is "split". Pictures:
+notebooks/08_backward.md; shares: notebooks/09_grouped_heads.md.
 
 Cost: nothing is sent. Hidden cells of a computed tile cost as much as visible ones. float32 memory,
 beyond inputs and outputs: q, dout, k and v of every query head, dq, dk, dv ("head_parallel": of

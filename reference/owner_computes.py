@@ -12,13 +12,11 @@ never travel:
 A received token is written to its position in the sequence, and each piece of a rank begins at a
 multiple of 128 tokens. So every tile has the operands that it has on one rank. Experiment:
 notebooks/08_backward.md. `strided.SequenceGather` brings all tokens of some heads,
-`magi.SequenceCast` the needed tokens of all heads. A cast of queries follows the plan of the
-transposed mask: the owner of a key receives the queries that see it.
+`magi.SequenceCast` the needed tokens of all heads.
 
 Tiles at the end of a piece are filled up to 128 tokens: a product of another size may add in
 another order. Equal bits need a matrix product that depends on its operands alone. The products of
-PyTorch on a CPU do, with one thread. On a GPU, cuBLAS may choose another kernel for another number
-of heads, so compare calls of one ``head_stride``.
+PyTorch on a CPU do, with one thread; on a GPU only for one ``head_stride``.
 
 Cost of a rank for equal shards of t tokens, n ranks, elements of e bytes (E in reduce_dtype):
 

@@ -19,10 +19,9 @@ repeated call gives the same bits. With ``rank_invariant=True`` any number of ra
 `ring_attention`.
 
 The next gather and the previous all-to-all are in flight while a step computes. Nothing hides the
-first gather and the last all-to-all. Only the sum over all keys must be equal on all ranks, not
-each step: pass `Layout.zigzag` for a causal mask. A larger stride makes fewer and larger messages
-and kernels; 1 takes the least memory. If the buffers do not fit, or if g = 1, use the ring: its
-buffers do not grow with n.
+first gather and the last all-to-all. Only the work over all keys must be equal on all ranks: pass
+`Layout.zigzag` for a causal mask. If the buffers do not fit, or if g = 1, use the ring: its buffers
+do not grow with n.
 
 Cost of a rank for equal shards, in m steps. K and V have N = b t g (d + dv) elements of e bytes, E
 bytes in reduce_dtype:

@@ -10,9 +10,8 @@ a `Recorder` notes
     zeros          memory that is cleared: by one memset for all temporaries
     plans          tensors of `device_plan`: the prepared pass keeps them alive
 
-If a pass takes `Cells`, this is the first call of its kind, and the recording serves other masks,
-too (`sharing`). Other passes, such as the steps of a schedule, are recorded in the second call, so
-a mask of one step costs no recording.
+A pass that takes `Cells` is recorded in its first call, also for other masks (`sharing`); others,
+such as the steps of a schedule, in their second one: a mask of one step costs no recording.
 
 A replay works on any stream, inside a captured CUDA graph, and in several threads at a time. A pass
 runs as written in each call (`PreparedPass.reason`) if it does anything else with tensors, uses one

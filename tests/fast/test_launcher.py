@@ -97,18 +97,6 @@ def test_the_cache_is_bounded(kernel, monkeypatch):
     assert len(launcher._compiled) <= 4
 
 
-def test_a_failed_compilation_is_repeated(kernel, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("too little shared memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kernel, "_compile", broken)
-        with pytest.raises(RuntimeError, match="shared memory"):
-            launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
-    launcher.launch(kernel, 1, GPU, (torch.zeros(8), 5, 0.5), D=64)
-    assert kernel.compiled == 1
-
-
 def captured(names):
     """Return for each of three replays whether a captured graph of these schedules gives the
     results of eager calls.

@@ -54,25 +54,6 @@ def order(events):
 # --- the pipeline ---
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [("strided", {"head_stride": 2}), ("magi", {"own_keys_first": False})]
-)
-def test_delta_is_computed_during_the_first_message_of_the_backward_pass(
-    name, options, monkeypatch
-):
-    module, layout, tensors = getattr(fast, name), Layout.zigzag(12, 3), inputs(12)
-    make = module.make_delta
-    monkeypatch.setattr(
-        module, "make_delta", lambda *given: (log.add("computed", "delta"), make(*given))[1]
-    )
-    with recording(module) as log:
-        process_groups.threads(lambda: train(fast, layout, tensors, name, **options), 3)
-    events = [str(e) for e in log.of(1)]
-    backward = events[events.index("computed delta 0") - 1 :]
-    assert backward[0].startswith("posted")  # keys, gathered or cast all to all
-    assert backward[2].startswith("waited")
-
-
 # --- strided attention, recorded ---
 
 

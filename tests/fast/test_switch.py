@@ -77,17 +77,21 @@ def test_a_long_call_adds_in_any_order_unless_bits_must_repeat(launched):
 
 
 @pytest.mark.interpreted
-def test_rank_invariance_repeats_its_bits_without_the_switch(launched):
-    attend = functools.partial(fast.attention, rank_invariant=True)
-    assert kernels_of(launched, attend, *inputs(2048, d=64), Mask.full(2048)) == TWO_KERNELS
-
-
-@pytest.mark.interpreted
-def test_fused_by_name_is_ordered_under_the_switch(launched):
-    attend = functools.partial(fast.attention, backward="fused")
-    assert kernels_of(launched, attend, *inputs(256)) == ANY_ORDER
-    with deterministic():
-        assert kernels_of(launched, attend, *inputs(256)) == IN_ORDER
+@pytest.mark.parametrize(
+    ("options", "without", "with_switch"),
+    [
+        ({"rank_invariant": True}, TWO_KERNELS, TWO_KERNELS),
+        ({"backward": "fused"}, ANY_ORDER, IN_ORDER),
+    ],
+)
+def test_named_methods_and_rank_invariant_calls_ignore_lengths(
+    options, without, with_switch, launched
+):
+    attend = functools.partial(fast.attention, **options)
+    for given in (inputs(2048, d=64), inputs(256, d=64)):
+        assert kernels_of(launched, attend, *given, Mask.full(given[0].shape[1])) == without
+        with deterministic():
+            assert kernels_of(launched, attend, *given) == with_switch
 
 
 # --- what "auto" is told, and when
@@ -117,22 +121,12 @@ def differentiate(attend):
     return torch.autograd.grad(attend(q, k, v), (q, k, v), dout.detach())
 
 
-SCHEDULES = {
-    "ring_attention": {},
-    "zigzag_attention": {},
-    "strided_attention": {"head_stride": 2},
-    "magi_attention": {"casts": 2},
-}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("function", SCHEDULES)
-def test_only_steps_of_several_ranks_send_gradients(function, ranks, asked):
-    attend = functools.partial(
-        getattr(fast, function), mask=Mask.causal(12 * ranks), **SCHEDULES[function]
-    )
-    layout = {} if function == "zigzag_attention" else {"layout": Layout.zigzag(12 * ranks, ranks)}
-    process_groups.threads(lambda: differentiate(functools.partial(attend, **layout)), ranks)
+@pytest.mark.parametrize("schedule", ["ring", "strided", "magi"])
+def test_only_steps_of_several_ranks_send_gradients(schedule, ranks, asked):
+    given = {"mask": Mask.causal(12 * ranks), "layout": Layout.zigzag(12 * ranks, ranks)}
+    attend = functools.partial(getattr(fast, f"{schedule}_attention"), **given)
+    process_groups.threads(lambda: differentiate(attend), ranks)
     assert asked
     assert {how.sends for how in asked} == {ranks > 1}
     differentiate(fast.attention)
@@ -212,16 +206,14 @@ def test_a_switch_between_both_kernels_of_a_step_changes_nothing(asked, monkeypa
 # --- calls, ranks
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(name, monkeypatch):
-    compiled, half = [], HALVES[name]
-    side = half.local.LOCAL.side
+def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(monkeypatch):
+    compiled = []
     compile_for = lambda call: compiled.append(torch.are_deterministic_algorithms_enabled())
-    monkeypatch.setattr(side, "compile_for", compile_for)
+    monkeypatch.setattr(fast.local.LOCAL.side, "compile_for", compile_for)
     for state in (False, False, True, True, False):
         torch.use_deterministic_algorithms(state)
         try:
-            differentiate(half.attention)
+            differentiate(fast.attention)
         finally:
             torch.use_deterministic_algorithms(False)
     assert compiled == [False, True]
