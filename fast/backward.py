@@ -57,7 +57,7 @@ class Method(NamedTuple):
 
 
 def method_now(option: str, sends: bool = False) -> Method:
-    """Return the method under the current state of `torch.use_deterministic_algorithms`."""
+    """Return the method under the current state of PyTorch's switch."""
     return Method(option, torch.are_deterministic_algorithms_enabled(), sends)
 
 
@@ -270,7 +270,7 @@ def _head_parallel(kernels: Kernels, arguments: tuple, dk: Tensor, dv: Tensor) -
 
 
 def _key_chunks(cells: Cells, most: int) -> tuple[tuple[range, Cells], ...]:
-    """Return ranges of at most ``most`` keys, whole tiles where possible, and the cells of each."""
+    """Return ranges of at most ``most`` keys, whole tiles if possible, and their cells."""
     _, size = cells.sizes
     return ((range(size), cells),) if size <= most else _cut_keys(cells, most)
 

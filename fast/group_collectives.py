@@ -162,7 +162,6 @@ class Transfer:
         self.received, self.sent = sum(self.receives), sum(self.sends)
 
     def rows_sent(self, device: torch.device) -> Tensor:
-        """Return the own rows that are sent, by receiver, int64."""
         return rows_sent(self.plan, self.cast, self.rank, device)
 
 
@@ -207,7 +206,6 @@ class GroupReduce:
         )
 
     def wait(self) -> None:
-        """Launch the sums on the communication stream, and make later kernels wait for them."""
         options = self.transfer.plan, self.transfer.cast, self.transfer.rank
         with self.transport.on_communication_stream(after_compute=False):
             self.work.wait()

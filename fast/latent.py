@@ -92,7 +92,7 @@ class _Projection:
             self.dup_weight = torch.zeros_like(up_weight, dtype=accumulate_dtype(up_weight.dtype))
 
     def no_values(self, q: Tensor) -> Tensor:
-        """Return V (b, 0, h, dv) of no tokens, for its shape, dtype and device."""
+        """Return V (b, 0, h, dv) of no tokens."""
         return q.new_empty(q.shape[0], 0, q.shape[2], self.sizes.value)
 
     def keys(self, ring: Ring, latent: Tensor, k_rope: Tensor) -> Iterator[tuple[int, Any]]:

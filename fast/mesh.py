@@ -129,7 +129,6 @@ class TokenRows:
         self.nbytes = _aligned(end, 16 * kinds[0][2].itemsize)
 
     def views(self, message: Tensor, rows: int) -> list[Tensor]:
-        """Return the tensors (b, rows, heads, width) of a message."""
         views = []
         for (heads, width, dtype), start in zip(self.kinds, self.starts, strict=True):
             shape = self.batch, rows, heads, width

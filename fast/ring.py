@@ -156,7 +156,6 @@ class RingBackward:
         return _StepBackward(step, inputs, v, self.dq, self.own)
 
     def send(self, number: int, written: Tensor | None, room: Tensor | None) -> Pending | None:
-        """Add this rank's part to the received sums, and start to send them."""
         if self.own is None:
             return None
         self.add(number, written, room)
@@ -174,7 +173,7 @@ class RingBackward:
             written.zero_()
 
     def results(self, received: list[Tensor] | None, dtype: torch.dtype) -> Gradients:
-        """Return dq and the gradients of the own block. ``received``: sums of the other ranks."""
+        """Return all gradients. ``received``: the sums of the other ranks."""
         dq = None if self.dq is None else self.dq.to(dtype)
         if self.own is None:
             return dq, None, None

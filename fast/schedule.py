@@ -65,10 +65,7 @@ def run_forward(
     v: Tensor,
     max_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (b, t, h, dv) in the dtype of q and lse (b, h, t). ``received``: of `receiving`.
-
-    If steps merge, the running out is in the accumulation dtype.
-    """
+    """Return out (b, t, h, dv) in q's dtype and lse (b, h, t). ``received``: of `receiving`."""
     merges = [number for number, step in enumerate(steps) if step.has_work and not step.writes]
     accumulate, out, result = accumulate_dtype(q.dtype), None, None
     for number, held in received:
@@ -161,9 +158,7 @@ class Step:
 def parts_of(
     steps: Iterable[Step], key_heads: int, forward: bool = True, sends: bool | None = None
 ) -> Iterator[Part]:
-    """Yield the parts of steps with work, and look up their plans. ``sends``: if not as in
-    `StepBackward`.
-    """
+    """Yield the parts of steps, and look up their plans. ``sends``: by default on several ranks."""
     for step in steps:
         if step.has_work:
             if not step.writes:

@@ -214,7 +214,6 @@ class _Backward:
         return over_visible(weights, x, visible, self.all_finite)
 
     def _over_share(self, x):
-        """Add the query heads of each key head, in head order."""
         first, *others = x.unflatten(1, (-1, self.share)).unbind(2)
         for other in others:
             first = first + other

@@ -112,9 +112,7 @@ def _plan_report(mask: Mask, layout: Layout, chunk: int) -> PlanReport:
 
 
 def _area(mask: Mask, rows: range) -> int:
-    """Return the visible cells of the queries ``rows``. `Band.pick` needs one stride for queries
-    and keys, so keys are divided by their residue modulo the stride.
-    """
+    """Return the visible cells of ``rows``. `Band.pick` needs one stride for queries and keys."""
     columns = [range(residue, mask.keys, rows.step) for residue in range(rows.step)]
     touched = [band for band in mask.bands if band.q_start <= rows[-1] and band.q_stop > rows.start]
     return sum(band.pick(rows, some).area for band in touched for some in columns)

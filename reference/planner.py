@@ -110,7 +110,7 @@ Assignment = list[Held]  # by rank
 
 
 def chunks_of(mask: Mask, sequences: int, ranks: int, chunk: int) -> Held:
-    """Return the chunks of a sequence, plus empty ones up to a multiple of the ranks."""
+    """Return the chunks of a sequence, and empty ones up to a multiple of the ranks."""
     n = mask.queries // sequences
     count = -(-n // chunk)
     pieces = [
@@ -272,8 +272,8 @@ def _greedy(chunks: Held, ranks: int, limit: int) -> Assignment:
 
 
 def _has_room(held: Held, chunk: Chunk, slots: int, assignment: Assignment, most_full: int) -> bool:
-    """Return whether a rank may take the chunk and keep at most one small chunk. A slot stays free
-    for each small one to come: at most ``most_full`` ranks fill up without one.
+    """Return whether a rank may take the chunk and keep at most one small chunk. At most
+    ``most_full`` ranks fill up without one, so that a slot stays free for each.
     """
     has_small = any(other.small for other in held)
     whole = len(held) - has_small

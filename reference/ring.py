@@ -17,10 +17,9 @@ the sum that follows the keys, which is rounded to reduce_dtype before each hop.
 Bits: rank r adds by owner, r, r - 1, ..., r + 1, and the sums of owner o are added by rank, o + 1,
 o + 2, ..., o. So a repeated call gives the same bits.
 
-Balance: a rank that starts a step late delays the next rank one step later, so all ranks need equal
-work in *every* step. `Layout.zigzag` gives it under a causal mask: of 2 n chunks, rank r holds the
-r-th from both ends. Contiguous shards take about 2 - 1/n times as long. Proof:
-notebooks/02_ring_and_zigzag.md.
+Balance: all ranks need equal work in *every* step. `Layout.zigzag` gives it under a causal mask: of
+2 n chunks, rank r holds the r-th from both ends. Contiguous shards take about 2 - 1/n times as
+long. Proof: notebooks/02_ring_and_zigzag.md.
 
 Cost of a rank for equal shards. K and V have N = b t g (d + dv) elements of e bytes, E in
 reduce_dtype, A in partial results:

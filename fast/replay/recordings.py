@@ -216,7 +216,7 @@ def _recordings(
     options: tuple[Hashable, ...],
     addresses: list[int],
 ) -> list[PreparedPass]:
-    """Return the latest recordings of passes that differ from this one only in their masks."""
+    """Return the latest recordings of passes that differ in their masks alone."""
     kinds = [None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors]
     others = [(x.sizes, x.places) if isinstance(x, Cells) else x for x in options]
     aligned, first = [address & 15 for address in addresses], tensors[0]

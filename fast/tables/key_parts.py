@@ -4,10 +4,9 @@
     1 query         |part 0|part 1|  ...  |part 15|  part 16  | part 17 |
                     out, lse                        out, lse              merged in this order
 
-**Rule.** A call of `attention`, `attention_forward` or `decode_attention` with 1 to 128 queries and
-at least 4,096 keys is computed in parts, unless a backend other than "triton" is forced. Different
-masks of several sequences count as one mask over all of them. With ``rank_invariant=True`` there
-are no parts (on Hopper: `canon.fast.kernels.gluon.few_queries`).
+**Rule.** `has_parts`, unless a backend other than "triton" is forced or ``rank_invariant`` is True
+(on Hopper: `canon.fast.kernels.gluon.few_queries`). Masks of several sequences count as one mask
+over all of them.
 
 **Bits.** A part begins at each multiple of 512 keys below 8,192, of 1,024 below 16,384 and of 2,048
 above: 8 key heads fill the SMs at 8,192 keys, and long sequences have few parts to merge. Tiles

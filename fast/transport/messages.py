@@ -41,7 +41,7 @@ Place = tuple[tuple[int, ...], tuple[int, ...], int]
 
 @dataclass(eq=False)
 class Pending:
-    """Messages in flight, which bring ``received``. ``sent`` is kept until they have ended."""
+    """Messages in flight. ``sent`` is kept until they have ended."""
 
     works: Sequence[Any]
     received: Sequence[Any]
@@ -220,7 +220,7 @@ class ReduceScatter:
         self.sent, self.received = [new() for _ in range(min(2, len(steps)))], new()
 
     def start(self, step: int) -> "PendingReduction":
-        """Exchange the gradients of a step. The exchange before must be finished."""
+        """Start an exchange. The one before must be finished."""
         elements = self.steps[step].elements
         work = self.transport.all_to_all(self.received[:elements], self.sent[step % 2][:elements])
         return PendingReduction(self, work, self.steps[step])
@@ -235,7 +235,6 @@ class PendingReduction:
     group: HeadGroup
 
     def wait(self) -> None:
-        """Write the sums into dk and dv, for later kernels."""
         received, transport = self.reduction.received, self.reduction.transport
         with transport.on_communication_stream(after_compute=False):
             self.work.wait()
@@ -293,7 +292,6 @@ class Transport:
         return self._reductions or self._group()
 
     def all_gather(self, buffer: Tensor) -> dist.Work:
-        """Start to fill a flat buffer, of equal parts of all ranks."""
         elements = buffer.numel() // self.ranks
         own = buffer.narrow(0, self.rank * elements, elements)
         # the name before torch 2.12
@@ -315,8 +313,8 @@ class Transport:
         return torch.cuda.stream(self.stream)
 
     def wait_until_started(self) -> None:
-        """Make later kernels wait for the communication stream, and usually start after its
-        messages. They fill all SMs: a message that starts later would wait for their end.
+        """Make later kernels, which fill all SMs, wait for the communication stream and usually
+        start after its messages.
         """
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -329,7 +327,7 @@ class Transport:
             self._wait(torch.cuda.current_stream(self.stream.device), self.stream)
 
     def _wait(self, waiting: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
-        """Make a stream wait for another one; `Stream.wait_stream` makes a new event each time."""
+        # `Stream.wait_stream` makes a new event each time
         self._event.record(other)
         waiting.wait_event(self._event)
 
@@ -344,7 +342,7 @@ def transport_for(group, device: torch.device) -> Transport:
 
 
 def _communicator(group, device: torch.device, name: str):
-    """Return a communicator of the same ranks, which ends with the group. A collective."""
+    """Return a new communicator of the group, which ends with it. A collective."""
     state = group_state(group)
     communicator = companion_of(
         group, state.liveness.store, f"{name} {device.type}", backend_of(group, device)

@@ -26,16 +26,6 @@ def block(size):
     return torch.empty(size, dtype=torch.uint8)
 
 
-def test_the_least_recently_used_plans_go_first():
-    cache = PlanCache(host_limit=3 * (1000 + plan_cache.ENTRY))
-    for key in "abc":
-        cache.find(key, lambda: block(1000))
-    cache.find("a", lambda: pytest.fail("a is in the cache"))
-    cache.find("d", lambda: block(1000))
-    assert list(cache.plans) == ["c", "a", "d"]
-    assert cache.held["cpu"] == 3 * (1000 + plan_cache.ENTRY)
-
-
 def test_a_device_drops_its_own_least_recently_used_plans():
     """Meta stands for a GPU."""
     on_gpu = lambda: torch.empty(1000, dtype=torch.uint8, device="meta")
