@@ -1,9 +1,8 @@
 """Select the kernel backend of a call: the caller's choice (`backend`), or the fastest one that
 supports the inputs. paper/in_your_program.md#devices-and-backends lists what each one serves.
 
-Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used;
-"triton" also for few queries over many keys without rank_invariant. A chosen backend is never
-replaced: it raises.
+Without `backend`, the first of "gluon", "triton" and "torch" that serves the inputs is used. A
+chosen backend is never replaced: it raises.
 """
 
 from collections import Counter

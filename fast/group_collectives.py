@@ -168,9 +168,8 @@ class Transfer:
 def begin_cast(
     k: Tensor, v: Tensor, transfer: Transfer, rows: Tensor, group: Any, kind: Hashable = None
 ) -> tuple[dist.Work, Tensor]:
-    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and then by
-    row. Return its work and the sent rows, to be kept until it has ended. ``kind``: as in
-    `replayed`.
+    """Start a group cast of K and V into ``rows`` (received, b, g, d + dv), by source and row.
+    Return its work, and the sent rows to be kept until its end. ``kind``: as in `replayed`.
     """
     transport = transport_for(group, k.device)
     sent = k.new_empty(transfer.sent, *rows.shape[1:])

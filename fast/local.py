@@ -183,9 +183,8 @@ def merge_into(
     rows: Tensor | None = None,
     result: Tensor | None = None,
 ) -> None:
-    """Merge another part into ``out`` and ``lse`` in place, for batches and without checks.
-    ``rows``: indices (int64, distinct) of the tokens that the other part has; None is all.
-    ``result``: out is written there, in any dtype.
+    """Merge another part into ``out`` and ``lse``. ``rows``: indices (int64, distinct) of its
+    tokens; None is all. ``result``: out is written there, in any dtype.
     """
     replayed(launch_merge, (out, lse, other_out, other_lse, rows, result))
 

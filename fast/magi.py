@@ -6,7 +6,7 @@ with ``keep_kv`` all are.
 - With ``own_keys_first=False`` and one cast, own and received keys share one buffer: one kernel, no
   merge, no float32 result.
 - Kernels write dk and dv of received keys into the sending buffer, before the kernel of dq.
-  Received gradients are added on the communication stream, without atomics.
+  Received gradients are added on the communication stream.
 - With ``keep_kv`` the own keys come last in the backward pass, so that every reduction overlaps
   with a kernel.
 

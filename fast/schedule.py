@@ -113,9 +113,8 @@ def run_backward(
 
 
 class Step:
-    """A step of a schedule for one kind of call: the ``active`` queries of some query ``heads``,
-    over some keys. A step that ``writes`` initialises the results of its heads; others merge their
-    part. A schedule defines `keys` and `gradients`.
+    """The ``active`` queries of some query ``heads``, over some keys, for one kind of call. A step
+    that ``writes`` initialises the results of its heads; others merge their part.
     """
 
     def __init__(self, call: Call, active: ActiveQueries, writes: bool, heads: slice = slice(None)):

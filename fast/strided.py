@@ -1,9 +1,9 @@
 """Strided attention with overlap: the next heads' keys and the last heads' gradients travel while a
 step is computed.
 
-Algorithm, sums and messages are those of `canon.reference.strided`. Kernels read K and V in the
-buffers that received them, and write dk and dv, rounded to reduce_dtype, into the sending buffer.
-Copies into buffers, and the sums of received parts, run on the communication stream.
+Algorithm, sums and messages are those of `canon.reference.strided`. Kernels read K and V where they
+were received, and write dk and dv, rounded to reduce_dtype, into the sending buffer. Copies and
+sums of received parts run on the communication stream.
 
 Scratch, with T the most tokens of a rank, N = b T g (d + dv), W ranks and w the most key heads of a
 step, in buffers of W N w / g elements: two to gather, in the dtype of the inputs; backward also two

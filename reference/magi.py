@@ -1,8 +1,7 @@
 """Magi attention: a layout places the tokens, and each rank receives only the keys that its queries
 see.
 
-In a pack of documents a query sees only its own document, so most keys need not travel to most
-ranks:
+In a pack of documents a query sees only its own document, so most keys need not travel:
 
     layout = dispatch(mask, ranks)                  once per pack: the chunks of tokens of each rank
     x = layout.shard(tokens, rank)                  once per pack: data and labels

@@ -35,9 +35,8 @@ No step makes the score worse, so a plan is never worse than zigzag or contiguou
 All ranks have equally many slots. A *small* chunk is the short last one, or an empty one that fills
 a free slot. A rank holds at most one small chunk, so token counts differ by at most one chunk.
 
-Cost: a round of swaps scores chunks^2 / 2 of them, a relief `PARTNERS` x (chunks / ranks)^2.
-
-Limits: chunks are not cut, and all links between ranks count as equally fast.
+Cost: a round of swaps scores chunks^2 / 2 of them. Limits: chunks are not cut, and all links
+between ranks count as equally fast.
 
 Sources: the problem and the chunks, MagiAttention (Zewei Tao and Yunpeng Huang, SandAI, 2025);
 longest first, Graham, Bounds on multiprocessing timing anomalies (1969).

@@ -192,9 +192,7 @@ class AllGather:
 
 
 class SequenceGather(AllGather):
-    """An all-gather in flight whose tokens are put to their positions in the sequence, for
-    `owner_computes.py`.
-    """
+    """An all-gather in flight, of tokens in the order of the sequence, for `owner_computes.py`."""
 
     def joined(self, shards: Sequence[Tensor]) -> Tensor:
         full = shards[0].new_empty(shards[0].shape[0], sum(self.sizes), *shards[0].shape[2:])
@@ -204,7 +202,7 @@ class SequenceGather(AllGather):
 
 
 class ReduceScatter:
-    """A reduce-scatter in flight: this rank's parts of dk and dv go to the owners of the keys."""
+    """A reduce-scatter in flight: parts of dk and dv go to the owners of the keys."""
 
     def __init__(self, dk_full: Tensor, dv_full: Tensor, call: Call):
         self.widths = [dk_full.shape[-1], dv_full.shape[-1]]

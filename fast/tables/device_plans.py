@@ -5,8 +5,7 @@
     another stream       `Tensor.record_stream`: the allocator waits for that stream
     a captured graph     replays read the memory, so the tensors are kept as long as the graph
 
-A new plan during a capture raises RuntimeError: the graph would replay its upload, or CUDA refuses
-it. Another process can make the host's part ahead, with tensors on the meta device."""
+A new plan during a capture raises RuntimeError: the graph would replay its upload."""
 
 import threading
 from collections.abc import Callable, Iterator

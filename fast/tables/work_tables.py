@@ -117,9 +117,7 @@ def native_tables() -> ModuleType | None:
 def count_visits(
     cells: Cells, rows: int, columns: int, transposed: bool = False, boxes: int = 0
 ) -> tuple[float, int]:
-    """Return the ``visits`` and number of tiles of `work_table` without the table. With places, the
-    whole mask counts.
-    """
+    """Return ``visits`` and number of tiles of `work_table`; with places, of the whole mask."""
     if cells.places is not None:
         cut = _whole_cut(cells.mask, rows, columns, transposed)
     elif (native := native_tables()) is not None:
@@ -188,9 +186,7 @@ def _own_part(places: Places, cut: Cut, transposed: bool) -> Cut:
 
 
 def bands_and_size(mask: Mask, rows: int, columns: int, transposed: bool) -> tuple[np.ndarray, int]:
-    """Return the bands (6, n), transposed or not, and the rows of the mask. Raises ValueError if it
-    is too large.
-    """
+    """Return the bands (6, n) and the rows of a mask. Raises ValueError if it is too large."""
     if max(mask.queries, mask.keys) + rows + columns >= 2**30:
         raise ValueError(
             f"the kernels count tokens in 32 bits: {mask.queries} queries x "
