@@ -158,7 +158,6 @@ class _Backward:
         self.all_finite = all(bool(x.isfinite().all()) for x in (q, k, dout))
 
     def fused(self):
-        """Return dq, dk, dv by one loop over key tiles."""
         dq, dk, dv = torch.zeros_like(self.q), *self._zeros_of_keys()
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
@@ -169,7 +168,7 @@ class _Backward:
         return dq, dk, dv
 
     def split_keys(self):
-        """Return dk, dv. The query heads of a key head are added in each tile."""
+        """Add the query heads of a key head in each tile."""
         dk, dv = self._zeros_of_keys()
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:
@@ -179,9 +178,7 @@ class _Backward:
         return dk, dv
 
     def head_parallel_keys(self):
-        """Return dk, dv: a sum for each query head, then over the query heads of each key head, in
-        order.
-        """
+        """Add over queries for each query head, then the query heads of each key head, in order."""
         dk_heads, dv_heads = torch.zeros_like(self.k), torch.zeros_like(self.v)
         for keys, strip in self.tiles(by_keys=True):
             for queries, visible in strip:

@@ -66,6 +66,8 @@ def test_tile_schedules_from_c_are_equal(mask, traversal):
 @pytest.mark.parametrize("heads", [(64, 8), (32, 32), (6, 1)], ids=str)
 @pytest.mark.parametrize("mean", [8192, 131, None])
 def test_plans_of_both_passes_are_equal(mean, heads):
-    mask = Mask.documents(documents(65536, mean, seed=mean)) if mean else Mask.window(20000, 3000, 0)
+    mask = (
+        Mask.documents(documents(65536, mean, seed=mean)) if mean else Mask.window(20000, 3000, 0)
+    )
     sizes = {"heads": heads, "widths": (128, 128), "device": Gpu((9, 0), 132, 232448)}
     assert_equal(lambda: fast.prepare("attention", mask, None, **sizes).plans)
