@@ -3,8 +3,7 @@
 Read `canon.reference.latent` first, and `ring.py` for the steps. latent and k_rope travel in one
 message, their gradients in another. From step 1 on a step projects the tokens from the first to the
 last visible one. dK and dV are float32, and rounded to the inputs' dtype as operands of both
-products, which are added and stay in float32 (float64 for float64). They run between the kernel of
-dk, dv and the kernel of dq.
+products, which run before the kernel of dq and stay in float32 (float64 for float64).
 
 A step of t tokens needs this memory beyond that of the ring:
 

@@ -180,9 +180,7 @@ def magi_backward(
 
 
 class _Backward:
-    """One backward pass: the running dq, and ``own_rows``, the running dk and dv of the own tokens.
-    If the own keys come first, they write all of dq, and other steps add to it.
-    """
+    """The running dq of a pass, and ``own_rows``, the running dk and dv of the own tokens."""
 
     def __init__(
         self,

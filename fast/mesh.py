@@ -113,8 +113,8 @@ def _room(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 class TokenRows:
-    """The rows of the messages of one kind: a token's heads of one column, in all sequences of all
-    tensors. ``sizes``: the tokens of each rank of this row of the mesh. ``nbytes``: of a row.
+    """Messages of one kind: a row has a token's heads of one column, in all sequences and tensors.
+    ``sizes``: the tokens of each rank of this row of the mesh. ``nbytes``: of a row.
     """
 
     def __init__(self, call: Call, kinds: tuple[Kind, ...]):
@@ -145,8 +145,8 @@ class TokenRows:
     def exchange(
         self, pack: Callable[..., None], tensors: list[Tensor], *sizes: list[int]
     ) -> Tensor:
-        """Send rows to the ranks of the row of the mesh, and return those of all. ``pack`` copies
-        the tensors into the message. ``sizes``: the rows that each rank gets, and sends.
+        """Exchange rows in the row of the mesh. ``pack`` copies the tensors into the message.
+        ``sizes``: the rows that each rank gets, and sends.
         """
         nbytes = [[rows * self.nbytes for rows in some] for some in sizes]
         sent, received = (tensors[0].new_empty(sum(x), dtype=torch.uint8) for x in nbytes)

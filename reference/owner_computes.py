@@ -1,8 +1,7 @@
 """Owner computes: the rank that holds a token computes its whole sums, in an order that no number
 of ranks changes.
 
-`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``. Partial sums
-never travel:
+`strided_attention` and `magi_attention` use these passes with ``rank_invariant=True``:
 
     pass       owner of     travels                     computed, tile by tile in sequence order
     forward    queries      K, V                        out, lse over all keys

@@ -129,8 +129,7 @@ class Upload:
         return stream != self.handle or bool(stream and torch._C._cuda_isCurrentStreamCapturing())
 
     def wait(self) -> bool:
-        """Make the current stream wait for the uploads. Return False once they are known to be
-        complete.
+        """Make the current stream wait for the uploads. Return False once they are complete.
 
         During a capture CUDA allows neither query nor wait; `torch.cuda.graph` synchronises before.
         """

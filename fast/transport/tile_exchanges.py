@@ -94,8 +94,8 @@ class TileGather:
 
 
 class TileCast:
-    """Group casts: the tiles of keys that own queries see, and those of queries that see own keys.
-    ``kept``: rows of keys from an earlier cast; with ``keep``, `rows` holds this one's.
+    """Group casts of the tiles that own queries, or own keys, need. ``kept``: rows of keys from an
+    earlier cast; with ``keep``, `rows` holds this one's.
     """
 
     def __init__(self, call: Call, kept: Sequence[Tensor] = (), keep: bool = False):
