@@ -13,7 +13,7 @@ import torch.distributed as dist
 from programs import printed
 from torch.utils.checkpoint import checkpoint
 
-from canon import Layout, Mask, fast, reference
+from canon import Layout, Mask, fast
 from canon.fast import backward, device, schedule
 from canon.fast.kernels import launcher
 from canon.fast.kernels.gluon import launch as gluon_launch
@@ -23,7 +23,6 @@ from canon.testing.deterministic import deterministic
 pytestmark = pytest.mark.usefixtures("empty_cache")
 SMS = 4  # of the GPU: few wait in the fixed order, even in short sequences
 ANY_ORDER, IN_ORDER, TWO_KERNELS = ["fused, any order"], ["fused, ordered"], ["dk, dv", "dq"]
-HALVES = {"reference": reference, "fast": fast}
 
 
 def inputs(tokens, h=4, g=4, d=128, dtype=torch.bfloat16):
@@ -219,13 +218,13 @@ def test_the_kernels_of_a_call_are_compiled_for_each_state_of_the_switch(monkeyp
     assert compiled == [False, True]
 
 
-def disagree(name):
+def disagree():
     """Return the errors of forward and backward passes in which the ranks have different modes."""
-    half, (q, k, v, dout), found = HALVES[name], small(), []
+    (q, k, v, dout), found = small(), []
     for modes in ((0, 2), (2, 1)):
-        out = half.ring_attention(q, k, v)
+        out = fast.ring_attention(q, k, v)
         torch.set_deterministic_debug_mode(modes[dist.get_rank()])
-        for wrong in (lambda: half.ring_attention(q, k, v), lambda: out.backward(dout)):
+        for wrong in (lambda: fast.ring_attention(q, k, v), lambda: out.backward(dout)):
             with pytest.raises(ValueError) as raised:
                 wrong()
             found.append(str(raised.value))
@@ -233,14 +232,13 @@ def disagree(name):
     return found
 
 
-@pytest.mark.parametrize("name", HALVES)
-def test_ranks_with_different_switches_raise(name):
+def test_ranks_with_different_switches_raise():
     field = "the ranks disagree:\n  torch.use_deterministic_algorithms:"
     off, warning = (
         f"{field} rank 0: {x}; rank 1: {y}"
         for x, y in (("False", "True"), ("True", "True, warn_only=True"))
     )
-    errors = process_groups.processes(functools.partial(disagree, name), 2)
+    errors = process_groups.processes(disagree, 2)
     assert errors == [[off, off, warning, warning]] * 2
 
 
